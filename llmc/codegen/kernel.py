@@ -1,0 +1,75 @@
+"""The interface between nodes and the code that runs them; it neither chooses among kernels nor compiles anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc.ir.dim import Dim, D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel as text, self-contained: no file beside it is needed to compile it.
+
+    `entry` is its function's name, `sizes` the values handed to it as int64, in order, `scratch` the bytes a thread
+    needs. Dynamic sizes reach the text by position only (`sizes[0]`), never by symbol name: nodes of different entry
+    points whose texts are equal share one binary.
+    """
+
+    entry: str
+    language: str
+    text: str
+    sizes: tuple[Dim, ...] = ()
+    scratch: Dim = field(default_factory=lambda: D(0))
+    threads: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run some ops on one kind of machine. Instances are immutable and hold no results."""
+
+    name: str = ""
+    ops: tuple[str, ...] = ()
+    language: str = "cpp"
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """None where the kernel can run the node on the target; else the reason in words."""
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """The ways this kernel offers to run the node: attribute dicts, JSON values, at least one, best guess first."""
+        return [{}]
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        """Operand index -> packed layout of a weight operand; operands left out are plain row-major."""
+        return {}
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """The source of the node under a schedule: pure and deterministic."""
+        raise NotImplementedError
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predicted microseconds with the symbols bound by `env`: the larger of arithmetic and traffic."""
+        return roofline_us(node, target, env)
+
+
+def roofline_us(node: Node, target: Target, env: Mapping[str, int]) -> float:
+    """max(flops / peak, bytes / bandwidth) plus the target's cost of a launch, in microseconds."""
+    from llmc.ir.cost import node_cost
+
+    flops, nbytes = (d.subs(env).const or 0 for d in node_cost(node))
+    dtype = next((v.type.dtype for v in node.operands if v.type.dtype in target.peaks), "f32")
+    return max(flops / target.peaks[dtype], nbytes / target.bandwidth) * 1e6 + target.launch_us
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The canonical text of a schedule: the key under which a measurement of it is recorded."""
+    return json.dumps(schedule, sort_keys=True)
