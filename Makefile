@@ -1,0 +1,69 @@
+# What a person types in a checkout. Everything is set up in .venv; a stamp file says what is there already.
+#   make demo    compile the demonstration model for this CPU and let it write
+#   make test    the test suite (two cores: under ten minutes)
+#   make lint    ruff, mypy, import-linter
+#   make bench   benchmarks, as a table and as JSON in build/bench
+#   make sim     the scheduler simulator (SEED=n STEPS=n)
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+DEMO_MODEL ?= examples/demo-model
+DEMO := build/demo.llmc
+PROMPT ?= The kernel
+SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
+JOBS ?= auto
+SEED ?= $(shell date +%s)
+STEPS ?= 1000000
+
+.PHONY: demo test lint bench sim clean
+demo: $(DEMO)/manifest.json
+	@echo "make: $(DEMO) writes" >&2
+	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 120
+
+$(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL)/*)
+	@mkdir -p build && rm -rf $(DEMO)
+	$(BIN)/llmc compile $(DEMO_MODEL) -o $(DEMO) --target cpu:native
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -n $(JOBS) -q $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.stamp-dev
+	@mkdir -p build/bench
+	$(BIN)/python -m pytest bench -q --benchmark-only --benchmark-json=build/bench/latest.json $(PYTEST_ARGS)
+
+sim: $(VENV)/.stamp-dev
+	$(BIN)/python tests/runtime/simulate.py --seed $(SEED) --steps $(STEPS)
+
+clean:
+	rm -rf build
+
+$(VENV)/.stamp-venv:
+	@python=""; \
+	for p in $(PYTHON) python3.11 python3.12 python3.13 python3 python3.14 python; do \
+	  if "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then python="$$p"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: no Python 3.11 or newer with the venv module was found." >&2; \
+	  echo "  Try: install python3.11 and python3.11-venv, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 2; fi; \
+	[ -x $(BIN)/python ] || { echo "make: $(VENV) from $$("$$python" --version)" >&2; "$$python" -m venv $(VENV); }
+	@touch $@
+
+$(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "make: no C++ compiler was found; the CPU target needs one." >&2; echo "  Try: apt-get install g++" >&2; exit 2; }
+	@echo "make: installing torch and the compiler into $(VENV) (a minute or two, once)" >&2
+	$(PIP) torch -e '.[compile]'
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-compile
+	$(PIP) -e '.[compile,dev]'
+	@touch $@
