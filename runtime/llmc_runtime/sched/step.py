@@ -1,0 +1,126 @@
+"""What the scheduler says to an executor in one step, and what the executor answers. Lists of ints; no device, no request.
+
+A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
+written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:
+`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `work` (rows compute tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+STOPS = 32  # the stop ids that a device row can mask
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How one row samples, ready for the device: greedy is temperature 0, every seed is drawn, stop ids are merged."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: int = 0  # 0: off
+    seed: int = 0  # unsigned, 64 bits
+    min_tokens: int = 0
+    want_logprobs: bool = False
+    stops: tuple[int, ...] = ()  # masked until min_tokens are out; empty where min_tokens is 0
+
+    def floats(self) -> list[float]:
+        """The row of the `fparams` state: f32[8]."""
+        return [
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            0.0,
+            0.0,
+        ]
+
+    def ints(self, num_prompt: int) -> list[int]:
+        """The row of the `iparams` state: i32[8]; the halves of the seed wrap into signed range."""
+        low, high = (_signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32 & 0xFFFFFFFF))
+        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, int(self.want_logprobs), 0, 0]
+
+    def stop_row(self) -> list[int]:
+        """The row of the `stops` state: i32[32], -1 where empty."""
+        return [*self.stops, *[-1] * (STOPS - len(self.stops))]
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+@dataclass(slots=True)
+class RowInit:
+    """(Re)build a row from host data, at admission and at resume.
+
+    `tokens` are all tokens known so far, of which the first `num_prompt` are the prompt (they set the `seen` bitmap,
+    the others the output counts); the KV of the first `computed` is already in `pages`. `pages` covers all `tokens`.
+    """
+
+    row: int
+    tokens: list[int]
+    computed: int
+    num_prompt: int
+    params: RowParams
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class RowPages:
+    """Append `pages` to a row's table, whose length so far is `start`."""
+
+    row: int
+    start: int
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class Work:
+    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one."""
+
+    row: int
+    num_tokens: int
+    emit: bool
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one sampled token: its log-probability, its rank (1 is the likeliest), the likeliest ids and theirs."""
+
+    logprob: float
+    rank: int
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted."""
+
+    tokens: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: every row occurs at most once in each list."""
+
+    inits: list[RowInit] = field(default_factory=list)
+    pages: list[RowPages] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all rows, the T of the step's program."""
+        return sum(work.num_tokens for work in self.work)
+
+    def reply(self, tokens: list[int | None], logprobs: list[TokenLogprobs | None] | None = None) -> StepOutput:
+        """The answer to this step, for executors that import nothing from here; no logprobs means none wanted."""
+        return StepOutput(tokens, logprobs if logprobs is not None else [None] * len(tokens))
