@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Target:
     vector: int = 16
     flags: tuple[str, ...] = ()
     launch_us: float = 1.0
-    stages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def has(self, *features: str) -> bool:
         """True where binaries for this target may use all the named features."""

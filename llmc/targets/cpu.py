@@ -1,0 +1,131 @@
+"""The CPU targets: the machine at hand, two x86-64 levels and a portable one; nothing here compiles."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from llmc.diagnostics import Diagnostic
+from llmc.targets.target import Limits, Target
+
+PIPELINE = (
+    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, specialize, "
+    "select, pack, lift-weights, cse, dce, memory"
+)
+
+# The psABI levels by the names that /proc/cpuinfo uses (abm is LZCNT, pni is SSE3).
+V2 = frozenset(("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"))
+V3 = V2 | frozenset(("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
+V4 = V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
+# Features beyond a level that kernels use, the level each needs, and what the C++ compiler calls it.
+EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "avx512_bf16": ("x86-64-v4", "-mavx512bf16"),
+        "avx512_vnni": ("x86-64-v4", "-mavx512vnni"),
+        "avx_vnni": ("x86-64-v3", "-mavxvnni"),
+    }
+)
+_GIGA = 1e9
+
+
+def _record(name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int) -> Target:
+    f32 = threads * vector / 4 * 2 * 2 * 2.5 * _GIGA  # lanes, two pipes, multiply and add, 2.5 GHz
+    bf16 = f32 * (2 if "avx512_bf16" in features else 0.5)
+    peaks = {"f32": f32, "bf16": bf16, "f16": f32 / 2, "i8": f32 * 2}
+    return Target(
+        name=name,
+        family="cpu",
+        arch=arch,
+        features=features,
+        limits=Limits(threads=threads, l1=32 << 10, l2=1 << 20),
+        peaks=MappingProxyType(peaks),
+        bandwidth=min(threads, 8) * 20 * _GIGA,
+        languages=("cpp",),
+        pipeline=PIPELINE,
+        vector=vector,
+        flags=flags,
+    )
+
+
+def portable() -> Target:
+    """Any machine of the compiling machine's architecture: plain C++, no vector flags."""
+    machine = platform.machine() or "unknown"
+    return _record("cpu:portable", machine, frozenset(), 16, (), 4)
+
+
+def x86_64_v3() -> Target:
+    """AVX2 and FMA: Haswell, Zen and later."""
+    return _record("cpu:x86-64-v3", "x86-64-v3", V3, 32, ("-march=x86-64-v3",), 8)
+
+
+def x86_64_v4() -> Target:
+    """AVX-512 (F, BW, CD, DQ, VL) and no more; `cpu:x86-64-v4+avx512_bf16+avx512_vnni` asks for more."""
+    return _record("cpu:x86-64-v4", "x86-64-v4", V4, 64, ("-march=x86-64-v4", "-mprefer-vector-width=512"), 8)
+
+
+def native() -> Target:
+    """The machine at hand, by /proc/cpuinfo: its level, and those of its extra features that kernels use."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    return detect(text, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+def detect(cpuinfo: str, threads: int) -> Target:
+    """The native target of a machine whose /proc/cpuinfo is `cpuinfo`; the portable one where it has no known level."""
+    line = next((s for s in cpuinfo.splitlines() if s.startswith("flags")), ":")
+    have = frozenset(line.partition(":")[2].split())
+    if have >= V4:
+        base = x86_64_v4()
+    elif have >= V3:
+        base = x86_64_v3()
+    else:
+        base = portable()
+    extras = [f for f, (level, _) in EXTRAS.items() if f in have and _includes(base.arch, level)]
+    t = _extend(base, extras)
+    return _record("cpu:native", t.arch, t.features, t.vector, t.flags, max(1, threads))
+
+
+def _includes(arch: str, level: str) -> bool:
+    levels = ("x86-64-v3", "x86-64-v4")
+    return arch in levels and levels.index(arch) >= levels.index(level)
+
+
+def _extend(base: Target, extras: Iterable[str]) -> Target:
+    extras = list(extras)
+    flags = (*base.flags, *(EXTRAS[f][1] for f in extras))
+    t = _record(base.name, base.arch, base.features | frozenset(extras), base.vector, flags, base.limits.threads)
+    return replace(t, name="+".join([base.name, *extras]))
+
+
+TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
+    {
+        "cpu:native": native,
+        "cpu:x86-64-v3": x86_64_v3,
+        "cpu:x86-64-v4": x86_64_v4,
+        "cpu:portable": portable,
+    }
+)
+
+
+def parse(name: str, targets: Mapping[str, Callable[[], Target]] = TARGETS) -> Target:
+    """The target of a name such as "cpu:native" or "cpu:x86-64-v4+avx512_bf16"; a Diagnostic names the known ones."""
+    base, *extras = name.split("+")
+    if base not in targets:
+        raise Diagnostic(
+            "E510",
+            f"unknown target {base!r}; known: {', '.join(targets)}",
+            f"choose one of them, for example --target {next(iter(targets))}",
+        )
+    target = targets[base]()
+    for f in extras:
+        if f not in EXTRAS or not _includes(target.arch, EXTRAS[f][0]):
+            fit = [e for e, (level, _) in EXTRAS.items() if _includes(target.arch, level)]
+            known = f"it takes {', '.join('+' + e for e in fit)}" if fit else "it takes no extra features"
+            raise Diagnostic("E510", f"target {base} has no extra feature {f!r}; {known}", f"use --target {base}")
+    return _extend(target, [f for f in EXTRAS if f in extras and f not in target.features]) if extras else target
