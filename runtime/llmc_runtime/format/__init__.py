@@ -1,0 +1,1 @@
+"""The contract between compiler and runtime: what an artifact's files say; it reads and checks, it runs nothing."""

@@ -1,0 +1,169 @@
+"""Size text: integer expressions over symbols (`2*ceil(T, 16)+1`), parsed once and evaluated often; not Python code.
+
+Grammar, the same as the compiler's dims print:
+    sum     = product { ("+" | "-") product }
+    product = atom { "*" atom }
+    atom    = "-" atom | "(" sum ")" | "ceil" "(" sum "," integer ")" | integer | symbol
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc_runtime.format.errors import LlmcError
+
+MAX_TEXT = 4096
+MAX_DEPTH = 64
+MAX_DIGITS = 18
+
+_TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_]*)|([-+*(),]))")
+
+
+@dataclass(frozen=True)
+class Expr:
+    """A parsed size. `code` is postfix: int pushes, str pushes a symbol, ("+",) ("-",) ("*",) ("ceil", n) operate."""
+
+    text: str
+    code: tuple[int | str | tuple[str] | tuple[str, int], ...]
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names that an environment must bind."""
+        return frozenset(c for c in self.code if isinstance(c, str))
+
+    @property
+    def const(self) -> int | None:
+        """The value where no symbol occurs, else None."""
+        return None if self.symbols else self({})
+
+    def __call__(self, env: Mapping[str, int]) -> int:
+        """The value under `env`; LlmcError E108 where a symbol is not bound."""
+        stack: list[int] = []
+        for item in self.code:
+            if isinstance(item, int):
+                stack.append(item)
+            elif isinstance(item, str):
+                if item not in env:
+                    raise LlmcError("E108", f"size {self.text!r} needs a value for {item}", "recompile the artifact")
+                stack.append(env[item])
+            elif item[0] == "ceil":
+                stack.append(-(-stack.pop() // item[1]))  # type: ignore[misc]
+            else:
+                right = stack.pop()
+                left = stack.pop()
+                stack.append(left + right if item[0] == "+" else left - right if item[0] == "-" else left * right)
+        return stack[0]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse(text: str) -> Expr:
+    """The size that `text` spells; LlmcError E108 with the position where it does not follow the grammar."""
+    if len(text) > MAX_TEXT:
+        raise LlmcError(
+            "E108", f"size text of {len(text)} characters, over the cap of {MAX_TEXT}", "recompile the artifact"
+        )
+    parser = _Parser(text)
+    parser.sum(0)
+    if parser.kind != "end":
+        parser.fail("unexpected text")
+    return Expr(text, tuple(parser.code))
+
+
+def of(value: str | int) -> Expr:
+    """`parse`, where plain integers are accepted as well."""
+    return parse(str(value))
+
+
+class _Parser:
+    """Recursive descent with one token of look-ahead; emits postfix code."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.start = 0
+        self.kind = ""
+        self.token = ""
+        self.code: list[int | str | tuple[str] | tuple[str, int]] = []
+        self.advance()
+
+    def fail(self, why: str) -> None:
+        raise LlmcError(
+            "E108", f"size text {self.text[:80]!r}: {why} at character {self.start}", "recompile the artifact"
+        )
+
+    def advance(self) -> None:
+        self.start = self.at
+        match = _TOKEN.match(self.text, self.at)
+        if match is None:
+            if self.text[self.at :].strip(" \t"):
+                self.fail("unknown character")
+            self.kind, self.token = "end", ""
+            return
+        self.at = match.end()
+        number, name, sign = match.groups()
+        self.kind = "number" if number else "name" if name else "sign"
+        self.token = number or name or sign
+        if number and len(number) > MAX_DIGITS:
+            self.fail("number too long")
+
+    def expect(self, sign: str) -> None:
+        if self.kind != "sign" or self.token != sign:
+            self.fail(f"expected {sign!r}")
+        self.advance()
+
+    def sum(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self.fail("nested too deep")
+        self.product(depth)
+        while self.kind == "sign" and self.token in ("+", "-"):
+            sign = self.token
+            self.advance()
+            self.product(depth)
+            self.code.append((sign,))
+
+    def product(self, depth: int) -> None:
+        self.atom(depth)
+        while self.kind == "sign" and self.token == "*":
+            self.advance()
+            self.atom(depth)
+            self.code.append(("*",))
+
+    def atom(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self.fail("nested too deep")
+        kind, token = self.kind, self.token
+        if kind == "number":
+            self.advance()
+            self.code.append(int(token))
+        elif kind == "name" and token == "ceil":
+            self.advance()
+            self.ceil(depth)
+        elif kind == "name":
+            self.advance()
+            self.code.append(token)
+        elif kind == "sign" and token == "-":
+            self.advance()
+            self.code.append(0)
+            self.atom(depth + 1)
+            self.code.append(("-",))
+        elif kind == "sign" and token == "(":
+            self.advance()
+            self.sum(depth + 1)
+            self.expect(")")
+        else:
+            self.fail("expected a number, a symbol or '('")
+
+    def ceil(self, depth: int) -> None:
+        self.expect("(")
+        self.sum(depth + 1)
+        self.expect(",")
+        if self.kind != "number" or int(self.token) == 0:
+            self.fail("ceil needs a positive integer")
+        divisor = int(self.token)
+        self.advance()
+        self.expect(")")
+        self.code.append(("ceil", divisor))

@@ -1,0 +1,322 @@
+"""The manifest: what an artifact is and the hash of everything in it, with its own hash inside; it opens no file.
+
+The file begins with its digest: the sha256 of the file's bytes with the 64 digits set to zero. It is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.expr import Expr
+from llmc_runtime.format.fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
+from llmc_runtime.format.hashing import BLOCK, sha256
+from llmc_runtime.format.program import DTYPE_BITS, a_size
+
+MAJOR, MINOR = 1, 0
+NAME = "manifest.json"
+MODES = ("packed", "random", "none")
+_HEAD = b'{\n  "digest": "'
+_PREFIX = re.compile(re.escape(_HEAD) + rb"([0-9a-f]{64})\"")
+_ZERO = b"0" * 64
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A small file: its sha256 and its size."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights: one sha256 for every `block` bytes."""
+
+    file: str
+    bytes: int
+    blocks: tuple[str, ...]
+    block: int = BLOCK
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`mode`: packed (files), random (the runtime fills them from `seed`), none (to be packed later)."""
+
+    mode: str
+    files: tuple[WeightFile, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class KernelFile:
+    """One binary and the source text beside it. `abi` says how it is called."""
+
+    hash: str
+    file: str
+    source: str
+    entry: str
+    threads: int = 0
+    shared: int = 0
+    abi: str = "cpu-1"
+
+
+@dataclass(frozen=True)
+class State:
+    """One persistent buffer. `role`: kv, tokens, length, pages, fparams, iparams, stops, seen or counts."""
+
+    name: str
+    dtype: str
+    shape: tuple[Expr, ...]
+    role: str
+
+    def nbytes(self, env: Mapping[str, int]) -> int:
+        total = DTYPE_BITS[self.dtype]
+        for d in self.shape:
+            total *= d(env)
+        return -(-total // 8)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was compiled: "hf", its name, its revision, and the sha256 of its files."""
+
+    kind: str
+    name: str
+    revision: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What it was compiled for; `features` by the names of /proc/cpuinfo."""
+
+    name: str
+    arch: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The shapes that the plan allows: tokens of a sequence, rows, tokens of a step."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True)
+class Kv:
+    """KV geometry: tokens of a page, layers that have one, bytes of a page over all layers."""
+
+    page_size: int
+    layers: int
+    bytes_per_page: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything the runtime must know before it opens another file."""
+
+    compiler: str
+    source: Source
+    target: TargetInfo
+    limits: Limits
+    kv: Kv
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation: Mapping[str, Any]
+    kernels: tuple[KernelFile, ...]
+    states: tuple[State, ...]
+    programs: tuple[str, ...]
+    weights: Weights
+    tokenizer: tuple[str, ...]
+    files: Mapping[str, FileInfo]
+    format: tuple[int, int] = (MAJOR, MINOR)
+    digest: str = ""
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "format": {"major": self.format[0], "minor": self.format[1]},
+            "compiler": self.compiler,
+            "source": {**vars(self.source), "files": dict(self.source.files)},
+            "target": {**vars(self.target), "features": list(self.target.features)},
+            "limits": dict(vars(self.limits)),
+            "kv": dict(vars(self.kv)),
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": list(self.eos_token_ids),
+            "generation": dict(self.generation),
+            "kernels": [dict(vars(k)) for k in self.kernels],
+            "states": [{**vars(s), "shape": [str(d) for d in s.shape]} for s in self.states],
+            "programs": list(self.programs),
+            "weights": {
+                "mode": self.weights.mode,
+                "seed": self.weights.seed,
+                "files": [{**vars(w), "blocks": list(w.blocks)} for w in self.weights.files],
+            },
+            "tokenizer": {"files": list(self.tokenizer)},
+            "files": {n: dict(vars(i)) for n, i in self.files.items()},
+        }
+
+    def dump(self) -> bytes:
+        """The file, its digest inside; `load(dump())` gives this manifest back with `digest` set."""
+        body = json.dumps(self.json(), indent=1, allow_nan=False).encode()
+        text = _HEAD + _ZERO + b'",\n ' + body.removeprefix(b"{\n ") + b"\n"
+        return text.replace(_ZERO, sha256(text).encode(), 1)
+
+    @staticmethod
+    def load(data: bytes, where: str = NAME) -> Manifest:
+        """The manifest that a file spells.
+
+        Raises LlmcError E102 for another format version, E103 where a byte was changed or a field is wrong.
+        """
+        digest, intact = check_digest(data)
+        try:
+            doc = load_json(data, where)
+        except LlmcError:
+            raise damaged(where, "is damaged: its bytes do not match its digest") from None
+        lenient = check_version(doc, where)
+        if not intact:
+            raise damaged(where, "is damaged: its bytes do not match its digest")
+        return _read(doc, where, lenient, digest)
+
+
+def check_digest(data: bytes) -> tuple[str, bool]:
+    """The digest that the manifest's bytes claim ("" where there is none), and whether it is theirs."""
+    match = _PREFIX.match(data)
+    if match is None:
+        return "", False
+    claimed = match[1].decode()
+    return claimed, sha256(data[: match.start(1)] + _ZERO + data[match.end(1) :]) == claimed
+
+
+def check_version(doc: Any, where: str) -> bool:
+    """Whether unknown fields are to be ignored (a newer minor version); LlmcError E102 for another major one."""
+    version = doc.get("format") if isinstance(doc, dict) else None
+    major, minor = (version.get("major"), version.get("minor")) if isinstance(version, dict) else (None, None)
+    if not isinstance(major, int) or not isinstance(minor, int):
+        raise damaged(where, "does not state a format version")
+    if major != MAJOR:
+        newer = major > MAJOR
+        raise LlmcError(
+            "E102",
+            f"artifact has format version {major}.{minor}; this runtime reads version {MAJOR}",
+            "upgrade llmc-aot" if newer else "recompile the model with this version of llmc",
+        )
+    return minor > MINOR
+
+
+def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
+    f = Fields(doc, where, lenient)
+    f.text("digest")
+    version = f.get("format")
+    tokenizer = f.sub("tokenizer")
+    m = Manifest(
+        digest=digest,
+        format=(version["major"], version["minor"]),
+        compiler=f.text("compiler"),
+        source=_source(f.sub("source")),
+        target=_target(f.sub("target")),
+        limits=Limits(**_counts(f.sub("limits"), "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
+        kv=_kv(f.sub("kv")),
+        vocab_size=f.integer("vocab_size", low=1, high=1 << 31),
+        eos_token_ids=f.list("eos_token_ids", an_integer, cap=4096),
+        generation=MappingProxyType(f.table("generation", lambda v, w: v, {})),
+        kernels=f.list("kernels", lambda v, w: _kernel(Fields(v, w, lenient))),
+        states=f.list("states", lambda v, w: _state(Fields(v, w, lenient))),
+        programs=f.list("programs", a_name, cap=1024),
+        weights=_weights(f.sub("weights"), lenient),
+        tokenizer=tokenizer.list("files", a_name, cap=1024),
+        files=MappingProxyType(f.table("files", lambda v, w: _file(Fields(v, w, lenient)))),
+    )
+    tokenizer.close()
+    f.close()
+    _check(m, where)
+    return m
+
+
+def _source(f: Fields) -> Source:
+    s = Source(f.text("kind"), f.text("name"), f.text("revision", ""), f.table("files", a_hash, {}))
+    f.close()
+    return s
+
+
+def _target(f: Fields) -> TargetInfo:
+    t = TargetInfo(f.text("name"), f.text("arch"), f.list("features", a_text, cap=1024))
+    f.close()
+    return t
+
+
+def _kv(f: Fields) -> Kv:
+    dtype = f.text("dtype")
+    return Kv(**_counts(f, "page_size", "layers", "bytes_per_page"), dtype=dtype)
+
+
+def _counts(f: Fields, *names: str) -> dict[str, int]:
+    out = {n: f.integer(n, low=0, high=1 << 48) for n in names}
+    f.close()
+    return out
+
+
+def _kernel(f: Fields) -> KernelFile:
+    k = KernelFile(
+        hash=f.key("hash"), file=f.name("file"), source=f.name("source", ""), entry=f.text("entry"),
+        threads=f.integer("threads", 0), shared=f.integer("shared", 0), abi=f.text("abi"),
+    )  # fmt: skip
+    f.close()
+    return k
+
+
+def _state(f: Fields) -> State:
+    s = State(f.text("name"), f.text("dtype"), f.list("shape", a_size, cap=16), f.text("role"))
+    f.close()
+    if s.dtype not in DTYPE_BITS:
+        raise damaged(f.where, f"unknown dtype {s.dtype!r}")
+    return s
+
+
+def _weights(f: Fields, lenient: bool) -> Weights:
+    def one(value: Any, where: str) -> WeightFile:
+        g = Fields(value, where, lenient)
+        block = g.integer("block", low=1 << 12, high=1 << 32)
+        w = WeightFile(g.name("file"), g.integer("bytes"), g.list("blocks", a_hash), block)
+        g.close()
+        if len(w.blocks) != -(-w.bytes // w.block):
+            raise damaged(where, "has the wrong number of block hashes")
+        return w
+
+    w = Weights(f.text("mode"), f.list("files", one, []), f.integer("seed", 0))
+    f.close()
+    if w.mode not in MODES:
+        raise damaged(f.where, f"unknown mode {w.mode!r}")
+    return w
+
+
+def _file(f: Fields) -> FileInfo:
+    i = FileInfo(f.hash("sha256"), f.integer("bytes"))
+    f.close()
+    return i
+
+
+def _check(m: Manifest, where: str) -> None:
+    """What holds between the fields: every file that is named is listed with its hash, and once."""
+    for name in m.files:
+        check_name(name, where)
+    named = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]
+    missing = [n for n in named if n not in m.files]
+    if missing:
+        raise damaged(where, f"{missing[0]} has no hash")
+    big = [w.file for w in m.weights.files]
+    if len(set(big)) != len(big) or set(big) & set(m.files) or NAME in m.files:
+        raise damaged(where, "a file is listed twice")
+    if (m.weights.mode == "packed") != bool(big):
+        raise damaged(where, f"weights of mode {m.weights.mode!r} with {len(big)} files")
+    for what, names in (("kernels", [k.hash for k in m.kernels]), ("states", [s.name for s in m.states])):
+        if len(set(names)) != len(names):
+            raise damaged(where, f"two {what} have one name")

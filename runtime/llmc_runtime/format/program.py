@@ -1,0 +1,264 @@
+"""A program as data: symbols, buffers and launches of one entry point; reading and checking it, never running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format import expr
+from llmc_runtime.format.expr import Expr
+from llmc_runtime.format.fields import Fields, a_range, a_text, an_integer, damaged, load_json
+
+# Bits of one element as it is stored; shapes count elements, and a buffer's bytes are its own size text.
+DTYPE_BITS: Mapping[str, int] = MappingProxyType(
+    {
+        "f64": 64,
+        "f32": 32,
+        "bf16": 16,
+        "f16": 16,
+        "f8e4m3": 8,
+        "f8e5m2": 8,
+        "f8e8m0": 8,
+        "i64": 64,
+        "i32": 32,
+        "u32": 32,
+        "i16": 16,
+        "u16": 16,
+        "i8": 8,
+        "u8": 8,
+        "bool": 8,
+        "i4": 4,
+        "u4": 4,
+    }
+)
+KINDS = ("input", "output", "weight", "state", "arena")
+Symbols = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One pointer that launches refer to by index.
+
+    `offset` counts bytes from the start of the arena or of the state; `alias` names the buffer whose memory this is
+    (a state's next version is its earlier one).
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[Expr, ...]
+    bytes: Expr
+    offset: int = 0
+    alias: str | None = None
+
+    def numel(self, env: Mapping[str, int]) -> int:
+        total = 1
+        for d in self.shape:
+            total *= d(env)
+        return total
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> Buffer:
+        f = Fields(value, where, lenient)
+        alias = f.get("alias", None)
+        b = Buffer(
+            name=f.text("name"),
+            kind=f.text("kind"),
+            dtype=f.text("dtype"),
+            shape=f.list("shape", a_size, cap=16),
+            bytes=a_size(f.get("bytes"), f"{where}.bytes"),
+            offset=f.integer("offset", 0),
+            alias=None if alias is None else a_text(alias, f"{where}.alias"),
+        )
+        f.close()
+        if b.kind not in KINDS:
+            raise damaged(where, f"unknown kind {b.kind!r} (known: {', '.join(KINDS)})")
+        if b.dtype not in DTYPE_BITS:
+            raise damaged(where, f"unknown dtype {b.dtype!r}")
+        return b
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "kind": self.kind, "dtype": self.dtype, "shape": [str(d) for d in self.shape],
+            "offset": self.offset, "bytes": str(self.bytes), "alias": self.alias,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64.
+
+    `flops` and `bytes` are what it costs, as far as the compiler could say, for reports alone.
+    """
+
+    kernel: str
+    entry: str
+    args: tuple[int, ...]
+    sizes: tuple[Expr, ...]
+    grid: tuple[Expr, ...] = ()
+    threads: int = 0
+    shared: int = 0
+    loc: str = ""
+    op: str = ""
+    flops: Expr | None = None
+    bytes: Expr | None = None
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> Launch:
+        f = Fields(value, where, lenient)
+        cost = {k: v if v is None else a_size(v, f"{where}.{k}") for k in ("flops", "bytes") for v in [f.get(k, None)]}
+        launch = Launch(
+            kernel=f.key("kernel"),
+            entry=f.text("entry"),
+            args=f.list("args", an_integer, cap=4096),
+            sizes=f.list("sizes", a_size, cap=256),
+            grid=f.list("grid", a_size, [], cap=3),
+            threads=f.integer("threads", 0),
+            shared=f.integer("shared", 0),
+            loc=f.text("loc", ""),
+            op=f.text("op", ""),
+            **cost,
+        )
+        f.close()
+        return launch
+
+    def json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "kernel": self.kernel, "entry": self.entry, "grid": [str(d) for d in self.grid], "threads": self.threads,
+            "shared": self.shared, "args": list(self.args), "sizes": [str(d) for d in self.sizes], "loc": self.loc,
+            "op": self.op,
+        }  # fmt: skip
+        if self.flops is not None:
+            out["flops"] = str(self.flops)
+        if self.bytes is not None:
+            out["bytes"] = str(self.bytes)
+        return out
+
+
+@dataclass(frozen=True)
+class Program:
+    """One entry point for one range of sizes.
+
+    `symbols` holds every symbol with its bounds, in the order in which a step function takes their values;
+    `serves` narrows them to the steps this program is chosen for; `uniform`: one token a row (T = R).
+    `step` is (kernel hash, entry) of the unit that runs the launches in order, where the target has one.
+    """
+
+    name: str
+    symbols: Symbols
+    serves: Symbols
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+    arena_bytes: int
+    uniform: bool = False
+    step: tuple[str, str] | None = None
+    ranks: int = 1
+
+    def top(self) -> dict[str, int]:
+        """Every symbol at its upper bound: buffers are sized by it."""
+        return {s: high for s, (_, high) in self.symbols.items()}
+
+    def fits(self, env: Mapping[str, int]) -> bool:
+        """Whether a step with these sizes is this program's to run."""
+        return all(lo <= env[s] <= hi for s, (lo, hi) in self.serves.items()) and not (
+            self.uniform and env["T"] != env["R"]
+        )
+
+    @property
+    def kernel_table(self) -> tuple[tuple[str, str], ...]:
+        """The (kernel hash, entry) pairs in order of first use: the order of the step function's table."""
+        return tuple(dict.fromkeys((x.kernel, x.entry) for x in self.launches))
+
+    def json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "name": self.name,
+            "symbols": {s: list(r) for s, r in self.symbols.items()},
+            "serves": {s: list(r) for s, r in self.serves.items()},
+            "uniform": int(self.uniform),
+            "buffers": [b.json() for b in self.buffers],
+            "arena_bytes": self.arena_bytes,
+            "launches": [x.json() for x in self.launches],
+        }
+        if self.step is not None:
+            out["step"] = {"kernel": self.step[0], "entry": self.step[1]}
+        return {**out, "ranks": self.ranks}
+
+    def dump(self) -> bytes:
+        """The file: one line a buffer and a launch, so that two programs can be compared as text."""
+        doc = self.json()
+        rows = [
+            f"  {json.dumps(k)}: {_rows(v) if k in ('buffers', 'launches') else json.dumps(v)}" for k, v in doc.items()
+        ]
+        return ("{\n" + ",\n".join(rows) + "\n}\n").encode()
+
+    @staticmethod
+    def load(data: bytes, where: str, lenient: bool = False) -> Program:
+        """The program that a file spells; LlmcError E103, E108 naming `where` and the field that is wrong."""
+        return Program.read(load_json(data, where), where, lenient)
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> Program:
+        f = Fields(value, where, lenient)
+        step = None
+        if f.get("step", None) is not None:
+            s = f.sub("step")
+            step = (s.key("kernel"), s.text("entry"))
+            s.close()
+        program = Program(
+            name=f.text("name"),
+            symbols=MappingProxyType(f.table("symbols", a_range, cap=16)),
+            serves=MappingProxyType(f.table("serves", a_range, cap=16)),
+            buffers=f.list("buffers", lambda v, w: Buffer.read(v, w, lenient)),
+            launches=f.list("launches", lambda v, w: Launch.read(v, w, lenient)),
+            arena_bytes=f.integer("arena_bytes", high=1 << 44),
+            uniform=bool(f.integer("uniform", 0, high=1)),
+            step=step,
+            ranks=f.integer("ranks", 1, low=1, high=1024),
+        )
+        f.close()
+        _check(program, where)
+        return program
+
+
+def a_size(value: Any, where: str) -> Expr:
+    """A field that is size text; plain integers are accepted."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise damaged(where, "must be size text")
+    return expr.of(value)
+
+
+def _rows(values: list[Any]) -> str:
+    if not values:
+        return "[]"
+    return "[\n" + ",\n".join(f"    {json.dumps(v)}" for v in values) + "\n  ]"
+
+
+def _check(p: Program, where: str) -> None:
+    """What holds between the fields: indices in range, symbols bound, arena offsets inside the arena."""
+    by_name = {b.name: b for b in p.buffers}
+    known = frozenset(p.symbols)
+    top = p.top()
+    if len(by_name) != len(p.buffers):
+        raise damaged(where, "two buffers have one name")
+    if not set(p.serves) <= known:
+        raise damaged(where, "'serves' names a symbol that the program lacks")
+    if p.uniform and not {"T", "R"} <= known:
+        raise damaged(where, "a uniform program needs the symbols T and R")
+    for i, b in enumerate(p.buffers):
+        place = f"{where}.buffers[{i}]"
+        for e in (*b.shape, b.bytes):
+            if not e.symbols <= known:
+                raise damaged(place, f"size {e} uses a symbol that the program lacks")
+        if b.alias is not None and b.alias not in by_name:
+            raise damaged(place, f"alias of unknown buffer {b.alias[:80]!r}")
+        if b.kind == "arena" and b.alias is None and b.offset + b.bytes(top) > p.arena_bytes:
+            raise damaged(place, f"ends past the arena of {p.arena_bytes} bytes")
+    for i, x in enumerate(p.launches):
+        place = f"{where}.launches[{i}]"
+        if any(not 0 <= a < len(p.buffers) for a in x.args):
+            raise damaged(place, "an argument's index is out of range")
+        if any(not e.symbols <= known for e in (*x.sizes, *x.grid)):
+            raise damaged(place, "a size uses a symbol that the program lacks")

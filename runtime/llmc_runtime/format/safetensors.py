@@ -1,0 +1,171 @@
+"""The safetensors format: its header, checked as the reference reader checks it, and how to lay one out; no tensors.
+
+A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without a gap.
+We keep tensors aligned, so gaps are tensors of their own, named `__pad__.N`, and every reader accepts the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.fields import load_json
+
+MAX_HEADER = 100_000_000
+MAX_TENSORS = 1 << 20
+MAX_RANK = 16
+MAX_BYTES = 1 << 50
+PAD = "__pad__."
+_MIN_ALIGN, _PAGE, _BIG = 64, 4096, 1 << 16
+
+# Ours to theirs; sub-byte codes are stored as plain bytes.
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "f64": "F64",
+        "f32": "F32",
+        "bf16": "BF16",
+        "f16": "F16",
+        "f8e4m3": "F8_E4M3",
+        "f8e5m2": "F8_E5M2",
+        "f8e8m0": "F8_E8M0",
+        "i64": "I64",
+        "i32": "I32",
+        "u32": "U32",
+        "i16": "I16",
+        "u16": "U16",
+        "i8": "I8",
+        "u8": "U8",
+        "bool": "BOOL",
+    }
+)
+_OURS: Mapping[str, str] = MappingProxyType({v: k for k, v in NAMES.items()})
+_BITS: Mapping[str, int] = MappingProxyType(
+    {
+        "F64": 64,
+        "I64": 64,
+        "U64": 64,
+        "F32": 32,
+        "I32": 32,
+        "U32": 32,
+        "BF16": 16,
+        "F16": 16,
+        "I16": 16,
+        "U16": 16,
+        "F8_E4M3": 8,
+        "F8_E5M2": 8,
+        "F8_E8M0": 8,
+        "I8": 8,
+        "U8": 8,
+        "BOOL": 8,
+        "C64": 64,
+    }
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: bytes [begin, end) of the file, shape in elements, dtype by our name (or theirs)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def broken(where: str, why: str) -> LlmcError:
+    """The error for a file that does not follow the format."""
+    return LlmcError("E105", f"{where}: {why}", "copy or download the file again")
+
+
+def header_length(prefix: bytes, size: int, where: str) -> int:
+    """The header's length in bytes, from the first 8 bytes of a file of `size` bytes; LlmcError E105."""
+    if len(prefix) < 8 or size < 8:
+        raise broken(where, f"is not a safetensors file ({size} bytes)")
+    n = int.from_bytes(prefix[:8], "little")
+    if n > MAX_HEADER:
+        raise broken(where, f"claims a header of {n} bytes, over the cap of {MAX_HEADER}")
+    if n + 8 > size:
+        raise broken(where, f"is cut short: its header ends at byte {n + 8}, the file at {size}")
+    return n
+
+
+def parse_header(header: bytes, size: int, where: str) -> dict[str, TensorInfo]:
+    """The tensors of a file of `size` bytes with this JSON header, in file order, padding left out.
+
+    Raises LlmcError E105 where the header is malformed, tensors overlap, leave a gap or end past the file.
+    """
+    doc = load_json(header, where)
+    if not isinstance(doc, dict) or len(doc) > MAX_TENSORS:
+        raise broken(where, "its header is not an object of tensors")
+    base = 8 + len(header)
+    found = [_tensor(k, v, base, where) for k, v in doc.items() if k != "__metadata__"]
+    found.sort(key=lambda t: (t.begin, t.end))
+    at = base
+    for t in found:
+        if t.begin != at:
+            raise broken(where, f"tensor {t.name[:80]!r} does not begin where the one before it ends")
+        at = t.end
+    if at != size:
+        verb = "is cut short" if at > size else "has bytes left over"
+        raise broken(where, f"{verb}: its tensors end at byte {at}, the file at {size}")
+    return {t.name: t for t in found if not t.name.startswith(PAD)}
+
+
+def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
+    def bad(why: str) -> LlmcError:
+        return broken(where, f"tensor {name[:80]!r} {why}")
+
+    if len(name) > 4096 or not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise bad("is malformed")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise bad(f"has the unknown dtype {str(dtype)[:20]!r}")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(_natural(d) for d in shape):
+        raise bad("has a malformed shape")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_natural(d) for d in offsets):
+        raise bad("has malformed offsets")
+    nbytes = _BITS[dtype] // 8
+    for d in shape:
+        nbytes *= d
+    if nbytes > MAX_BYTES or offsets[1] - offsets[0] != nbytes:
+        raise bad(f"has {offsets[1] - offsets[0]} bytes for its shape of {nbytes}")
+    return TensorInfo(name, _OURS.get(dtype, dtype), tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
+
+
+def plan(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[TensorInfo], int]:
+    """Lay out a file of (name, dtype, shape, bytes): its prefix (length and header), the places, the file's size.
+
+    Tensors begin at multiples of 64 bytes, big ones of 4096; the places include the padding tensors.
+    """
+    items: list[tuple[str, str, tuple[int, ...], int]] = []
+    at = 0
+    for name, dtype, shape, nbytes in tensors:
+        pad = -at % (_PAGE if nbytes >= _BIG else _MIN_ALIGN)
+        if pad:
+            items.append((f"{PAD}{len(items)}", "u8", (pad,), pad))
+        items.append((name, dtype, shape if dtype in NAMES else (nbytes,), nbytes))
+        at += pad + nbytes
+    doc: dict[str, Any] = {}
+    at = 0
+    for name, dtype, shape, nbytes in items:
+        doc[name] = {"dtype": NAMES.get(dtype, "U8"), "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(doc, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    base = 8 + len(text)
+    spans = [doc[n]["data_offsets"] for n, *_ in items]
+    places = [TensorInfo(n, d, s, base + b, base + e) for (n, d, s, _), (b, e) in zip(items, spans)]
+    return len(text).to_bytes(8, "little") + text, places, base + at
