@@ -1,4 +1,4 @@
-"""Reference-counted pages of the KV cache and the order in which free ones are given out. It knows no tokens, no requests.
+"""Reference-counted pages of the KV cache and the order in which free ones are given out. No tokens, no requests.
 
 A page is a number. One in use by n tables has n references; one with none is on the free list: at its head pages whose
 content nobody can ask for again, at its tail pages that a prefix may still hit, least recently used first. Every
@@ -96,7 +96,7 @@ class PagePool:
 
     def free_list(self) -> list[int]:
         """The free pages in the order in which they will be given out; O(pages), for audits."""
-        found = []
+        found: list[int] = []
         page = self._next[self.num_pages]
         while page != self.num_pages and len(found) <= self.num_pages:
             found.append(page)

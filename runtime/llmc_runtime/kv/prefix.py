@@ -1,4 +1,4 @@
-"""Which pages hold which prefix: a hash chain of full pages. It knows tokens and pages, no requests, and computes no KV.
+"""Which pages hold which prefix: a hash chain of full pages. It knows no requests and computes no KV.
 
 The digest of a page is sha256 over its parent's digest and its own tokens; the first parent is sha256 over everything
 else that KV depends on (the artifact, the KV dtype, the request's salt). The scheme follows vLLM's automatic prefix
@@ -15,7 +15,7 @@ from llmc_runtime.kv.pages import PageError, PagePool
 
 
 class PrefixCache:
-    """The published pages of a pool. `context`: what KV depends on besides tokens and salt, e.g. the artifact's digest."""
+    """The published pages of a pool. `context`: what KV depends on besides tokens and salt (the artifact)."""
 
     def __init__(self, pool: PagePool, page_size: int, context: str = "", enabled: bool = True) -> None:
         self.pool, self.page_size, self.enabled = pool, page_size, enabled
@@ -44,7 +44,8 @@ class PrefixCache:
 
         At most len(tokens) - 1 tokens are covered: one is computed, for its logits. `chain` is extended as needed.
         """
-        size, found = self.page_size, []
+        size = self.page_size
+        found: list[int] = []
         if not self.enabled:
             return found
         for index in range((len(tokens) - 1) // size):

@@ -1,1 +1,1 @@
-"""Scheduling: which rows compute which tokens next. Pure Python over lists of ints; it knows no device, no clock, no model."""
+"""Scheduling: which rows compute which tokens next. Pure Python over lists of ints: no device, no clock, no model."""

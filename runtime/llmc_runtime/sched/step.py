@@ -1,4 +1,4 @@
-"""What the scheduler says to an executor in one step, and what the executor answers. Lists of ints; no device, no request.
+"""What the scheduler says to an executor in one step, and what the executor answers. No device, no request.
 
 A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
 written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:

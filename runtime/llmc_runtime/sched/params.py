@@ -1,0 +1,151 @@
+"""SamplingParams: how one request samples and when it ends, in vLLM's words, checked at construction. No model.
+
+What only the engine can check (ids against the vocabulary, lengths against the model and the pool) is checked when a
+request is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.step import STOPS
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_BYTES = 1024  # of one stop string
+MAX_LOGPROBS = 20
+MAX_INT = 2**31 - 1
+_GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Fields and defaults as in vLLM. LlmcError E601 names the field, its value and what is allowed.
+
+    temperature   0 to 100; below 1e-5 is greedy (top_p, top_k and min_p are then off), else at least 0.01
+    top_p         above 0, to 1 (off);   top_k  -1 or 0 (off), else the number of ids kept;   min_p  0 (off) to 1
+    repetition_penalty  0.001 to 1000, 1 is off;   presence_penalty, frequency_penalty  -2 to 2
+    seed          an integer of 64 bits; None or -1: drawn per request
+    max_tokens    at least 1; None: to the end of the context;   min_tokens  0 to max_tokens
+    stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
+    logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
+    n             1
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Iterable[str] | None = ()  # a tuple once constructed
+    stop_token_ids: Iterable[int] | None = ()  # a tuple once constructed
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_sampling()
+        self._check_length()
+        self._check_stops()
+        if self.temperature < _GREEDY_BELOW:
+            self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        else:
+            self._set(temperature=max(self.temperature, _MIN_TEMPERATURE))
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_sampling(self) -> None:
+        self._integer("n", 1, 1, "1: ask for the same prompt several times instead")
+        self._number("temperature", 0, 100)
+        self._number("top_p", 0, 1, above=True)
+        self._integer("top_k", -1, MAX_INT, "-1 or 0 (off), or the number of likeliest ids to keep, 1 to 2147483647")
+        self._number("min_p", 0, 1)
+        self._number("repetition_penalty", 0.001, 1000)
+        self._number("presence_penalty", -2, 2)
+        self._number("frequency_penalty", -2, 2)
+        self._set(top_k=max(self.top_k, 0))
+        if self.seed is not None:
+            self._integer("seed", -(2**63), 2**64 - 1, "none, or an integer of 64 bits")
+            if self.seed == -1:
+                self._set(seed=None)
+        if self.logprobs is not None:
+            self._integer("logprobs", 0, MAX_LOGPROBS, f"none, or 0 to {MAX_LOGPROBS}")
+
+    def _check_length(self) -> None:
+        most = MAX_INT
+        if self.max_tokens is not None:
+            self._integer("max_tokens", 1, MAX_INT, "none (to the end of the context), or at least 1")
+            most = self.max_tokens
+        self._integer("min_tokens", 0, most, f"0 to max_tokens, {most}" if most < MAX_INT else f"0 to {MAX_INT}")
+
+    def _check_stops(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise refused(name, value, "true or false")
+        allowed = f"a string or up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_BYTES} bytes"
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, allowed)
+        if len(stop) > MAX_STOP_STRINGS or not all(_is_stop(text) for text in stop):
+            raise refused("stop", self.stop, allowed)
+        if stop and not self.detokenize:
+            raise refused("detokenize", False, "true where stop strings are given: they are looked for in the text")
+        allowed = f"up to {STOPS} token ids, each 0 or more"
+        ids = _tuple("stop_token_ids", self.stop_token_ids, allowed)
+        if len(ids) > STOPS or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
+            raise refused("stop_token_ids", self.stop_token_ids, allowed)
+        self._set(stop=stop, stop_token_ids=ids)
+
+    def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not low <= value <= high or (above and value == low):  # NaN is in no range
+            raise refused(name, value, f"a number {f'above {low}, up to' if above else f'from {low} to'} {high}")
+        self._set(**{name: float(value)})
+
+    def _integer(self, name: str, low: int, high: int, allowed: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or not low <= value <= high:
+            raise refused(name, value, allowed)
+
+
+def refused(name: str, value: object, allowed: str) -> LlmcError:
+    """E601: parameter `name` may not be `value`; `allowed` says in words what it may be."""
+    try:
+        shown = repr(value)
+    except Exception as error:  # an integer of thousands of digits, a hostile __repr__
+        shown = f"<{type(value).__name__}: {type(error).__name__}>"
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return LlmcError("E601", f"{name} = {shown} is not allowed", f"{name}: {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_stop(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES
+
+
+def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, bytes | dict) or not isinstance(value, Iterable):
+        raise refused(name, value, allowed)
+    return tuple(value)

@@ -1,0 +1,81 @@
+"""One request: what was asked, and how far it is. It decides when it ends; who runs next is the scheduler's affair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.step import RowParams, TokenLogprobs
+
+
+class Status(IntEnum):
+    """NEW (not added yet), WAITING (never ran), RUNNING (has a row), PREEMPTED (waits again), FINISHED."""
+
+    NEW = 0
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
+    are shared within one `cache_salt`. The other fields belong to the scheduler."""
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str = ""
+
+    status: Status = field(default=Status.NEW, init=False)
+    key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival
+    tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
+    num_prompt: int = field(default=0, init=False)
+    num_computed: int = field(default=0, init=False)  # tokens whose KV is in `pages`
+    num_published: int = field(default=0, init=False)  # pages offered to the prefix cache, or taken from it
+    num_cached: int | None = field(default=None, init=False)  # prompt tokens found in the cache at first admission
+    pages: list[int] = field(default_factory=list, init=False)
+    chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
+    row: int = field(default=-1, init=False)
+    row_params: RowParams = field(default_factory=RowParams, init=False)
+    limit: int = field(default=0, init=False)  # it ends at this many tokens, prompt included
+    gate: int = field(default=0, init=False)  # below this many tokens nothing stops it
+    eos: frozenset[int] = field(default=frozenset(), init=False)  # empty where ignored
+    stops: frozenset[int] = field(default=frozenset(), init=False)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.num_prompt :]
+
+    def finish_of(self, token: int) -> tuple[str, int | None] | None:
+        """(finish reason, stop reason) if `token`, the last of `tokens`, ends the request; else None.
+
+        The stop reason is the id for a stop token id, None for an end-of-sequence token (as in vLLM).
+        """
+        length = len(self.tokens)
+        if length >= self.gate:
+            if token in self.eos:
+                return "stop", None
+            if token in self.stops:
+                return "stop", token
+        return ("length", None) if length >= self.limit else None
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What one step did for one request. A stop token is among `new_token_ids`; `finish_reason` is None while it
+    goes on, else "stop", "length" or "error" (with the `error`); `num_cached`: prompt tokens found in the prefix cache."""
+
+    id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached: int = 0
+    error: LlmcError | None = None
