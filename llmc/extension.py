@@ -1,0 +1,129 @@
+"""What a package may offer the compiler, and how it is found; nothing registers by being imported.
+
+A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text,
+imported when somebody asks for the name. Two packages that offer the same name are an error, never a matter of order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+
+GROUP = "llmc.extensions"
+OURS = "llmc.builtin:EXTENSION"
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Names -> "module:object" texts.
+
+    ops: `OpDef` objects; passes: `Pass` classes; kernels: `Kernel` objects; targets: `Target` records, or functions
+    without parameters that answer one; schemes: quantisation schemes; pipelines: texts of passes under a name.
+    """
+
+    name: str
+    ops: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    passes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    kernels: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    targets: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    schemes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    pipelines: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+
+
+KINDS = tuple(f.name for f in fields(Extension) if f.name != "name")
+
+
+def resolve(text: str, what: str = "") -> Any:
+    """The object that "module:object" names; Diagnostic E423 where it cannot be imported."""
+    module, _, name = text.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError, ValueError) as e:
+        head = f"{what}: " if what else ""
+        raise Diagnostic("E423", f"{head}{text!r} cannot be loaded: {e}", "name it as module:object, importable") from e
+
+
+class Offers(Mapping[str, Any]):
+    """The names of one kind; reading one imports it. Order: ours first, then packages by name."""
+
+    def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
+        self.kind, self.texts, self.literal = kind, texts, literal
+
+    def __getitem__(self, name: str) -> Any:
+        text = self.texts[name]
+        return text if self.literal else resolve(text, f"{self.kind} {name!r}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.texts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What all extensions together offer; immutable."""
+
+    ops: Offers
+    passes: Offers
+    kernels: Offers
+    targets: Offers
+    schemes: Offers
+    pipelines: Offers
+    extensions: tuple[Extension, ...]
+
+    def opset(self) -> Mapping[str, Any]:
+        """Our ops and everybody's, by name."""
+        from llmc.ir.ops import OPS
+
+        if clash := [n for n in self.ops if n in OPS]:
+            raise _clash("op", clash[0], "llmc", next(e.name for e in self.extensions if clash[0] in e.ops))
+        return MappingProxyType({**OPS, **self.ops}) if self.ops else OPS
+
+
+def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
+    cause = f"{kind} {name!r} is offered by both {first} and {second}"
+    return Diagnostic("E422", cause, f"uninstall one of them, or rename it in {second}")
+
+
+def combine(extensions: Iterable[Extension]) -> Registry:
+    """One registry of several extensions; Diagnostic E422 where two offer the same name of a kind."""
+    many = tuple(extensions)
+    offers = {}
+    for kind in KINDS:
+        texts: dict[str, str] = {}
+        owner: dict[str, str] = {}
+        for e in many:
+            for name, text in getattr(e, kind).items():
+                if name in texts:
+                    raise _clash(kind.rstrip("s"), name, owner[name], e.name)
+                texts[name], owner[name] = text, e.name
+        offers[kind] = Offers(kind.rstrip("s"), MappingProxyType(texts), literal=kind == "pipelines")
+    return Registry(**offers, extensions=many)
+
+
+def load(more: Iterable[Extension] = ()) -> Registry:
+    """Ours, then what installed packages offer, then `more` (tests and notebooks)."""
+    found = {p.value: p for p in entry_points(group=GROUP)}
+    found.pop(OURS, None)
+    values = [OURS, *(v for v, p in sorted(found.items(), key=lambda item: item[1].name))]
+    extensions = []
+    for value in values:
+        extension = resolve(value, "extension")
+        if not isinstance(extension, Extension):
+            raise Diagnostic("E423", f"extension {value!r} is not an Extension", "make it an llmc.extension.Extension")
+        extensions.append(extension)
+    return combine([*extensions, *more])

@@ -1,0 +1,57 @@
+"""A pass is a frozen dataclass with a name; its fields are its options, on the command line too. It keeps no state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Module, Node
+from llmc.ir.opdef import OpDef
+
+NOBODY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass
+class Ctx:
+    """What a run of passes shares.
+
+    opset: op name -> OpDef. target: the Target compiled for, or None. kernels: kernel name -> Kernel. fuel: how many
+    changes may still be made (negative: any number). only: a module path; local rewrites elsewhere are not made.
+    notes: near misses, one line each, in the order found, each once.
+    """
+
+    opset: Mapping[str, OpDef]
+    target: Any = None
+    kernels: Mapping[str, Any] = NOBODY
+    fuel: int = -1
+    only: str = ""
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def allows(self, node: Node) -> bool:
+        """True where the node lies at or under the module path `only`."""
+        return not self.only or node.loc == self.only or node.loc.startswith(self.only + ".")
+
+    def spend(self) -> bool:
+        """Take one unit of fuel for one change; False when none is left, and the change must not be made."""
+        if self.fuel == 0:
+            return False
+        self.fuel -= 1
+        return True
+
+    def miss(self, rule: str, node: Node, why: str) -> None:
+        """Note that `rule` almost applied at `node`."""
+        self.notes[f"{rule}: {node.op.name} at {node.loc or '?'}: {why}"] = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Subclass as a frozen dataclass: `name` as a class variable, options as fields with defaults, a docstring that
+    says what it does, and `run`."""
+
+    name: ClassVar[str]
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Change the module in place; answer how many changes were made."""
+        raise NotImplementedError
