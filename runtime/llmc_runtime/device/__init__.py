@@ -1,0 +1,1 @@
+"""What runs programs: one module a kind of machine, behind the few verbs of `device.Device`."""

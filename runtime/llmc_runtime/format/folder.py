@@ -1,0 +1,126 @@
+"""Safe access to an artifact folder: no links, checked names and sizes, hashes on request; it parses the manifest alone."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.fields import REMEDY, check_name
+from llmc_runtime.format.hashing import sha256, wrong_blocks
+from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
+
+MAX_MANIFEST = 64 << 20
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Folder:
+    """An artifact's folder. Every name is relative to it and is checked part by part, so nothing outside is opened."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            what = "is not a folder" if self.root.exists() else "does not exist"
+            raise LlmcError("E101", f"artifact {str(root)!r} {what}", "give the folder that llmc compile wrote")
+
+    def open(self, name: str) -> tuple[int, int]:
+        """A descriptor (the caller closes it) and the size of a regular file.
+
+        Raises LlmcError E104 for unsafe names and links, E106 where the file is missing or unreadable.
+        """
+        check_name(name, str(self.root))
+        at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            *folders, last = name.split("/")
+            for part in folders:
+                inner = self._open(part, name, at, _FLAGS | os.O_DIRECTORY)
+                os.close(at)
+                at = inner
+            fd = self._open(last, name, at, _FLAGS)
+        finally:
+            os.close(at)
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(fd)
+            raise LlmcError("E104", f"{self.root / name} is not a regular file", REMEDY)
+        return fd, info.st_size
+
+    def _open(self, part: str, name: str, at: int, flags: int) -> int:
+        try:
+            return os.open(part, flags, dir_fd=at)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) or self._is_link(part, at):
+                cause = f"{self.root / name} is a link or a device; artifacts hold plain files alone"
+                raise LlmcError("E104", cause, "copy the artifact with its links followed (cp -rL)") from None
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise LlmcError("E106", f"{self.root / name} is missing", REMEDY) from None
+            why = os.strerror(error.errno or 0)
+            raise LlmcError("E106", f"{self.root / name} cannot be read: {why}", "make it readable") from None
+
+    @staticmethod
+    def _is_link(part: str, at: int) -> bool:
+        try:
+            return stat.S_ISLNK(os.stat(part, dir_fd=at, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def read(self, name: str, cap: int) -> bytes:
+        """The bytes of a small file; LlmcError E106 where it is larger than `cap`."""
+        fd, size = self.open(name)
+        with os.fdopen(fd, "rb") as file:
+            if size > cap:
+                raise LlmcError("E106", f"{self.root / name} has {size} bytes, expected at most {cap}", REMEDY)
+            return file.read(cap + 1)
+
+    def map(self, name: str) -> memoryview:
+        """A file's bytes, mapped read-only; empty for an empty file."""
+        fd, size = self.open(name)
+        try:
+            return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+        finally:
+            os.close(fd)
+
+    def manifest(self) -> Manifest:
+        """The manifest; LlmcError E101 where there is none, else as `Manifest.load`."""
+        if not (self.root / NAME).exists():
+            inside = any(self.root.iterdir())
+            cause = f"{self.root} is incomplete: it has no {NAME}" if inside else f"{self.root} is an empty folder"
+            raise LlmcError("E101", cause, "compile the model again; an artifact is whole once llmc compile ends")
+        return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
+
+    def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:
+        """What is wrong with names and sizes, one error a file."""
+        expected = {n: i.bytes for n, i in manifest.files.items()} | {w.file: w.bytes for w in manifest.weights.files}
+        for name, size in expected.items():
+            try:
+                fd, found = self.open(name)
+            except LlmcError as error:
+                yield error
+                continue
+            os.close(fd)
+            if found != size:
+                word = "is cut short" if found < size else "is too long"
+                yield LlmcError("E106", f"{self.root / name} {word}: {found} bytes, expected {size}", REMEDY)
+
+    def check_small(self, files: Mapping[str, FileInfo]) -> Iterator[LlmcError]:
+        """What is wrong with the contents of the small files, one error a file."""
+        for name, info in files.items():
+            try:
+                data = self.read(name, info.bytes)
+            except LlmcError as error:
+                yield error
+                continue
+            if len(data) != info.bytes or sha256(data) != info.sha256:
+                yield LlmcError("E107", f"{self.root / name} is damaged: its bytes do not match their hash", REMEDY)
+
+    def check_weights(self, file: WeightFile, data: memoryview, threads: int) -> Iterator[LlmcError]:
+        """What is wrong with the contents of a file of weights, one error a block."""
+        count = len(file.blocks)
+        for i in wrong_blocks(data, file.blocks, file.block, threads):
+            begin = i * file.block
+            place = f"block {i + 1} of {count} (from byte {begin})"
+            yield LlmcError("E107", f"{self.root / file.file} is damaged: {place} does not match its hash", REMEDY)
