@@ -1,0 +1,211 @@
+"""Building the real transformers model on the meta device and exporting its graph; no IR and no weight bytes here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.export.graph_signature import InputKind
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmc.diagnostics import Diagnostic
+
+from . import hooks, rope
+from .source import TESTED, Source
+
+TORCH = types.MappingProxyType(
+    {
+        "f64": torch.float64,
+        "f32": torch.float32,
+        "bf16": torch.bfloat16,
+        "f16": torch.float16,
+        "i64": torch.int64,
+        "i32": torch.int32,
+        "i16": torch.int16,
+        "i8": torch.int8,
+        "u8": torch.uint8,
+        "bool": torch.bool,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A traced model: the meta-device module, the program, and its computed buffers by state-dict name."""
+
+    model: Any
+    program: torch.export.ExportedProgram
+    buffers: Mapping[str, np.ndarray]
+    max_tokens: int
+    max_rows: int
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers and torch say nothing while a model is built (stdout and stderr belong to the caller)."""
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(level)
+
+
+def load_config(source: Source) -> Any:
+    """The transformers config of a folder, offline and without remote code; Diagnostic E302-E306."""
+    name = source.model_type
+    if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if source.config.get("auto_map"):
+            raise Diagnostic(
+                "E304",
+                f"{name!r} comes with Python code of its own (auto_map), which is never run",
+                "use an architecture that transformers itself has",
+            )
+        what = "has no causal language model" if name in CONFIG_MAPPING_NAMES else "is not in this transformers"
+        raise Diagnostic(
+            "E303",
+            f"model_type {name!r} {what} ({transformers.__version__})",
+            f"tested architectures: {', '.join(TESTED)}",
+        )
+    rope.check_config(dict(source.config))
+    try:
+        with quiet():
+            return transformers.AutoConfig.from_pretrained(
+                str(source.folder), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as e:  # transformers raises many kinds; each means that it refuses this config.json
+        reason = " ".join(str(e).split())[:200]
+        raise Diagnostic(
+            "E302", f"transformers refuses {source.folder / 'config.json'}: {reason}", "correct config.json"
+        ) from e
+
+
+def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
+    """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with T and R dynamic.
+
+    Raises Diagnostic E305 (the model cannot be traced) and E306 (rope type)."""
+    hooks.register()
+    with quiet():
+        model = _build(config, dtype)
+        computed = rope.patch(model, max_positions)
+        program = _export(model, max_tokens, max_rows)
+        wanted = _computed_names(model, program)
+        buffers = {n: computed[n] if n in computed else _recompute(model, n) for n in wanted}
+    arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
+    return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
+
+
+def _build(config: Any, dtype: str) -> Any:
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=hooks.NAME, experts_implementation=hooks.NAME, dtype=TORCH[dtype]
+            )
+    except Exception as e:
+        raise _failed(config.model_type, "cannot be built from its config", e) from e
+    model.eval()
+    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise Diagnostic(
+            "E305",
+            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}",
+            f"tested architectures: {', '.join(TESTED)}",
+        )
+    return model
+
+
+def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
+    tokens, rows = torch.export.Dim("T", min=1, max=max_tokens), torch.export.Dim("R", min=1, max=max_rows)
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.long, device="meta")
+
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                model,
+                (),
+                strict=False,
+                kwargs={
+                    "input_ids": ids(1, 24),
+                    "position_ids": ids(1, 24),
+                    "use_cache": False,
+                    "logits_to_keep": ids(3),
+                },
+                dynamic_shapes={
+                    "input_ids": {1: tokens},
+                    "position_ids": {1: tokens},
+                    "use_cache": None,
+                    "logits_to_keep": {0: rows},
+                },
+            )
+    except Exception as e:
+        cause: BaseException | None = e
+        while cause is not None:
+            if isinstance(cause, Diagnostic):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise _failed(type(model).__name__, "cannot be traced by torch.export", e) from e
+
+
+def _failed(name: str, what: str, e: Exception) -> Diagnostic:
+    reason = " ".join(str(e).split())[:200]
+    if isinstance(e, KeyError) and hooks.NAME in str(e):
+        reason = "it bypasses transformers' AttentionInterface"
+    return Diagnostic(
+        "E305", f"{name} {what}: {type(e).__name__}: {reason}", f"tested architectures: {', '.join(TESTED)}"
+    )
+
+
+def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:
+    """Buffers that the program reads and that no checkpoint holds."""
+    saved = set(model.state_dict())
+    read = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
+    out = []
+    for spec in program.graph_signature.input_specs:
+        if getattr(spec.arg, "name", None) not in read or spec.target is None:
+            continue
+        if spec.kind == InputKind.BUFFER and spec.target not in saved:
+            out.append(spec.target)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            raise Diagnostic(
+                "E305",
+                f"{type(model).__name__} makes a constant tensor ({spec.target}) while it runs",
+                "the model's forward must build its constants in __init__, as buffers",
+            )
+    return out
+
+
+def _recompute(model: Any, name: str) -> torch.Tensor:
+    """A non-persistent buffer's value, by the model's own initialisation on the CPU (parameters stay on meta)."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    twin = copy.copy(module)
+    twin._buffers = {
+        k: torch.full(b.shape, float("nan"), dtype=b.dtype if b.is_floating_point() else torch.float32)
+        for k, b in module._buffers.items()
+        if b is not None
+    }
+    with torch.no_grad():
+        model._init_weights(twin)
+    value = twin._buffers[leaf]
+    if value.isnan().any():
+        raise Diagnostic(
+            "E305",
+            f"buffer {name} of {type(module).__name__} is in no checkpoint and _init_weights does not compute it",
+            "report the model: its buffer needs a row in llmc/frontend/export.py",
+        )
+    return value

@@ -1,0 +1,140 @@
+"""Where attention, experts and rotary tables enter the trace: as single opaque ops with fake results, never computed."""
+
+import types
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from llmc.diagnostics import Diagnostic
+
+NAME = "llmc"
+
+# What models hand to the attention function besides its own arguments and what does not change its result.
+HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"})
+
+
+@dataclass(frozen=True)
+class MaskTag:
+    """What a model's mask function asked for, handed through to the attention hook in the mask's place."""
+
+    window: int = 0
+
+
+@torch.library.custom_op("llmc::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
+) -> Tensor:
+    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E] -> [1,T,H,E]."""
+    raise NotImplementedError("llmc::attention is traced, never run")
+
+
+@attention.register_fake
+def _(q, k, v, layer, scale, window, softcap, sinks=None):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.custom_op("llmc::moe", mutates_args=())
+def moe(x: Tensor, idx: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+    """x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i] -> [t,d]."""
+    raise NotImplementedError("llmc::moe is traced, never run")
+
+
+@moe.register_fake
+def _(x, idx, weights, gate_up, down, act):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmc::rope_tables", mutates_args=())
+def rope_tables(inv_freq: Tensor, positions: Tensor, scaling: float, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """inv_freq [h], positions [1,T] -> cos and sin, each [1,T,h] (layout "half") or [1,T,2h] ("twice", "pairs")."""
+    raise NotImplementedError("llmc::rope_tables is traced, never run")
+
+
+@rope_tables.register_fake
+def _(inv_freq, positions, scaling, layout, dtype):  # type: ignore[no-untyped-def]
+    width = inv_freq.shape[0] * (1 if layout == "half" else 2)
+    return tuple(inv_freq.new_empty((*positions.shape, width), dtype=dtype) for _ in range(2))
+
+
+def register() -> None:
+    """Offer our attention, masks and experts to transformers under the name "llmc"; may be called again."""
+    AttentionInterface.register(NAME, _attention_hook)
+    AttentionMaskInterface.register(NAME, _mask_hook)
+    ExpertsInterface.register(NAME, _experts_hook)
+
+
+def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
+    if kw.get("use_vmap"):
+        raise Diagnostic("E305", "the model asks for an attention mask of its own", _OTHER)
+    if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
+        raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
+    return MaskTag(int(kw.get("local_size") or 0))
+
+
+_OTHER = "only causal attention, with or without a sliding window, is supported"
+
+
+def _attention_hook(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    name = type(module).__name__
+    if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
+        raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
+    if is_causal is False or getattr(module, "is_causal", True) is False or isinstance(mask, Tensor):
+        raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
+    # Eager attention applies the window through its mask, so the mask's word counts where there is one.
+    window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    assert isinstance(layer, int), f"{name} has no layer_idx"
+    out = torch.ops.llmc.attention(q, k, v, layer, float(scale), window, float(softcap or 0), s_aux)
+    return out, None
+
+
+def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    name = type(module).__name__
+    plain = (("is_transposed", False), ("is_concatenated", True), ("has_bias", False), ("has_gate", True))
+    odd = [f"{flag}={not want}" for flag, want in plain if getattr(module, flag, want) != want]
+    if not getattr(type(module)._apply_gate, "__module__", "").endswith("integrations.moe"):
+        odd.append("a gate of its own")
+    if odd:
+        raise Diagnostic(
+            "E305",
+            f"{name}: experts with {', '.join(odd)} are not supported yet",
+            "supported: gate_up_proj [experts, 2*inner, hidden], gate rows first, no bias, act(gate) * up",
+        )
+    act = ACTIVATIONS.get(type(module.act_fn).__name__)
+    if act is None:
+        raise Diagnostic(
+            "E305",
+            f"{name}: the experts' activation {type(module.act_fn).__name__} is not known",
+            "add it to ACTIVATIONS in llmc/frontend/hooks.py",
+        )
+    return torch.ops.llmc.moe(hidden, index, weights, module.gate_up_proj, module.down_proj, act)
+
+
+ACTIVATIONS = types.MappingProxyType(
+    {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+)
