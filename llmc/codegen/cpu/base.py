@@ -1,0 +1,160 @@
+"""What the C++ emitters share: dtypes, dynamic sizes, headers inlined into one self-contained text; no kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from types import MappingProxyType
+
+from llmc.codegen.kernel import Kernel, Schedule, Source
+from llmc.ir.dim import D, Dim
+from llmc.ir.graph import Node
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+CTYPES = MappingProxyType(
+    {
+        "f32": "float", "bf16": "bf16", "f16": "f16", "f64": "double", "i64": "int64_t", "i32": "int32_t",
+        "i16": "int16_t", "i8": "int8_t", "u32": "uint32_t", "u16": "uint16_t", "u8": "uint8_t", "bool": "b8",
+    }
+)  # fmt: skip
+FLOATS = ("f32", "bf16", "f16")
+INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
+
+
+@lru_cache(maxsize=64)
+def _header(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text()
+
+
+def inline_headers(text: str, package: str = "llmc.codegen.cpu") -> str:
+    """Replace every `#include "x.h"` by the header's text, each header once, between lines that name it."""
+    done: set[str] = set()
+
+    def expand(m: re.Match[str]) -> str:
+        name = m[1]
+        if name in done:
+            return ""
+        done.add(name)
+        body = _INCLUDE.sub(expand, _header(package, name))
+        return f"// ---- {name}\n{body.rstrip()}\n// ---- end of {name}\n"
+
+    return _INCLUDE.sub(expand, text)
+
+
+def without_headers(text: str) -> str:
+    """The text with inlined headers taken out again: what golden files hold."""
+    return re.sub(r"^// ---- ([\w.]+)\n.*?^// ---- end of \1\n", r'#include "\1"\n', text, flags=re.M | re.S)
+
+
+@dataclass
+class Sizes:
+    """Sizes as C++ expressions: constants as numbers, the others by their position in the kernel's `sizes`."""
+
+    dims: list[Dim] = field(default_factory=list)
+
+    def __call__(self, d: Dim | int) -> str:
+        d = D(d)
+        if d.const is not None:
+            return str(d.const)
+        if d not in self.dims:
+            self.dims.append(d)
+        return f"sizes[{self.dims.index(d)}]"
+
+    def text(self, t: Type) -> str:
+        """The type with dynamic sizes by position: equal for nodes that share a kernel."""
+        return f"{'state ' if t.state else ''}{t.dtype}[{', '.join(self(d) for d in t.shape)}]"
+
+
+def ctype(t: Type) -> str:
+    return CTYPES[t.dtype]
+
+
+def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
+    """Why a CPU kernel cannot hold the node's values, or None."""
+    for v in [*node.operands, *node.results]:
+        if v.type.format is not None:
+            return f"operand type {v.type} is quantised"
+        if v.type.dtype not in dtypes:
+            return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
+    return None
+
+
+class CppKernel(Kernel):
+    """A kernel in C++: `body` gives the function's text, the rest of the unit is the same for all."""
+
+    headers: tuple[str, ...] = ("llmc_abi.h",)
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """The statements of the entry; `ctx`, `args` and `sizes` are in scope."""
+        raise NotImplementedError
+
+    def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        """Text before the entry function."""
+        return ""
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Bytes of scratch a thread needs."""
+        return D(0)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        sizes = Sizes()
+        body = self.body(node, schedule, target, sizes).rstrip()
+        helpers = self.helpers(node, schedule, target)
+        entry = f"llmc_{node.op.name}"
+        head = describe(self.name, node, schedule, sizes)
+        includes = "".join(f'#include "{h}"\n' for h in self.headers)
+        text = (
+            f"// {head}\n{includes}{'using namespace llmc;' + chr(10) if uses_namespace(self.headers) else ''}{helpers}"
+            f'extern "C" __attribute__((visibility("default")))\n'
+            f"void {entry}(const llmc_ctx* ctx, void* const* args, const int64_t* sizes) {{\n{indent(body)}\n}}\n"
+        )
+        return Source(entry, "cpp", inline_headers(text), tuple(sizes.dims), self.scratch(node, schedule, target))
+
+
+def uses_namespace(headers: Sequence[str]) -> bool:
+    return any(h != "llmc_abi.h" for h in headers)
+
+
+def describe(kernel: str, node: Node, schedule: Schedule, sizes: Sizes) -> str:
+    """One line: kernel, op, types, attributes. No symbol and no place in the model: those differ among users."""
+    ins = ", ".join(sizes.text(v.type) for v in node.operands)
+    outs = ", ".join(sizes.text(v.type) for v in node.results)
+    attrs = "".join(f" {k}={_attr(v, sizes)}" for k, v in {**node.attrs, **schedule}.items())
+    return f"{kernel}: {node.op.name}({ins}) -> {outs}{attrs}".replace("\n", " ").replace("\\", "/")
+
+
+def _attr(v: object, sizes: Sizes) -> str:
+    if isinstance(v, Dim):
+        return sizes(v)
+    if isinstance(v, tuple):
+        return "[" + ", ".join(_attr(x, sizes) for x in v) + "]"
+    return str(v)
+
+
+def indent(text: str, by: int = 2) -> str:
+    return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
+
+
+def pointers(node: Node) -> str:
+    """`x0, x1, ...` for operands and `y0, ...` for results, typed."""
+    lines = [f"const {ctype(v.type)}* x{i} = (const {ctype(v.type)}*)args[{i}];" for i, v in enumerate(node.operands)]
+    n = len(node.operands)
+    lines += [f"{ctype(v.type)}* y{i} = ({ctype(v.type)}*)args[{n + i}];" for i, v in enumerate(node.results)]
+    return "\n".join(lines)
+
+
+def product_text(dims: Sequence[Dim], sizes: Sizes) -> str:
+    """The product of sizes, as a C++ expression."""
+    total = D(1)
+    for d in dims:
+        total = total * d
+    return f"(int64_t){sizes(total)}"

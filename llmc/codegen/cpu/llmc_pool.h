@@ -1,0 +1,169 @@
+// A thread pool that runs a list of launches: every thread runs every launch, with a barrier where one is needed.
+// Threads spin shortly at a barrier and then sleep in the kernel, so oversubscribed cores make it slow, never stuck;
+// between steps they sleep. One step at a time: the caller of llmc_run is thread 0.
+#ifndef LLMC_POOL_H
+#define LLMC_POOL_H
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+namespace {
+typedef void (*llmc_kernel)(const llmc_ctx*, void* const*, const int64_t*);
+struct llmc_launch {
+  int32_t args, sizes;  // offsets into the step's argument and size arrays
+  int32_t sync;         // whether a barrier follows
+};
+struct llmc_step {
+  const llmc_launch* launches;
+  int count;
+  const int32_t* args;  // buffer indices, all launches one after another
+  int nargs;
+  void (*sizes)(const int64_t* symbols, int64_t* out);
+};
+struct alignas(64) llmc_word { uint32_t v; };
+struct llmc_pool;
+struct llmc_thread {
+  llmc_ctx ctx;
+  llmc_pool* pool;
+  pthread_t id;
+  int spin;  // how long a barrier is worth spinning for, learnt from the last ones
+};
+struct llmc_pool {
+  llmc_word gen, arrived, sleepers, job, waiters;
+  int n, started;
+  bool quit;
+  llmc_thread* threads;
+  const llmc_step* step;
+  void* const* kernels;
+  int64_t* ns;  // where thread 0 records nanoseconds per launch, or null
+  void* args[LLMC_MAX_ARGS];
+  int64_t sizes[LLMC_MAX_SIZES];
+};
+
+inline void llmc_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+inline uint32_t llmc_get(const llmc_word& w) { return __atomic_load_n(&w.v, __ATOMIC_SEQ_CST); }
+inline uint32_t llmc_add(llmc_word& w, uint32_t x) { return __atomic_add_fetch(&w.v, x, __ATOMIC_SEQ_CST); }
+// Waits until w differs from `old`. Lost wake-ups cannot be: the sleeper counts itself before the kernel re-reads w,
+// the waker changes w before it reads the count.
+inline void llmc_sleep(llmc_word& w, llmc_word& count, uint32_t old) {
+  llmc_add(count, 1);
+  while (llmc_get(w) == old) syscall(SYS_futex, &w.v, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+  llmc_add(count, -1u);
+}
+inline void llmc_signal(llmc_word& w, llmc_word& count) {
+  llmc_add(w, 1);
+  if (llmc_get(count)) syscall(SYS_futex, &w.v, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int& spin) {
+  for (int i = 0; i < spin; i++) {
+    if (llmc_get(w) != old) {
+      spin = spin < 4096 ? spin + 64 : spin;
+      return;
+    }
+    llmc_relax();
+  }
+  spin = spin > 128 ? spin / 2 : spin;
+  if (llmc_get(w) == old) llmc_sleep(w, count, old);
+}
+inline void llmc_barrier(llmc_pool* p, llmc_thread* t) {
+  uint32_t g = llmc_get(p->gen);
+  if (llmc_add(p->arrived, 1) == (uint32_t)p->n) {
+    __atomic_store_n(&p->arrived.v, 0u, __ATOMIC_SEQ_CST);
+    llmc_signal(p->gen, p->sleepers);
+  } else {
+    llmc_wait(p->gen, p->sleepers, g, t->spin);
+  }
+}
+inline int64_t llmc_now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+void llmc_work(llmc_pool* p, llmc_thread* t) {
+  const llmc_step* s = p->step;
+  int64_t* ns = t->ctx.tid == 0 ? p->ns : nullptr;
+  int64_t last = ns ? llmc_now() : 0;
+  for (int i = 0; i < s->count; i++) {
+    const llmc_launch& l = s->launches[i];
+    p->kernels[i](&t->ctx, p->args + l.args, p->sizes + l.sizes);
+    if (p->n > 1 && (l.sync || i + 1 == s->count || p->ns)) llmc_barrier(p, t);
+    if (ns) {
+      int64_t now = llmc_now();
+      ns[i] = now - last;
+      last = now;
+    }
+  }
+}
+void* llmc_loop(void* arg) {
+  llmc_thread* t = (llmc_thread*)arg;
+  llmc_pool* p = t->pool;
+  for (uint32_t seen = 0;; seen++) {
+    int spin = 2000;
+    llmc_wait(p->job, p->waiters, seen, spin);
+    if (p->quit) return nullptr;
+    llmc_work(p, t);
+  }
+}
+int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const* buffers, const int64_t* symbols,
+            int64_t* ns) {
+  if (!p || !kernels || !buffers) return EINVAL;
+  for (int i = 0; i < s->nargs; i++) p->args[i] = buffers[s->args[i]];
+  s->sizes(symbols, p->sizes);
+  p->step = s;
+  p->kernels = kernels;
+  p->ns = ns;
+  if (s->count == 0) return 0;
+  if (p->n > 1) llmc_signal(p->job, p->waiters);
+  llmc_work(p, &p->threads[0]);
+  return 0;
+}
+}  // namespace
+
+#define LLMC_EXPORT extern "C" __attribute__((visibility("default")))
+LLMC_EXPORT void llmc_close(void* pool) {
+  llmc_pool* p = (llmc_pool*)pool;
+  if (!p) return;
+  p->quit = true;
+  llmc_signal(p->job, p->waiters);
+  for (int i = 1; i < p->started; i++) pthread_join(p->threads[i].id, nullptr);
+  for (int i = 0; p->threads && i < p->n; i++) free(p->threads[i].ctx.scratch);
+  free(p->threads);
+  free(p);
+}
+// A pool of `nthreads` threads, the caller's included; null where memory or threads are refused.
+LLMC_EXPORT void* llmc_open(int nthreads) {
+  void* mem = nullptr;
+  if (nthreads < 1 || posix_memalign(&mem, 64, sizeof(llmc_pool))) return nullptr;
+  memset(mem, 0, sizeof(llmc_pool));
+  llmc_pool* p = (llmc_pool*)mem;
+  p->n = nthreads;
+  p->started = 1;
+  if (!(p->threads = (llmc_thread*)calloc(nthreads, sizeof(llmc_thread)))) return free(p), nullptr;
+  sigset_t all, old;  // signals are the caller's business
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  bool good = true;
+  for (int i = 0; i < nthreads && good; i++) {
+    llmc_thread* t = &p->threads[i];
+    void* scratch = nullptr;
+    good = !posix_memalign(&scratch, 64, LLMC_SCRATCH + 64);
+    t->ctx = llmc_ctx{i, nthreads, (char*)scratch, LLMC_SCRATCH};
+    t->pool = p;
+    t->spin = 2000;
+    if (good && i > 0) good = !pthread_create(&t->id, nullptr, llmc_loop, t);
+    if (good && i > 0) p->started++;
+  }
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  if (!good) return llmc_close(p), nullptr;
+  return p;
+}
+#endif
