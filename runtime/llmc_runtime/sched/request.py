@@ -70,7 +70,7 @@ class Request:
 @dataclass(slots=True)
 class RequestDelta:
     """What one step did for one request. A stop token is among `new_token_ids`; `finish_reason` is None while it
-    goes on, else "stop", "length" or "error" (with the `error`); `num_cached`: prompt tokens found in the prefix cache."""
+    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache."""
 
     id: str
     new_token_ids: list[int]

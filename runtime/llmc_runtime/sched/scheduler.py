@@ -34,18 +34,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, seeds: Callable[[], int] | None = None) -> None:
         self.config = config
         self.counters = Counters()
-        self.pool = PagePool(config.num_pages)
-        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._empty()
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = 0
-        self._step: Step | None = None  # planned, neither committed nor rolled back
-        self._planned: list[Request] = []  # beside the work of _step, in its order
 
     def add(self, request: Request) -> None:
         """Queue a new request. LlmcError E601 to E607 where it can never run; nothing else is touched then."""
@@ -111,11 +107,15 @@ class Scheduler:
                 self._preempt(request)
 
     def end_all(self, error: LlmcError) -> list[RequestDelta]:
-        """End every live request with `error`: each is told once, in order of arrival."""
-        self._step, self._planned = None, []
+        """End every live request with `error`: each is told once, in order of arrival. It may follow a failure anywhere
+        in here, so it builds on nothing but `requests`; no cached prefix outlives it."""
         ended = sorted(self.requests.values(), key=lambda request: request.key[1])
         for request in ended:
-            self._finish(request, "error")
+            request.status, request.pages, request.row = Status.FINISHED, [], -1
+        self.counters.request_success["error"] += len(ended)
+        for queue in (self.requests, self.waiting, self.running):
+            queue.clear()
+        self._empty()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
 
     def reset_prefix_cache(self) -> bool:
@@ -124,6 +124,15 @@ class Scheduler:
             return False
         self.prefix.reset()
         return True
+
+    def _empty(self) -> None:
+        """All pages and rows free, nothing cached, nothing planned."""
+        config = self.config
+        self.pool = PagePool(config.num_pages)
+        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._step: Step | None = None  # planned, neither committed nor rolled back
+        self._planned: list[Request] = []  # beside the work of _step, in its order
 
     def _take_step(self) -> tuple[Step, list[Request]]:
         if self._step is None:

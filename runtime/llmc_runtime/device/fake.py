@@ -1,0 +1,151 @@
+"""A device without a model, for tests and simulation: the next token is a hash of the true prefix. Not a fast device.
+
+Every KV slot holds the hash chain of the prefix that ends at its token, continued from the slot of the position before,
+which is read through the row's page table; the sampled token depends on the chain's head, on the chain at one earlier
+position, and on the row's parameters. So a page, row, chunk, preemption or prefix hit mixed up anywhere gives a wrong
+token, and what can be seen at once (lengths, positions, tables, emits) raises Mismatch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+ROOT = 0x6C6C6D63  # the chain of the empty prefix
+
+
+class Mismatch(AssertionError):
+    """A step asked for something that no right step asks for."""
+
+
+class StepLike(Protocol):
+    """What an executor needs of a `sched.step.Step`."""
+
+    inits: list[Any]
+    pages: list[Any]
+    work: list[Any]
+
+    def reply(self, tokens: list[int | None], logprobs: list[Any] | None = None) -> Any:
+        """The answer to the step."""
+
+
+def link(head: int, token: int) -> int:
+    """The chain of a prefix continued by one token."""
+    return hash((head, token))
+
+
+def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, vocab_size: int) -> int:
+    """The token after a prefix of `length` tokens; `earlier` is the chain at position head % length. Stop ids are
+    passed over until `min_tokens` are out."""
+    token = hash((head, earlier, num_prompt, params.seed, params.temperature)) % vocab_size
+    if length < num_prompt + params.min_tokens:
+        while token in params.stops:
+            token = (token + 1) % vocab_size
+    return token
+
+
+class _Row:
+    __slots__ = ("length", "num_prompt", "params", "table", "tokens")
+
+    def __init__(self, init: Any) -> None:
+        self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
+        self.num_prompt, self.params = init.num_prompt, init.params
+
+
+class FakeExecutor:
+    """The executor's `run(step)` over rows, page tables, lengths, tokens and KV of its own; the host sends diffs."""
+
+    def __init__(
+        self, rows: int, num_pages: int, page_size: int, vocab_size: int, max_model_len: int, max_tokens: int
+    ) -> None:
+        self.vocab_size, self.page_size, self.max_model_len = vocab_size, page_size, max_model_len
+        self.num_pages, self.max_tokens = num_pages, max_tokens
+        self.rows: list[_Row | None] = [None] * rows
+        self._kv = [0] * (num_pages * page_size)
+        self._position = [-1] * (num_pages * page_size)  # which position of its sequence a slot holds
+
+    def run(self, step: StepLike) -> Any:
+        """Apply one step. Mismatch where it makes no sense."""
+        for init in step.inits:
+            self._check_pages(init.pages)
+            _require(init.num_prompt <= len(init.tokens) <= self.max_model_len, "a row with too many tokens")
+            self.rows[init.row] = row = _Row(init)
+            for position in range(0, init.computed, self.page_size):
+                self._read(row, position)
+        for grow in step.pages:
+            table = self._row(grow.row).table
+            self._check_pages(grow.pages)
+            _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, told {grow.start}")
+            table += grow.pages
+        work = step.work
+        _require(len({item.row for item in work}) == len(work), "a row occurs twice")
+        _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
+        tokens = [self._work(item) for item in work]
+        wanted = [self._logprobs(item.row, token) for item, token in zip(work, tokens)]
+        return step.reply(tokens, wanted)
+
+    def _work(self, item: Any) -> int | None:
+        row = self._row(item.row)
+        start, stop, size = row.length, row.length + item.num_tokens, self.page_size
+        _require(start < stop <= len(row.tokens), f"row {item.row}: {start} to {stop} of {len(row.tokens)} tokens")
+        _require(stop <= len(row.table) * size, f"row {item.row}: {stop} tokens on {len(row.table)} pages")
+        head = self._read(row, start - 1) if start else ROOT
+        kv, positions, table, tokens = self._kv, self._position, row.table, row.tokens
+        for position in range(start, stop):
+            slot = table[position // size] * size + position % size
+            kv[slot] = head = hash((head, tokens[position]))
+            positions[slot] = position
+        row.length = stop
+        _require(item.emit == (stop == len(tokens)), f"row {item.row}: emit is {item.emit} at {stop} of {len(tokens)}")
+        if not item.emit:
+            return None
+        earlier = self._read(row, head % stop)
+        token = draw(head, earlier, row.num_prompt, stop, row.params, self.vocab_size)
+        if stop < self.max_model_len:
+            tokens.append(token)
+        return token
+
+    def _read(self, row: _Row, position: int) -> int:
+        slot = row.table[position // self.page_size] * self.page_size + position % self.page_size
+        found = self._position[slot]
+        _require(found == position, f"slot {slot} holds position {found}, read as {position}")
+        return self._kv[slot]
+
+    def _row(self, number: int) -> _Row:
+        row = self.rows[number]
+        if row is None:
+            raise Mismatch(f"row {number} was never built")
+        return row
+
+    def _check_pages(self, pages: list[int]) -> None:
+        _require(not pages or (min(pages) >= 0 and max(pages) < self.num_pages), f"pages {pages} of {self.num_pages}")
+
+    def _logprobs(self, number: int, token: int | None) -> tuple[float, int, list[int], list[float]] | None:
+        if token is None or not self._row(number).params.want_logprobs:
+            return None
+        top = min(20, self.vocab_size)
+        ids = [(token + i) % self.vocab_size for i in range(top)]
+        return (-0.5, 1, ids, [-0.5 - i for i in range(top)])
+
+
+class FaultyExecutor:
+    """Another executor that fails in one step of `every`, on average: before the device ran it, or after."""
+
+    def __init__(self, inner: Any, rng: random.Random, every: int, fault: Callable[[], BaseException]) -> None:
+        self.inner, self.rng, self.every, self.fault = inner, rng, every, fault
+
+    def run(self, step: StepLike) -> Any:
+        """Run the step, or fail."""
+        strikes = self.rng.randrange(self.every) == 0
+        if strikes and self.rng.random() < 0.5:
+            raise self.fault()
+        output = self.inner.run(step)
+        if strikes:
+            raise self.fault()
+        return output
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise Mismatch(message)
