@@ -1,0 +1,105 @@
+"""Small questions about values that several passes ask; nothing here changes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.types import Type
+
+
+def made_by(v: Value, *ops: str) -> Node | None:
+    """The node that makes `v`, when its op is one of `ops`."""
+    return v.node if v.node is not None and v.node.op.name in ops else None
+
+
+def widens(src: str, dst: str) -> bool:
+    """True where every value of dtype `src` is exact in `dst`."""
+    a, b = DTYPES[src], DTYPES[dst]
+    exact = {"f64": ("f32", "bf16", "f16", "f8e4m3", "f8e5m2"), "f32": ("bf16", "f16", "f8e4m3", "f8e5m2")}
+    if a.kind == b.kind == "f":
+        return src == dst or src in exact.get(dst, ()) or (dst in ("bf16", "f16") and src in ("f8e4m3", "f8e5m2"))
+    if a.kind == b.kind == "i" and src[0] == dst[0]:
+        return a.bits <= b.bits
+    return src == dst
+
+
+def core(v: Value) -> Value:
+    """`v` without the casts that only widen it: the same numbers."""
+    while (n := made_by(v, "cast")) and widens(n.operands[0].type.dtype, v.type.dtype):
+        v = n.operands[0]
+    return v
+
+
+def const_value(v: Value) -> float | None:
+    """The number that every element of `v` is, as its dtype holds it; None where that is not plain."""
+    n = made_by(v, "constant", "cast", "broadcast", "reshape")
+    if n is None:
+        return None
+    if n.op.name != "constant":
+        inner = const_value(n.operands[0])
+        return inner if inner is None or n.op.name != "cast" else held(inner, v.type.dtype)
+    return held(float(n.attrs["value"]), v.type.dtype)
+
+
+def held(value: float, dtype: str) -> float:
+    """`value` as `dtype` holds it; float32 keeps the decimal as written, so that 1e-06 stays 1e-06."""
+    kind = DTYPES[dtype]
+    if kind.kind == "b":
+        return float(value != 0)
+    if kind.kind == "i":
+        return float(np.trunc(value))
+    return value if dtype in ("f32", "f64") else float(np.asarray(value, kind.np))
+
+
+def drop_ones(shape: Iterable[Dim]) -> tuple[Dim, ...]:
+    """The shape without axes of size 1."""
+    return tuple(d for d in shape if d.const != 1)
+
+
+def squeezed(v: Value) -> Value:
+    """`v` without casts, broadcasts and reshapes that only add or drop axes of size 1."""
+    while n := made_by(v, "cast", "broadcast", "reshape"):
+        inner = n.operands[0]
+        if n.op.name == "cast" and not (DTYPES[v.type.dtype].kind == "f"):
+            return v
+        if n.op.name != "cast" and drop_ones(inner.type.shape) != drop_ones(v.type.shape):
+            return v
+        v = inner
+    return v
+
+
+def is_pointwise(n: Node) -> bool:
+    """True for ops that are one scalar expression without row reductions."""
+    return n.op.scalar is not None and n.op.name not in ("softmax", "rms_norm", "layer_norm") and not n.op.writes
+
+
+def weight_only(g: Graph) -> set[Value]:
+    """Values that depend on weights and constants alone, at least one weight among them."""
+    known = {v for v in g.inputs if v.weight}
+    plain: set[Value] = set()
+    for n in g.nodes:
+        if n.op.writes or any(v.type.state for v in n.operands):
+            continue
+        if not n.operands:
+            plain |= set(n.results)
+        elif all(v in known or v in plain for v in n.operands):
+            (known if any(v in known for v in n.operands) else plain).update(n.results)
+    return known
+
+
+def depends_on_weights_alone(v: Value) -> bool:
+    """The same question for one value whose history is short."""
+    if v.node is None:
+        return v.weight
+    if v.node.op.writes or not v.node.operands:
+        return not v.node.operands
+    return all(depends_on_weights_alone(o) for o in v.node.operands)
+
+
+def same_type(a: Type, b: Type) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.state == b.state and a.format == b.format
