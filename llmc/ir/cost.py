@@ -1,0 +1,49 @@
+"""Symbolic cost: flops and least bytes of nodes and graphs, and the roofline time they imply; no measured number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .dim import Dim
+from .graph import Graph, Node
+
+
+def node_cost(n: Node) -> tuple[Dim, Dim]:
+    """(flops, bytes), symbolic."""
+    return n.op.cost([v.type for v in n.operands], [r.type for r in n.results], n.attrs)
+
+
+def graph_cost(g: Graph) -> tuple[Dim, Dim]:
+    flops, moved = Dim.of(0), Dim.of(0)
+    for n in g.nodes:
+        f, b = node_cost(n)
+        flops, moved = flops + f, moved + b
+    return flops, moved
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the roofline table; seconds is the larger of both terms."""
+
+    op: str
+    loc: str
+    flops: Dim
+    bytes: Dim
+    seconds: float
+    bound: str
+
+
+def rows(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float) -> list[Row]:
+    """Price every node at `sizes`. peak: flop/s, bandwidth: byte/s; ValueError where a symbol has no size."""
+    out = []
+    for n in g.nodes:
+        f, b = node_cost(n)
+        fc, bc = f.subs(sizes).const, b.subs(sizes).const
+        if fc is None or bc is None:
+            missing = sorted((f.symbols | b.symbols) - sizes.keys())
+            raise ValueError(f"the cost of {n.op.name} depends on {', '.join(missing)}: bind it")
+        compute, memory = fc / peak, bc / bandwidth
+        bound = "compute" if compute > memory else "memory"
+        out.append(Row(n.op.name, n.loc, f, b, max(compute, memory), bound))
+    return out

@@ -1,0 +1,35 @@
+"""Structural digests: equal for equal meaning and shape; names, locations and order of declaration are left out."""
+
+from __future__ import annotations
+
+import hashlib
+
+from .graph import Graph, Node, Value
+from .text import show_attr
+
+
+def node_digest(n: Node) -> str:
+    """sha256 (hex) over op, operand and result types, attributes and choice of kernel: equal nodes share a kernel."""
+    return _sha(_node_key(n, lambda v: str(v.type)))
+
+
+def digest(g: Graph) -> str:
+    """sha256 (hex) of a graph: operands are numbered by definition, so renaming changes nothing."""
+    number: dict[Value, int] = {v: i for i, v in enumerate(g.inputs)}
+    lines = [f"{'weight ' if v.weight else ''}{v.type}" for v in g.inputs]
+    for n in g.nodes:
+        lines.append(_node_key(n, lambda v: f"%{number[v]}"))
+        for r in n.results:
+            number[r] = len(number)
+    lines.append(",".join(str(number[v]) for v in g.outputs))
+    return _sha("\n".join(lines))
+
+
+def _node_key(n: Node, operand: object) -> str:
+    args = ",".join(operand(v) for v in n.operands)  # type: ignore[operator]
+    attrs = ",".join(f"{k}={show_attr(v)}" for k, v in (*n.attrs.items(), *sorted(n.choice.items())))
+    return f"{n.op.name}({args}){{{attrs}}}:{','.join(str(r.type) for r in n.results)}"
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

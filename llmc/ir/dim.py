@@ -1,0 +1,292 @@
+"""Symbolic sizes: integer polynomials over named symbols in one normal form, plus ceil-division; not a solver.
+
+A `Dim` is immutable and hashable, so two shapes are equal exactly when their normal forms are.
+The text form (`str(d)`) parses back with `D(text)`; the runtime evaluates the same grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Union
+
+DimLike = Union["Dim", int, str]
+Bounds = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class CeilDiv:
+    """ceil(num / den), kept as an atom when it cannot be simplified."""
+
+    num: Dim
+    den: int
+
+    def __str__(self) -> str:
+        return f"ceil({self.num}, {self.den})"
+
+
+Atom = Union[str, CeilDiv]
+Term = tuple[tuple[Atom, ...], int]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A sum of terms; each term is (sorted atoms, coefficient); terms are sorted and have no zero coefficient."""
+
+    terms: tuple[Term, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.terms)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):
+            return self.const == other
+        return isinstance(other, Dim) and self.terms == other.terms
+
+    @staticmethod
+    def of(x: DimLike) -> Dim:
+        if isinstance(x, Dim):
+            return x
+        if isinstance(x, str):
+            return _parse_cached(x)
+        return _const(int(x))
+
+    def __add__(self, other: DimLike) -> Dim:
+        o = Dim.of(other)
+        a, b = self.const, o.const
+        if a is not None and b is not None:
+            return _const(a + b)
+        return _norm(_merge(self.terms, o.terms))
+
+    def __mul__(self, other: DimLike) -> Dim:
+        o = Dim.of(other)
+        a, b = self.const, o.const
+        if a is not None and b is not None:
+            return _const(a * b)
+        out: dict[tuple[Atom, ...], int] = {}
+        for x, cx in self.terms:
+            for y, cy in o.terms:
+                key = tuple(sorted(x + y, key=str))
+                out[key] = out.get(key, 0) + cx * cy
+        return _norm(out)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __sub__(self, other: DimLike) -> Dim:
+        return self + Dim.of(other) * -1
+
+    def __rsub__(self, other: DimLike) -> Dim:
+        return Dim.of(other) - self
+
+    def __neg__(self) -> Dim:
+        return self * -1
+
+    def ceildiv(self, den: int) -> Dim:
+        """ceil(self / den) for a positive integer `den`."""
+        if den <= 0:
+            raise ValueError(f"ceil-division by {den}: the divisor must be positive")
+        if self.const is not None:
+            return _const(-(-self.const // den))
+        whole = {k: c // den for k, c in self.terms if c % den == 0}
+        rest = {k: c for k, c in self.terms if c % den}
+        if not rest:
+            return _norm(whole)
+        part = _norm(rest)
+        inner = _const(-(-part.const // den)) if part.const is not None else _norm({(CeilDiv(part, den),): 1})
+        return _norm(whole) + inner
+
+    def divide(self, den: DimLike) -> Dim | None:
+        """The exact quotient by one term (an integer, or a product of symbols), or None where it is not provable."""
+        d = Dim.of(den)
+        if len(d.terms) != 1:
+            return _const(1) if d == self else None
+        atoms, coef = d.terms[0]
+        out: dict[tuple[Atom, ...], int] = {}
+        for key, c in self.terms:
+            left = list(key)
+            for a in atoms:
+                if a not in left:
+                    return None
+                left.remove(a)
+            if c % coef:
+                return None
+            out[tuple(left)] = c // coef
+        return _norm(out)
+
+    def divisible(self, n: int) -> bool:
+        """True where every value of the symbols makes this a multiple of `n` (a proof, not a guess)."""
+        return all(c % n == 0 for _, c in self.terms)
+
+    @property
+    def const(self) -> int | None:
+        if not self.terms:
+            return 0
+        return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        found: set[str] = set()
+        for atoms, _ in self.terms:
+            for a in atoms:
+                found |= {a} if isinstance(a, str) else a.num.symbols
+        return frozenset(found)
+
+    def subs(self, env: Mapping[str, DimLike]) -> Dim:
+        """Replace symbols by sizes; symbols that `env` lacks stay."""
+        if self.const is not None:
+            return self
+        total = _const(0)
+        for atoms, c in self.terms:
+            term = _const(c)
+            for a in atoms:
+                if isinstance(a, CeilDiv):
+                    term = term * a.num.subs(env).ceildiv(a.den)
+                else:
+                    term = term * (Dim.of(env[a]) if a in env else _symbol(a))
+            total = total + term
+        return total
+
+    def bounds(self, symbols: Bounds) -> tuple[int, int]:
+        """Inclusive interval of the value, by interval arithmetic over the symbols' bounds."""
+        lo = hi = 0
+        for atoms, c in self.terms:
+            tlo = thi = c
+            for a in atoms:
+                alo, ahi = _atom_bounds(a, symbols)
+                corners = (tlo * alo, tlo * ahi, thi * alo, thi * ahi)
+                tlo, thi = min(corners), max(corners)
+            lo, hi = lo + tlo, hi + thi
+        return lo, hi
+
+    def __str__(self) -> str:
+        if not self.terms:
+            return "0"
+        return "+".join(_term_text(atoms, c) for atoms, c in self.terms).replace("+-", "-")
+
+    def __repr__(self) -> str:
+        return f"D({str(self)!r})"
+
+
+def D(x: DimLike) -> Dim:
+    """The Dim of an int, a text such as "ceil(T, 16)*2+1", or a Dim."""
+    return Dim.of(x)
+
+
+def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
+    total = _const(1)
+    for d in dims:
+        total = total * d
+    return total
+
+
+def _term_text(atoms: tuple[Atom, ...], c: int) -> str:
+    body = "*".join(map(str, atoms))
+    if not body:
+        return str(c)
+    return body if c == 1 else f"-{body}" if c == -1 else f"{c}*{body}"
+
+
+def _atom_bounds(a: Atom, symbols: Bounds) -> tuple[int, int]:
+    if isinstance(a, CeilDiv):
+        lo, hi = a.num.bounds(symbols)
+        return -(-lo // a.den), -(-hi // a.den)
+    return symbols[a]
+
+
+def _merge(*many: tuple[Term, ...]) -> dict[tuple[Atom, ...], int]:
+    out: dict[tuple[Atom, ...], int] = {}
+    for terms in many:
+        for key, c in terms:
+            out[key] = out.get(key, 0) + c
+    return out
+
+
+def _norm(d: dict[tuple[Atom, ...], int]) -> Dim:
+    return Dim(tuple(sorted(((k, c) for k, c in d.items() if c), key=_order)))
+
+
+def _order(term: Term) -> tuple[int, str]:
+    return -len(term[0]), "*".join(map(str, term[0]))
+
+
+@lru_cache(maxsize=4096)
+def _const(n: int) -> Dim:
+    return Dim((((), n),) if n else ())
+
+
+@lru_cache(maxsize=256)
+def _symbol(name: str) -> Dim:
+    return Dim((((name,), 1),))
+
+
+_TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|[-+*(),])")
+
+
+@lru_cache(maxsize=4096)
+def _parse_cached(text: str) -> Dim:
+    parser = _Parser(text)
+    d = parser.expr()
+    parser.end()
+    return d
+
+
+class _Parser:
+    def __init__(self, text: str):
+        self.text = text
+        self.tokens: list[str] = []
+        pos = 0
+        while pos < len(text.rstrip()):
+            m = _TOKEN.match(text, pos)
+            if not m:
+                raise ValueError(f"not a size: {text!r} (at {text[pos:]!r})")
+            self.tokens.append(m[1])
+            pos = m.end()
+        self.tokens.append("")
+
+    def expr(self) -> Dim:
+        d = self.product()
+        while self.tokens[0] in ("+", "-"):
+            d = d + self.product() if self.tokens.pop(0) == "+" else d - self.product()
+        return d
+
+    def product(self) -> Dim:
+        d = self.atom()
+        while self.tokens[0] == "*":
+            self.tokens.pop(0)
+            d = d * self.atom()
+        return d
+
+    def atom(self) -> Dim:
+        t = self.tokens.pop(0) if self.tokens[0] else ""
+        if t == "-":
+            return self.atom() * -1
+        if t == "(":
+            d = self.expr()
+            self.take(")")
+            return d
+        if t == "ceil" and self.tokens[0] == "(":
+            self.take("(")
+            num = self.expr()
+            self.take(",")
+            den = self.expr().const
+            self.take(")")
+            if den is None:
+                raise ValueError(f"not a size: {self.text!r} (ceil takes a constant divisor)")
+            return num.ceildiv(den)
+        if t.isdigit():
+            return _const(int(t))
+        if t and (t[0].isalpha() or t[0] == "_"):
+            return _symbol(t)
+        raise ValueError(f"not a size: {self.text!r}")
+
+    def take(self, want: str) -> None:
+        if self.tokens[0] != want:
+            raise ValueError(f"not a size: {self.text!r} (expected {want!r})")
+        self.tokens.pop(0)
+
+    def end(self) -> None:
+        if self.tokens[0]:
+            raise ValueError(f"not a size: {self.text!r} (at {self.tokens[0]!r})")

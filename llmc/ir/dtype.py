@@ -1,0 +1,73 @@
+"""Storage dtypes: name, width, kind and numpy counterpart; arithmetic semantics live in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    """One storage dtype. `kind`: f float, i integer, b bool. `numpy`: the numpy (or ml_dtypes) dtype's name."""
+
+    name: str
+    bits: int
+    kind: str
+    numpy: str
+    rank: int = 0
+
+    @property
+    def np(self) -> np.dtype:
+        return _numpy(self.numpy)
+
+
+@lru_cache(maxsize=64)
+def _numpy(name: str) -> np.dtype:
+    if hasattr(np, name):
+        return np.dtype(getattr(np, name))
+    import ml_dtypes  # storage formats that numpy lacks
+
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+# `rank` orders promotion inside a kind: the higher wins; bf16 with f16 gives f32.
+DTYPES = MappingProxyType(
+    {
+        d.name: d
+        for d in (
+            DType("f64", 64, "f", "float64", 5),
+            DType("f32", 32, "f", "float32", 4),
+            DType("bf16", 16, "f", "bfloat16", 3),
+            DType("f16", 16, "f", "float16", 3),
+            DType("f8e4m3", 8, "f", "float8_e4m3fn", 2),
+            DType("f8e5m2", 8, "f", "float8_e5m2", 2),
+            DType("f8e8m0", 8, "f", "float8_e8m0fnu", 1),
+            DType("i64", 64, "i", "int64", 8),
+            DType("i32", 32, "i", "int32", 6),
+            DType("u32", 32, "i", "uint32", 7),
+            DType("i16", 16, "i", "int16", 4),
+            DType("u16", 16, "i", "uint16", 5),
+            DType("i8", 8, "i", "int8", 2),
+            DType("u8", 8, "i", "uint8", 3),
+            DType("i4", 4, "i", "int4", 0),
+            DType("u4", 4, "i", "uint4", 1),
+            DType("bool", 8, "b", "bool_", 0),
+        )
+    }
+)
+
+
+def promote(a: str, b: str) -> str:
+    """The dtype of a pointwise result: bool < integer < float, the wider inside a kind."""
+    if a == b:
+        return a
+    x, y = DTYPES[a], DTYPES[b]
+    if x.kind != y.kind:
+        order = "bif"
+        return a if order.index(x.kind) > order.index(y.kind) else b
+    if x.rank == y.rank:
+        return "f32" if x.kind == "f" else "i32"
+    return a if x.rank > y.rank else b

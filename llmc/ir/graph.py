@@ -1,0 +1,216 @@
+"""The graph: an ordered list of nodes over named values, with use lists. Straight-line: no control flow, no regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .opdef import OpDef
+from .qformat import QFormat
+from .types import Type
+
+
+@dataclass(eq=False)
+class Value:
+    """A named value. `node` is None for a graph input; `weight` marks inputs that are known at compile time.
+
+    `uses` has one entry per operand position that reads the value. A weight's name is its checkpoint name."""
+
+    type: Type
+    name: str = ""
+    node: Node | None = None
+    uses: list[Node] = field(default_factory=list)
+    weight: bool = False
+
+    def __repr__(self) -> str:
+        return f"%{self.name or '_'}: {self.type}"
+
+
+@dataclass(eq=False)
+class Node:
+    """An op applied to values. `loc`: the module path it was traced from. `choice`: the kernel and schedule that
+    `select` wrote (kernel="cpu/linear", ...), empty before; it never changes the node's meaning."""
+
+    op: OpDef
+    operands: list[Value]
+    attrs: dict[str, Any]
+    results: list[Value]
+    loc: str = ""
+    choice: dict[str, Any] = field(default_factory=dict)
+    prev: Node | None = None
+    next: Node | None = None
+
+    @property
+    def result(self) -> Value:
+        """The only result; an op with several is a mistake of the caller."""
+        (r,) = self.results
+        return r
+
+    def __repr__(self) -> str:
+        return f"<{self.op.name} at {self.loc or '?'}>"
+
+
+class NodeList:
+    """The nodes in order: a doubly linked list, so that insertion and removal anywhere cost the same."""
+
+    def __init__(self) -> None:
+        self.head: Node | None = None
+        self.tail: Node | None = None
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Node]:
+        n = self.head
+        while n is not None:
+            following = n.next
+            yield n
+            n = following
+
+    def __reversed__(self) -> Iterator[Node]:
+        n = self.tail
+        while n is not None:
+            before = n.prev
+            yield n
+            n = before
+
+    def __len__(self) -> int:
+        return self.count
+
+    def insert(self, node: Node, before: Node | None) -> None:
+        """Insert before `before`, or at the end."""
+        after = self.tail if before is None else before.prev
+        node.prev, node.next = after, before
+        if after is None:
+            self.head = node
+        else:
+            after.next = node
+        if before is None:
+            self.tail = node
+        else:
+            before.prev = node
+        self.count += 1
+
+    def remove(self, node: Node) -> None:
+        if node.prev is None:
+            self.head = node.next
+        else:
+            node.prev.next = node.next
+        if node.next is None:
+            self.tail = node.prev
+        else:
+            node.next.prev = node.prev
+        node.prev = node.next = None
+        self.count -= 1
+
+
+@dataclass(eq=False)
+class Graph:
+    """Inputs, nodes in execution order, outputs."""
+
+    name: str
+    inputs: list[Value] = field(default_factory=list)
+    nodes: NodeList = field(default_factory=NodeList)
+    outputs: list[Value] = field(default_factory=list)
+
+    def input(self, name: str, type: Type, weight: bool = False) -> Value:
+        v = Value(type, name, weight=weight)
+        self.inputs.append(v)
+        return v
+
+    def add(
+        self,
+        op: OpDef,
+        operands: Sequence[Value],
+        attrs: Mapping[str, Any] | None = None,
+        before: Node | None = None,
+        loc: str = "",
+        names: Sequence[str] = (),
+    ) -> Node:
+        """Append (or insert) a node; its result types come from the op's own rule (Mismatch where it fails)."""
+        full = op.normal_attrs(attrs or {})
+        types = op.infer_types([v.type for v in operands], full)
+        node = Node(op, list(operands), full, [], loc)
+        node.results = [Value(t, names[i] if i < len(names) else "", node) for i, t in enumerate(types)]
+        for v in operands:
+            v.uses.append(node)
+        self.nodes.insert(node, before)
+        return node
+
+    def replace(self, old: Value, new: Value) -> None:
+        """Every reader of `old`, outputs included, reads `new`."""
+        if old is new:
+            return
+        for user in set(old.uses):
+            user.operands = [new if v is old else v for v in user.operands]
+        new.uses += old.uses
+        old.uses = []
+        self.outputs = [new if v is old else v for v in self.outputs]
+
+    def set_operand(self, node: Node, index: int, value: Value) -> None:
+        node.operands[index].uses.remove(node)
+        node.operands[index] = value
+        value.uses.append(node)
+
+    def erase(self, node: Node) -> None:
+        """Remove a node that nobody reads; AssertionError where somebody does."""
+        assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
+        assert not any(r is o for r in node.results for o in self.outputs), f"{node.op.name}: erasing an output"
+        for v in node.operands:
+            v.uses.remove(node)
+        self.nodes.remove(node)
+
+    def move_before(self, node: Node, other: Node | None) -> None:
+        self.nodes.remove(node)
+        self.nodes.insert(node, other)
+
+    def is_used(self, node: Node) -> bool:
+        return any(r.uses or any(r is o for o in self.outputs) for r in node.results)
+
+    def copy(self, name: str | None = None) -> Graph:
+        out = Graph(name or self.name)
+        env: dict[Value, Value] = {v: out.input(v.name, v.type, v.weight) for v in self.inputs}
+        for n in self.nodes:
+            new = Node(n.op, [env[v] for v in n.operands], dict(n.attrs), [], n.loc, dict(n.choice))
+            new.results = [Value(r.type, r.name, new) for r in n.results]
+            for v in new.operands:
+                v.uses.append(new)
+            out.nodes.insert(new, None)
+            env |= dict(zip(n.results, new.results, strict=True))
+        out.outputs = [env[v] for v in self.outputs]
+        return out
+
+
+@dataclass(eq=False)
+class Module:
+    """Graphs over shared symbols (inclusive bounds) and quantised formats."""
+
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
+    formats: dict[str, QFormat] = field(default_factory=dict)
+
+    def clone(self) -> Module:
+        return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))
+
+
+class Builder:
+    """Builds nodes by op name: `b.rms_norm(x, w, eps=1e-6)` answers its result (a tuple for several)."""
+
+    def __init__(self, graph: Graph, ops: Mapping[str, OpDef], before: Node | None = None, loc: str = ""):
+        self.graph, self.ops, self.before, self.loc = graph, ops, before, loc
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name.rstrip("_") not in self.ops:
+            raise AttributeError(f"no op {name!r}")
+        op = self.ops[name.rstrip("_")]
+
+        def build(*operands: Value, **attrs: Any) -> Any:
+            return self.emit(op, operands, attrs)
+
+        return build
+
+    def emit(self, op: OpDef, operands: Sequence[Value], attrs: Mapping[str, Any], names: Sequence[str] = ()) -> Any:
+        node = self.graph.add(op, operands, attrs, self.before, self.loc, names)
+        return node.results[0] if len(node.results) == 1 else tuple(node.results)
+
+    def constant(self, value: float | int | bool, dtype: str) -> Value:
+        return self.emit(self.ops["constant"], (), {"value": float(value), "dtype": dtype})

@@ -1,0 +1,152 @@
+"""One declaration per op. Builder, verifier, parser, interpreter, cost report, docs and tests read it; none repeats it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from .dim import Dim
+from .dtype import DTYPES
+from .scalar import E
+from .signature import Mismatch, Slot, bind, expand, numbers_of, parse_signature
+from .types import Type
+
+Shape = tuple[Dim, ...]
+Ints = tuple[int, ...]
+Strs = tuple[str, ...]
+
+REQUIRED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute's type (int, float, str, bool, Dim, Shape, Ints or Strs) and default (REQUIRED: none)."""
+
+    type: Any
+    default: Any = REQUIRED
+
+    def normal(self, op: str, name: str, value: Any) -> Any:
+        """The value in its one normal form; Mismatch where it does not fit."""
+        try:
+            return _normal(self.type, value)
+        except (TypeError, ValueError) as e:
+            raise Mismatch(f"{op}: attribute {name}={value!r}: {e}") from None
+
+
+def _normal(ty: Any, value: Any) -> Any:
+    if ty is Dim:
+        return Dim.of(value)
+    if ty in (Shape, Ints, Strs):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError("a list is wanted")
+        each = {Shape: Dim, Ints: int, Strs: str}[ty]
+        return tuple(_normal(each, v) for v in value)
+    if isinstance(value, Dim) and ty is int and value.const is not None:
+        return value.const
+    if ty is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, ty) or (ty is int and isinstance(value, bool)):
+        raise TypeError(f"{ty.__name__} is wanted")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class OpDef:
+    """An op. See `op` for what each field means."""
+
+    name: str
+    operands: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+    attrs: Mapping[str, Attr]
+    ref: Callable[..., Any]
+    flops: str = "0"
+    bytes: str | None = None
+    commutes: bool = False
+    writes: tuple[str, ...] = ()
+    scalar: Callable[[Mapping[str, Any]], E] | None = None
+    oracle: str | None = None
+    infer: Callable[[dict[str, Any], Mapping[str, Any]], list[Type]] | None = None
+    example: Callable[[Any], tuple[list[Any], dict[str, Any]]] | None = None
+    doc: str = ""
+    signature: str = field(default="", compare=False)
+
+    def normal_attrs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes in declaration order, defaults filled in; Mismatch for an unknown or a missing one."""
+        if unknown := [k for k in given if k not in self.attrs]:
+            known = ", ".join(self.attrs) or "none"
+            raise Mismatch(f"{self.name} has no attribute {unknown[0]!r} (it has: {known})")
+        out = {}
+        for name, a in self.attrs.items():
+            value = given.get(name, a.default)
+            if value is REQUIRED:
+                raise Mismatch(f"{self.name} needs the attribute {name!r}")
+            out[name] = a.normal(self.name, name, value)
+        return out
+
+    def bind(self, types: Sequence[Type]) -> dict[str, Any]:
+        return bind(self.name, self.operands, types)
+
+    def infer_types(self, types: Sequence[Type], attrs: Mapping[str, Any]) -> list[Type]:
+        """Result types for operand types and normal attributes; Mismatch where the rule does not hold."""
+        env = self.bind(types)
+        if self.infer:
+            try:
+                return self.infer(env, attrs)
+            except Mismatch as e:
+                raise Mismatch(f"{self.name}: {e}") from None
+        env |= {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
+        return [self._result(r, env, attrs) for r in self.results]
+
+    def _result(self, slot: Slot, env: dict[str, Any], attrs: Mapping[str, Any]) -> Type:
+        dtype = slot.dtype
+        if isinstance(ref := env.get(dtype), Type):
+            dtype = ref.dtype
+        elif isinstance(attrs.get(dtype), str):
+            dtype = attrs[dtype]
+        if dtype not in DTYPES:
+            raise Mismatch(f"{self.name}: {dtype!r} is not a dtype")
+        return Type(dtype, expand(slot.dims, env), slot.state)
+
+    def cost(self, types: Sequence[Type], results: Sequence[Type], attrs: Mapping[str, Any]) -> tuple[Dim, Dim]:
+        """(flops, bytes moved at least once), symbolic."""
+        env = self.bind(types)
+        sizes = numbers_of(env)
+        sizes |= {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
+        sizes["out"] = results[0].numel
+        for slot, ty in env.items():
+            if isinstance(ty, Type):
+                sizes[f"bytes_{slot}"] = Dim.of(DTYPES[ty.dtype].bits // 8)
+        if self.bytes is None:
+            moved = sum((t.nbytes for t in [*types, *results] if not t.state), Dim.of(0))
+        else:
+            moved = Dim.of(self.bytes).subs(sizes)
+        return Dim.of(self.flops).subs(sizes), moved
+
+
+def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare an op by its signature; the decorated function is its reference (numpy in, numpy out), its keyword-only
+    parameters are its attributes, its docstring is the documentation.
+
+    flops, bytes: size text over the signature's names ("*b" is named b, "out" is the first result's element count,
+    "bytes_x" operand x's element size); bytes None means every operand and result once, states excluded. commutes: the
+    first two operands may be swapped. writes: the state operands whose next version is a result, in order. scalar: the
+    per-element (or per-row) expression, given the attributes. oracle: a torch function that must agree. infer: the
+    type rule where a signature cannot say it. example: rng -> (operand arrays, attributes), for ops whose operands
+    cannot be drawn from the signature alone.
+    """
+    operands, results = parse_signature(signature)
+
+    def wrap(fn: Callable[..., Any]) -> OpDef:
+        params = inspect.signature(fn, eval_str=True).parameters.values()
+        attrs = {p.name: Attr(p.annotation, p.default) for p in params if p.kind is p.KEYWORD_ONLY}
+        attrs = {k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default)) for k, a in attrs.items()}
+        name = fields.pop("name", fn.__name__.rstrip("_"))
+        doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
+        return OpDef(
+            name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields
+        )
+
+    return wrap

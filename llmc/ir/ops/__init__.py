@@ -1,0 +1,21 @@
+"""The op set: every op that is declared in this package, by name. An extension adds its own to a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from ..opdef import OpDef
+from . import attention, linear, moe, norm, pointwise, reduce, rope, sample, shape, state
+
+
+def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
+    """An immutable name -> op mapping; ValueError where two ops share a name."""
+    out: dict[str, OpDef] = {}
+    for o in (o for group in groups for o in group):
+        if out.setdefault(o.name, o) is not o:
+            raise ValueError(f"two ops are called {o.name!r}")
+    return MappingProxyType(out)
+
+
+OPS = op_set(*(m.OPS for m in (pointwise, reduce, shape, linear, norm, rope, attention, moe, state, sample)))

@@ -1,0 +1,83 @@
+"""Products. Quantised weights belong to the type: there is no quantised product op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dim import Dim
+from ..opdef import OpDef, op
+from ..scalar import evaluate, parse_expr, walk
+from ..signature import Mismatch
+from ..types import Type
+from .common import NUMPY, broadcast_shapes
+
+
+def _linear_example(rng: Any) -> Any:
+    return [rng.standard_normal((3, 5)).astype(np.float32), rng.standard_normal((7, 5)).astype(np.float32)], {}
+
+
+@op("(x: f[*b, k], w: fq[n, k]) -> x[*b, n]", flops="2*b*n*k", oracle="torch.nn.functional.linear", example=_linear_example)
+def linear(x: Any, w: Any) -> Any:
+    """x @ w.T; a quantised w is dequantised by its format first."""
+    return x @ w.T
+
+
+@op("(a: f[*b, m, k], c: f[*b, k, n]) -> a[*b, m, n]", flops="2*b*m*k*n", oracle="torch.matmul")
+def matmul(a: Any, c: Any) -> Any:
+    """Batched matrix product over equal leading axes."""
+    return a @ c
+
+
+def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, parts, extras = env["x"], attrs["parts"], env["extras"]
+    n = env["m"].divide(parts) if parts > 0 else None
+    if n is None:
+        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    shape = (*env["*b"], n)
+    body = parse_expr(attrs["body"])
+    check_epilogue(body, parts + len(extras))
+    for e in extras:
+        if broadcast_shapes([shape, e.shape]) != shape:
+            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
+    return [Type(attrs["dtype"] or x.dtype, shape)]
+
+
+def check_epilogue(body: Any, arity: int) -> None:
+    """An epilogue is pointwise over its accumulators and extras; raises Mismatch."""
+    for e in walk(body):
+        if e.fn.startswith("row_"):
+            raise Mismatch(f"{e.fn} in an epilogue: it sees one tile, not the row")
+        if e.fn == "arg" and e.args[0] >= arity:
+            raise Mismatch(f"the body reads a{e.args[0]}, but there are {arity} values")
+
+
+def split_parts(acc: Any, parts: int) -> list[Any]:
+    return np.split(acc, parts, axis=-1)
+
+
+def _linear_map_example(rng: Any) -> Any:
+    shapes = ((3, 5), (14, 5), (3, 7))
+    return [rng.standard_normal(s).astype(np.float32) for s in shapes], {
+        "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    }  # fmt: skip
+
+
+@op(
+    "(x: f[*b, k], w: fq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type, flops="2*b*m*k",
+    example=_linear_map_example,
+)  # fmt: skip
+def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str = "") -> Any:
+    """A product with a pointwise epilogue: the `parts` equal row blocks of w give accumulators a0 .. a{parts-1} of
+    shape [*b, n], the extras (broadcast to it) follow as a{parts} ..; result = body, rounded once. Gate and up with
+    SiLU are parts=2, body "mul(mul(a0, sigmoid(a0)), a1)"; a residual is parts=1, body "add(a0, a1)"."""
+    return evaluate(parse_expr(body), NUMPY, [*split_parts(x @ w.T, parts), *extras])
+
+
+def rows_of(w: Type, parts: int) -> Dim | None:
+    return w.shape[0].divide(parts)
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -1,0 +1,209 @@
+"""Pointwise ops: each is its scalar expression; numpy broadcasting, torch's dtype promotion; plus casts and constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dim import Dim
+from ..dtype import DTYPES
+from ..opdef import OpDef, Shape, Strs, op
+from ..scalar import E, call, evaluate, expr, flops, parse_expr, trace
+from ..signature import Mismatch, parse_signature
+from ..types import Type
+from .common import NUMPY, broadcast_shapes, expr_shape, promoted
+
+BOOL = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
+
+
+def pointwise(
+    name: str,
+    fn: Any,
+    doc: str,
+    kinds: str = "fff",
+    out: str = "",
+    commutes: bool = False,
+    oracle: str | None = None,
+    example: Any = None,
+) -> OpDef:
+    """Declare a pointwise op by a Python function of scalar expressions.
+
+    kinds: the dtype class of each operand; out: "bool", or "" for the promoted dtype.
+    """
+    arity = fn.__code__.co_argcount
+    e = trace(fn, arity)
+    names = "abc"[:arity]
+    text = "(" + ", ".join(f"{n}: {kinds[i]}[*{n}]" for i, n in enumerate(names)) + f") -> {out or 'a'}[*a]"
+    operands, results = parse_signature(text)
+
+    def infer(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+        types = [env[n] for n in names]
+        of_value = types[1:] if name == "where" else types
+        return [Type(out or promoted(of_value), broadcast_shapes([t.shape for t in types]))]
+
+    def ref(*xs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return evaluate(e, NUMPY, xs)
+
+    return OpDef(
+        name, operands, results, {}, ref, flops=f"{max(1, flops(e))}*out", commutes=commutes, scalar=lambda attrs: e,
+        oracle=oracle, infer=infer, example=example, doc=doc, signature=text,
+    )  # fmt: skip
+
+
+def _unary(name: str, doc: str, oracle: str | None = None, **kw: Any) -> OpDef:
+    return pointwise(name, lambda a: call(name, a), doc, oracle=oracle or f"torch.{name}", **kw)
+
+
+def _compare(name: str, sign: str) -> OpDef:
+    return pointwise(name, lambda a, b: call(name, a, b), f"a {sign} b", "tt", "bool", oracle=f"torch.{name}")
+
+
+def _positive(rng: Any) -> Any:
+    return [rng.uniform(0.1, 3, (3, 5)).astype(np.float32)], {}
+
+
+def _flags(arity: int) -> Any:
+    return lambda rng: ([rng.random((3, 5)) > 0.5 for _ in range(arity)], {})
+
+
+def _pow_example(rng: Any) -> Any:
+    return [rng.uniform(0.1, 3, (3, 5)).astype(np.float32), rng.standard_normal(5).astype(np.float32)], {}
+
+
+def _where_example(rng: Any) -> Any:
+    a, b = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    return [rng.random((3, 1)) > 0.5, a, b], {}
+
+
+_half_erf = lambda a: 0.5 * a * (1 + call("erf", a * math.sqrt(0.5)))  # noqa: E731
+_gelu_tanh = lambda a: 0.5 * a * (1 + call("tanh", math.sqrt(2 / math.pi) * (a + 0.044715 * a * a * a)))  # noqa: E731
+
+add = pointwise("add", lambda a, b: a + b, "a + b", "tt", commutes=True, oracle="torch.add")
+sub = pointwise("sub", lambda a, b: a - b, "a - b", "tt", oracle="torch.sub")
+mul = pointwise("mul", lambda a, b: a * b, "a * b", "tt", commutes=True, oracle="torch.mul")
+div = pointwise("div", lambda a, b: a / b, "a / b", oracle="torch.div")
+pow_ = pointwise("pow", lambda a, b: call("pow", a, b), "a to the power b", oracle="torch.pow", example=_pow_example)
+maximum = pointwise(
+    "maximum", lambda a, b: call("max", a, b), "the larger", "tt", commutes=True, oracle="torch.maximum"
+)
+minimum = pointwise(
+    "minimum", lambda a, b: call("min", a, b), "the smaller", "tt", commutes=True, oracle="torch.minimum"
+)
+neg = _unary("neg", "-a", kinds="t")
+abs_ = _unary("abs", "|a|", kinds="t")
+floor = _unary("floor", "the largest integer not above a")
+exp = _unary("exp", "e to the power a")
+exp2 = _unary("exp2", "2 to the power a")
+log = _unary("log", "natural logarithm", example=_positive)
+sqrt = _unary("sqrt", "square root", example=_positive)
+rsqrt = _unary("rsqrt", "1 / sqrt(a)", example=_positive)
+sin = _unary("sin", "sine of radians")
+cos = _unary("cos", "cosine of radians")
+tanh = _unary("tanh", "hyperbolic tangent")
+erf = _unary("erf", "error function")
+sigmoid = _unary("sigmoid", "1 / (1 + exp(-a))")
+square = pointwise("square", lambda a: a * a, "a * a", oracle="torch.square")
+reciprocal = pointwise("reciprocal", lambda a: 1 / a, "1 / a", oracle="torch.reciprocal", example=_positive)
+silu = pointwise("silu", lambda a: a * call("sigmoid", a), "a * sigmoid(a)", oracle="torch.nn.functional.silu")
+gelu = pointwise("gelu", _half_erf, "a * Phi(a), exact (by erf)", oracle="torch.nn.functional.gelu")
+gelu_tanh = pointwise("gelu_tanh", _gelu_tanh, "gelu by its tanh approximation (GPT-2)")
+relu = pointwise("relu", lambda a: call("max", a, 0.0), "max(a, 0)", oracle="torch.relu")
+eq, ne = _compare("eq", "=="), _compare("ne", "!=")
+lt, le = _compare("lt", "<"), _compare("le", "<=")
+gt, ge = _compare("gt", ">"), _compare("ge", ">=")
+logical_and = pointwise(
+    "logical_and", lambda a, b: call("and", a, b), "a and b", "bb", "bool", True, "torch.logical_and", _flags(2)
+)
+logical_or = pointwise(
+    "logical_or", lambda a, b: call("or", a, b), "a or b", "bb", "bool", True, "torch.logical_or", _flags(2)
+)
+logical_not = pointwise(
+    "logical_not", lambda a: call("not", a), "not a", "b", "bool", oracle="torch.logical_not", example=_flags(1)
+)
+where = pointwise(
+    "where", lambda a, b, c: call("select", a, b, c), "b where a, else c", "btt", oracle="torch.where",
+    example=_where_example,
+)  # fmt: skip
+
+
+def _known_dtype(attrs: Mapping[str, Any]) -> str:
+    if attrs["dtype"] not in DTYPES:
+        raise Mismatch(f"{attrs['dtype']!r} is not a dtype")
+    return str(attrs["dtype"])
+
+
+def _constant_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    return [Type(_known_dtype(attrs), ())]
+
+
+def _cast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    return [Type(_known_dtype(attrs), env["x"].shape)]
+
+
+@op("() -> dtype[]", infer=_constant_type, example=lambda rng: ([], {"value": 2.5, "dtype": "f32"}))
+def constant(*, value: float, dtype: str) -> Any:
+    """A rank-0 constant."""
+    return np.asarray(value)
+
+
+@op("(x: t[*s]) -> dtype[*s]", infer=_cast_type, example=lambda rng: ([rng.standard_normal((3, 5))], {"dtype": "i32"}))
+def cast(x: Any, *, dtype: str) -> Any:
+    """x in another dtype: floats round to nearest even, float to integer truncates."""
+    kind = DTYPES[dtype].kind
+    return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else (x != 0) if kind == "b" else x
+
+
+@op("() -> dtype[size]", example=lambda rng: ([], {"size": 7, "dtype": "i64"}))
+def iota(*, size: Dim, dtype: str) -> Any:
+    """0, 1, 2, ... size - 1."""
+    return np.arange(size)
+
+
+def _fused_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    shapes = [t.shape for t in env["xs"]]
+    if len(attrs["body"]) != len(attrs["dtypes"]):
+        raise Mismatch(f"{len(attrs['body'])} bodies but {len(attrs['dtypes'])} dtypes")
+    return [
+        Type(_known_dtype({"dtype": dt}), expr_shape(parse_expr(b), shapes))
+        for b, dt in zip(attrs["body"], attrs["dtypes"], strict=True)
+    ]
+
+
+def _fused_example(rng: Any) -> Any:
+    xs = [rng.standard_normal(s).astype(np.float32) for s in ((3, 5), (3, 5), (5,))]
+    body = ["add(a0, a1)", "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a2)"]
+    return xs, {"body": body, "dtypes": ["f32", "f32"]}
+
+
+@op("(xs*: t[...]) -> f32[]", infer=_fused_types, flops="out", example=_fused_example)
+def fused(*xs: Any, body: Strs, dtypes: Strs) -> Any:
+    """A group of pointwise and last-axis reduction ops as one: each body is a scalar expression over the broadcast
+    operands a0, a1 ...; one result per body, rounded once to its dtype."""
+    with np.errstate(all="ignore"):
+        return tuple(np.asarray(evaluate(parse_expr(b), NUMPY, xs)) for b in body)
+
+
+def scalar_of(node_op: OpDef, attrs: Mapping[str, Any]) -> E | None:
+    """The expression of a pointwise or row op; None for any other op."""
+    return node_op.scalar(attrs) if node_op.scalar else None
+
+
+def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if broadcast_shapes([env["x"].shape, attrs["shape"]]) != attrs["shape"]:
+        raise Mismatch(f"{env['x']} does not broadcast to [{', '.join(map(str, attrs['shape']))}]")
+    return [Type(env["x"].dtype, attrs["shape"])]
+
+
+@op("(x: t[*s]) -> x[...]", infer=_broadcast_type, example=lambda rng: ([rng.random((3, 1))], {"shape": [2, 3, 5]}))
+def broadcast(x: Any, *, shape: Shape) -> Any:
+    """x repeated along new and size-1 axes."""
+    return np.broadcast_to(x, shape)
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
+
+__all__ = ["OPS", "expr", "pointwise", "scalar_of"]

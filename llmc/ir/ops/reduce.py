@@ -1,0 +1,107 @@
+"""Reductions, softmax, scans and selections along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dim import Dim
+from ..opdef import OpDef, op
+from ..scalar import E, arg, call
+from ..signature import Mismatch
+from ..types import Type
+from .common import axis_of
+
+
+def _reduced(dtype: str = "") -> Any:
+    def infer(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+        x = env["x"]
+        a = axis_of(x.rank, attrs["axis"])
+        middle = (Dim.of(1),) if attrs["keepdim"] else ()
+        return [Type(dtype or x.dtype, x.shape[:a] + middle + x.shape[a + 1 :])]
+
+    return infer
+
+
+def _same(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    axis_of(env["x"].rank, attrs["axis"])
+    return [Type(env["x"].dtype, env["x"].shape)]
+
+
+def _example(rng: Any) -> Any:
+    return [rng.standard_normal((3, 4, 5)).astype(np.float32)], {"axis": -2}
+
+
+@op("(x: t[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.sum", example=_example)
+def sum_(x: Any, *, axis: int, keepdim: bool = False) -> Any:
+    """Sum over one axis."""
+    return np.sum(x, axis, keepdims=keepdim)
+
+
+@op("(x: f[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.mean", example=_example)
+def mean(x: Any, *, axis: int, keepdim: bool = False) -> Any:
+    """Mean over one axis."""
+    return np.mean(x, axis, keepdims=keepdim)
+
+
+@op("(x: t[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.amax", example=_example)
+def amax(x: Any, *, axis: int, keepdim: bool = False) -> Any:
+    """Largest over one axis."""
+    return np.max(x, axis, keepdims=keepdim)
+
+
+@op("(x: t[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.amin", example=_example)
+def amin(x: Any, *, axis: int, keepdim: bool = False) -> Any:
+    """Smallest over one axis."""
+    return np.min(x, axis, keepdims=keepdim)
+
+
+@op("(x: t[*s]) -> i64[...]", infer=_reduced("i64"), flops="s", oracle="torch.argmax", example=_example)
+def argmax(x: Any, *, axis: int, keepdim: bool = False) -> Any:
+    """Index of the largest over one axis; the first of equals."""
+    return np.argmax(x, axis, keepdims=keepdim)
+
+
+def _softmax_rows(attrs: Mapping[str, Any]) -> E:
+    e = call("exp", arg(0) - call("row_max", arg(0)))
+    return e / call("row_sum", e)
+
+
+@op(
+    "(x: f[*s]) -> x[*s]", infer=_same, flops="5*s", oracle="torch.softmax", example=_example,
+    scalar=lambda attrs: _softmax_rows(attrs) if attrs["axis"] == -1 else None,
+)  # fmt: skip
+def softmax(x: Any, *, axis: int = -1) -> Any:
+    """exp(x - max) / sum over one axis."""
+    e = np.exp(x - np.max(x, axis, keepdims=True))
+    return e / np.sum(e, axis, keepdims=True)
+
+
+@op("(x: t[*s]) -> x[*s]", infer=_same, flops="s", oracle="torch.cumsum", example=_example)
+def cumsum(x: Any, *, axis: int) -> Any:
+    """Running sum along one axis."""
+    return np.cumsum(x, axis)
+
+
+def _topk_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, k = env["x"], attrs["k"]
+    size = x.shape[-1].const
+    if k < 1 or (size is not None and k > size):
+        raise Mismatch(f"k = {k} of {x.shape[-1]}")
+    shape = (*x.shape[:-1], Dim.of(k))
+    return [Type(x.dtype, shape), Type("i64", shape)]
+
+
+@op(
+    "(x: f[*b, n]) -> (values: x[*b, k], indices: i64[*b, k])", infer=_topk_types, flops="b*n",
+    oracle="torch.topk", example=lambda rng: ([rng.standard_normal((3, 9)).astype(np.float32)], {"k": 4}),
+)  # fmt: skip
+def topk(x: Any, *, k: int) -> Any:
+    """The k largest along the last axis, largest first, the lower index first among equals."""
+    idx = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+    return np.take_along_axis(x, idx, -1), idx
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

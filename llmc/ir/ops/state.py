@@ -1,0 +1,122 @@
+"""Device rows and KV pages: what a step reads and writes in place.
+
+A request owns one row of every row state. A state is read many times and written once; the writing op's result is
+its next version. Rows of -1 are padding: they read nothing and write nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dim import Dim
+from ..opdef import OpDef, op
+
+FPARAMS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+IPARAMS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs")
+
+
+def _spans_example(rng: Any) -> Any:
+    i32 = np.int32
+    rows, qlens = np.array([2, 0, -1], i32), np.array([3, 1, 0], i32)
+    return [rows, qlens, np.array([6, 0, 2, 0], i32)], {"tokens": 5}
+
+
+@op(
+    "(rows: i32[r], qlens: i32[r], length: state i32[m]) -> (starts: i32[r+1], token_row: i32[tokens],"
+    " positions: i32[tokens])", example=_spans_example,
+)  # fmt: skip
+def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
+    """Lay the step's work out on one flat token axis: row i's qlens[i] tokens follow row i-1's. starts are their
+    offsets; token_row and positions say of each flat token whose it is and where in its sequence (-1: padding)."""
+    starts = np.concatenate([[0], np.cumsum(qlens)]).astype(np.int32)
+    token_row, positions = np.full(tokens, -1, np.int32), np.full(tokens, -1, np.int32)
+    for i, row in enumerate(rows):
+        if row >= 0:
+            token_row[starts[i] : starts[i + 1]] = row
+            positions[starts[i] : starts[i + 1]] = length[row] + np.arange(qlens[i])
+    return starts, token_row, positions
+
+
+def _ids_example(rng: Any) -> Any:
+    i32 = np.int32
+    return [rng.integers(0, 99, (4, 9)).astype(i32), np.array([2, 2, 0, -1], i32), np.array([3, 4, 0, -1], i32)], {}
+
+
+@op("(tokens: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", example=_ids_example)
+def row_ids(tokens: Any, token_row: Any, positions: Any) -> Any:
+    """Token ids from the rows' own histories; 0 for padding."""
+    ids = tokens[np.maximum(token_row, 0), np.maximum(positions, 0)]
+    return np.where(token_row >= 0, ids, 0)
+
+
+def _slots_example(rng: Any) -> Any:
+    operands, _ = _ids_example(rng)
+    return operands, {"page": 2}
+
+
+@op("(pages: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", example=_slots_example)
+def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
+    """The flat KV slot (page number * page + offset) of each token; -1 for padding."""
+    at = np.maximum(positions, 0)
+    slots = pages[np.maximum(token_row, 0), at // page] * page + at % page
+    return np.where(token_row >= 0, slots, -1)
+
+
+def _append_example(rng: Any) -> Any:
+    kv = rng.standard_normal((4, 2, 2, 3, 5)).astype(np.float32)
+    k, v = rng.standard_normal((2, 4, 2, 5)).astype(np.float32)
+    return [kv, k, v, np.array([7, 1, -1, 10], np.int32)], {}
+
+
+@op(
+    "(kv: state f[p, 2, g, page, d], k: f[t, g, d], v: f[t, g, d], slots: i32[t]) -> state kv[p, 2, g, page, d]",
+    writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", example=_append_example,
+)  # fmt: skip
+def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
+    """Write keys and values at flat slots of the pool."""
+    kv = kv.copy()
+    page = kv.shape[3]
+    for i, s in enumerate(slots):
+        if s >= 0:
+            kv[s // page, 0, :, s % page], kv[s // page, 1, :, s % page] = k[i], v[i]
+    return kv
+
+
+@op("(starts: i32[r]) -> i32[r-1]", example=lambda rng: ([np.array([0, 3, 4, 9], np.int32)], {}))
+def row_last(starts: Any) -> Any:
+    """The flat index of each row's last token; -1 where the row has none."""
+    return np.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
+
+
+def _commit_example(rng: Any) -> Any:
+    i32 = np.int32
+    tokens, counts = rng.integers(0, 9, (4, 8)).astype(i32), rng.integers(0, 3, (4, 9)).astype(i32)
+    rows = np.array([2, 0, 3, -1], i32)
+    operands = [tokens, np.array([6, 0, 2, 5], i32), counts, rows, np.array([2, 1, 2, 0], i32)]
+    return [*operands, np.array([1, 0, 1, 0], i32), np.array([4, 5, 8, 1], i32)], {}
+
+
+@op(
+    "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], qlens: i32[r], emit: i32[r],"
+    " ids: i32[r]) -> (t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
+    writes=("tokens", "length", "counts"), bytes="32*r", example=_commit_example,
+)  # fmt: skip
+def row_commit(tokens: Any, length: Any, counts: Any, rows: Any, qlens: Any, emit: Any, ids: Any) -> Any:
+    """The step's effect on its rows: length grows by qlens; where emit, the sampled id becomes the row's next token
+    (dropped where the row is full) and is counted as output."""
+    tokens, length, counts = tokens.copy(), length.copy(), counts.copy()
+    for i, row in enumerate(rows):
+        if row < 0:
+            continue
+        length[row] += qlens[i]
+        if emit[i]:
+            if length[row] < tokens.shape[1]:
+                tokens[row, length[row]] = ids[i]
+            counts[row, ids[i]] += 1
+    return tokens, length, counts
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
+__all__ = ["FPARAMS", "IPARAMS", "OPS"]

@@ -1,0 +1,78 @@
+"""Quantised storage as data: which parts a logical tensor is stored in; not how any kernel multiplies with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .dim import Dim
+from .dtype import DTYPES
+
+
+@dataclass(frozen=True)
+class QFormat:
+    """How a logical float tensor [n, k] is stored in parts.
+
+    code: dtype of the codes (u4, i8, f8e4m3 ...); block: (rows, columns) that share a scale, 0 meaning the whole axis;
+    scale: dtype of the scales, one per block; zero: "" (none), an integer (the same zero for all) or a dtype (an array
+    of zeros shaped as the scales); table: code points of a codebook (empty: codes are numbers); logical: the dtype the
+    dequantised values have. Value = (code - zero) * scale, or table[code] * scale.
+    """
+
+    name: str
+    code: str
+    block: tuple[int, int]
+    scale: str
+    zero: str = ""
+    table: tuple[float, ...] = ()
+    logical: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for dt in (self.code, self.scale, self.logical):
+            if dt not in DTYPES:
+                raise ValueError(f"format {self.name}: {dt!r} is not a dtype")
+        if self.name in DTYPES or not re.fullmatch(r"[A-Za-z_]\w*", self.name):
+            raise ValueError(f"{self.name!r} cannot name a format: it is a dtype, or not a word")
+
+    def scale_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """Shape of the scales of a tensor [*batch, n, k]."""
+        *batch, n, k = shape
+        r, c = self.block
+        return (*batch, n.ceildiv(r) if r else Dim.of(1), k.ceildiv(c) if c else Dim.of(1))
+
+    def parts(self, shape: tuple[Dim, ...]) -> dict[str, tuple[str, tuple[Dim, ...]]]:
+        """Part name -> (dtype, shape); part axes follow the logical axes, so slices and concatenations carry over."""
+        out = {"code": (self.code, shape), "scale": (self.scale, self.scale_shape(shape))}
+        if self.zero in DTYPES:
+            out["zero"] = (self.zero, self.scale_shape(shape))
+        return out
+
+    def __str__(self) -> str:
+        fields = [f"code={self.code}", f"block=[{self.block[0]}, {self.block[1]}]", f"scale={self.scale}"]
+        fields += [f"zero={self.zero}"] if self.zero else []
+        fields += ["table=[" + ", ".join(map(repr, self.table)) + "]"] if self.table else []
+        return f"format {self.name} = {{{', '.join(fields)}, logical={self.logical}}}"
+
+
+_FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")
+
+
+def parse_qformat(line: str) -> QFormat:
+    """Inverse of `str(format)`."""
+    m = re.fullmatch(r"format (\w+) = \{(.*)\}", line.strip())
+    if not m:
+        raise ValueError(f"not a format: {line!r}")
+    f = {k: v.strip() for k, v in _FIELD.findall(m[2])}
+    if unknown := set(f) - {"code", "block", "scale", "zero", "table", "logical"}:
+        raise ValueError(f"format {m[1]}: unknown field {sorted(unknown)[0]!r}")
+    numbers = lambda text: tuple(x for x in text.strip("[]").split(",") if x.strip())  # noqa: E731
+    block = numbers(f.get("block", "[1, 0]"))
+    return QFormat(
+        m[1],
+        f["code"],
+        (int(block[0]), int(block[1])),
+        f["scale"],
+        f.get("zero", ""),
+        tuple(float(x) for x in numbers(f.get("table", "[]"))),
+        f.get("logical", "bf16"),
+    )

@@ -1,0 +1,182 @@
+"""Per-element expressions, written once in Python and spelled in any language; they know nothing of shapes.
+
+A target spells about thirty primitives; a pointwise op says only which of them it is. Reductions over the last
+axis (`row_sum`, `row_mean`, `row_max`) make a row program of an expression: a norm or a softmax is one, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Union
+
+ExprLike = Union["E", float, int]
+
+UNARY = (
+    "neg", "abs", "floor", "exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf", "sigmoid", "not",
+)  # fmt: skip
+BINARY = ("add", "sub", "mul", "div", "max", "min", "pow", "eq", "ne", "lt", "le", "gt", "ge", "and", "or")
+REDUCTIONS = ("row_sum", "row_mean", "row_max")
+ARITY = {**dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1), "select": 3}.items()
+
+
+@dataclass(frozen=True)
+class E:
+    """An expression: `fn` is a primitive, "arg" (args = (index,)) or "const" (args = (value,))."""
+
+    fn: str
+    args: tuple[Any, ...] = ()
+
+    def __add__(self, o: ExprLike) -> E:
+        return E("add", (self, expr(o)))
+
+    def __sub__(self, o: ExprLike) -> E:
+        return E("sub", (self, expr(o)))
+
+    def __mul__(self, o: ExprLike) -> E:
+        return E("mul", (self, expr(o)))
+
+    def __truediv__(self, o: ExprLike) -> E:
+        return E("div", (self, expr(o)))
+
+    def __radd__(self, o: ExprLike) -> E:
+        return expr(o) + self
+
+    def __rsub__(self, o: ExprLike) -> E:
+        return expr(o) - self
+
+    def __rmul__(self, o: ExprLike) -> E:
+        return expr(o) * self
+
+    def __rtruediv__(self, o: ExprLike) -> E:
+        return expr(o) / self
+
+    def __neg__(self) -> E:
+        return E("neg", (self,))
+
+    def __str__(self) -> str:
+        if self.fn == "arg":
+            return f"a{self.args[0]}"
+        if self.fn == "const":
+            return repr(float(self.args[0]))
+        return f"{self.fn}({', '.join(map(str, self.args))})"
+
+
+def expr(x: ExprLike) -> E:
+    return x if isinstance(x, E) else E("const", (float(x),))
+
+
+def arg(i: int) -> E:
+    return E("arg", (i,))
+
+
+def call(fn: str, *args: ExprLike) -> E:
+    """A primitive applied to expressions; ValueError for an unknown primitive or a wrong arity."""
+    arity = dict(ARITY).get(fn)
+    if arity is None:
+        raise ValueError(f"{fn!r} is not a scalar primitive; known: {', '.join(sorted(dict(ARITY)))}")
+    if arity != len(args):
+        raise ValueError(f"{fn} takes {arity} arguments, not {len(args)}")
+    return E(fn, tuple(map(expr, args)))
+
+
+def trace(fn: Callable[..., ExprLike], arity: int) -> E:
+    """The expression that a Python function of `arity` expressions builds."""
+    return expr(fn(*(arg(i) for i in range(arity))))
+
+
+def walk(e: E) -> Iterator[E]:
+    """Every node, operands before their users, shared nodes once."""
+    seen: set[int] = set()
+
+    def visit(x: E) -> Iterator[E]:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if x.fn not in ("arg", "const"):
+            for a in x.args:
+                yield from visit(a)
+        yield x
+
+    yield from visit(e)
+
+
+def substitute(e: E, args: Sequence[E]) -> E:
+    """Replace argument i by `args[i]`."""
+    done: dict[int, E] = {}
+    for x in walk(e):
+        if x.fn == "arg":
+            done[id(x)] = args[x.args[0]]
+        elif x.fn == "const":
+            done[id(x)] = x
+        else:
+            done[id(x)] = E(x.fn, tuple(done[id(a)] for a in x.args))
+    return done[id(e)]
+
+
+def spell(e: E, table: Mapping[str, str], args: Sequence[str]) -> str:
+    """Print the expression in a language: `table` gives each primitive's spelling with {0}, {1}, {2}, and "const"."""
+    if e.fn == "arg":
+        return args[e.args[0]]
+    if e.fn == "const":
+        return table.get("const", "{0}").format(repr(float(e.args[0])))
+    return table[e.fn].format(*(spell(a, table, args) for a in e.args))
+
+
+def evaluate(e: E, table: Mapping[str, Callable[..., Any]], args: Sequence[Any]) -> Any:
+    """Compute the expression with `table`'s functions (numpy's, say)."""
+    done: dict[int, Any] = {}
+    for x in walk(e):
+        if x.fn == "arg":
+            done[id(x)] = args[x.args[0]]
+        elif x.fn == "const":
+            done[id(x)] = x.args[0]
+        else:
+            done[id(x)] = table[x.fn](*(done[id(a)] for a in x.args))
+    return done[id(e)]
+
+
+def flops(e: E) -> int:
+    """Operations per element; a reduction counts one."""
+    return sum(1 for x in walk(e) if x.fn not in ("arg", "const"))
+
+
+_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|inf|nan)|[(),])")
+
+
+@lru_cache(maxsize=4096)
+def parse_expr(text: str) -> E:
+    """Inverse of `str(e)`: calls of primitives over a0, a1 ... and numbers."""
+    tokens: list[str] = []
+    pos = 0
+    while pos < len(text.rstrip()):
+        m = _TOKEN.match(text, pos)
+        if not m:
+            raise ValueError(f"not an expression: {text!r} (at {text[pos:]!r})")
+        tokens.append(m[1])
+        pos = m.end()
+    tokens.append("")
+    e = _parse(tokens, text)
+    if tokens[0]:
+        raise ValueError(f"not an expression: {text!r} (at {tokens[0]!r})")
+    return e
+
+
+def _parse(tokens: list[str], text: str) -> E:
+    t = tokens.pop(0) if tokens[0] else ""
+    if m := re.fullmatch(r"a(\d+)", t):
+        return arg(int(m[1]))
+    if t in ("inf", "nan") or (t and not (t[0].isalpha() or t[0] in "_(),")):
+        return E("const", (float(t),))
+    if not t or tokens[0] != "(":
+        raise ValueError(f"not an expression: {text!r}")
+    tokens.pop(0)
+    args = [_parse(tokens, text)]
+    while tokens[0] == ",":
+        tokens.pop(0)
+        args.append(_parse(tokens, text))
+    if tokens.pop(0) != ")":
+        raise ValueError(f"not an expression: {text!r} (unclosed call)")
+    return call(t, *args)

@@ -1,0 +1,148 @@
+"""An op's type rule in one line, in the manner of einsum; it binds sizes by matching and does not compute values.
+
+    (x: f[*b, k], w: fq[n, k]) -> x[*b, n]
+
+A name is a size bound by its first match, `*b` binds any number of sizes, an expression (`r+1`) must equal the size.
+`xs*: t[*s]` takes any number of operands, `s?: f[h]` an optional last one, `kv: state t[p, d]` a state.
+dtype classes: f float, fq float or quantised, i integer, b bool, t any; a result names an operand whose dtype it
+has, a dtype, or a str attribute that holds one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .dim import Dim, product
+from .dtype import DTYPES
+from .types import Type, split_commas
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One operand or result: its dtype class or reference and its dims as written."""
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...]
+    state: bool = False
+    many: bool = False
+    optional: bool = False
+
+
+class Mismatch(TypeError):
+    """Operand types do not fit a signature; the message says which and why."""
+
+
+_SLOT = re.compile(r"(?:(\w+)([*?]?)\s*:\s*)?(state\s+)?(\w+)\[([^\]]*)\]")
+
+
+def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    ins, outs = text.split("->")
+
+    def slots(part: str) -> tuple[Slot, ...]:
+        found = _SLOT.finditer(part)
+        return tuple(
+            Slot(m[1] or "", m[4], tuple(split_commas(m[5])), bool(m[3]), m[2] == "*", m[2] == "?") for m in found
+        )
+
+    return slots(ins), slots(outs)
+
+
+def bind(op: str, slots: Sequence[Slot], types: Sequence[Type]) -> dict[str, Any]:
+    """Match operand types: {size: Dim, "*sizes": tuple, operand: Type or list of Types}; raises Mismatch."""
+    env: dict[str, Any] = {}
+    least = sum(1 for s in slots if not s.optional and not s.many)
+    many = any(s.many for s in slots)
+    if len(types) < least or (not many and len(types) > len(slots)):
+        raise Mismatch(f"{op} takes {least}{' or more' if many else ''} operands, not {len(types)}")
+    rest = list(types)
+    for slot in slots:
+        if slot.many:
+            env[slot.name], rest = rest, []
+            for ty in env[slot.name]:
+                _check_dtype(op, slot, ty, env)
+        elif rest:
+            _unify(op, slot, rest.pop(0), env)
+    return env
+
+
+def _fail(op: str, slot: Slot, ty: Type, why: str) -> Mismatch:
+    return Mismatch(f"{op}: operand {slot.name}: {ty} does not fit {slot.dtype}[{', '.join(slot.dims)}]: {why}")
+
+
+def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    if slot.state != ty.state:
+        raise _fail(op, slot, ty, "it is a state" if ty.state else "a state is wanted")
+    if ty.format is not None and slot.dtype not in ("fq", "tq"):
+        raise _fail(op, slot, ty, f"{ty.format.name} is quantised")
+    kind = DTYPES[ty.dtype].kind
+    classes = {"f": "f", "fq": "f", "i": "i", "b": "b"}
+    if slot.dtype in classes:
+        good = kind == classes[slot.dtype]
+    elif slot.dtype in ("t", "tq"):
+        good = True
+    elif isinstance(ref := env.get(slot.dtype), Type):
+        good = ref.dtype == ty.dtype
+    else:
+        good = slot.dtype == ty.dtype
+    if not good:
+        raise _fail(op, slot, ty, "dtype")
+
+
+def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    _check_dtype(op, slot, ty, env)
+    env[slot.name] = ty
+    star = next((i for i, d in enumerate(slot.dims) if d[0] == "*"), None)
+    pre = len(slot.dims) if star is None else star
+    post = 0 if star is None else len(slot.dims) - pre - 1
+    if len(ty.shape) < pre + post or (star is None and len(ty.shape) != pre):
+        raise _fail(op, slot, ty, "rank")
+    fixed = [*zip(slot.dims[:pre], ty.shape[:pre], strict=True)]
+    if post:
+        fixed += [*zip(slot.dims[-post:], ty.shape[-post:], strict=True)]
+    for d, size in fixed:
+        _unify_size(op, slot, ty, env, d, size)
+    if star is not None:
+        mid = ty.shape[pre : len(ty.shape) - post]
+        if env.setdefault(slot.dims[star], mid) != mid:
+            raise _fail(op, slot, ty, f"{slot.dims[star]} is {list(map(str, env[slot.dims[star]]))}")
+
+
+def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, size: Dim) -> None:
+    if text.isidentifier():
+        if env.setdefault(text, size) != size:
+            raise _fail(op, slot, ty, f"{text} is {env[text]}")
+        return
+    want = Dim.of(text)
+    if not want.symbols <= env.keys():
+        raise _fail(op, slot, ty, f"{text} uses a size that no earlier operand binds")
+    if want.subs(sizes_of(env)) != size:
+        raise _fail(op, slot, ty, f"{size} is not {text}")
+
+
+def sizes_of(env: Mapping[str, Any]) -> dict[str, Dim]:
+    return {k: v for k, v in env.items() if isinstance(v, Dim)}
+
+
+def expand(dims: Sequence[str], env: Mapping[str, Any]) -> tuple[Dim, ...]:
+    """The sizes that a result's dims stand for."""
+    out: list[Dim] = []
+    sizes = sizes_of(env)
+    for d in dims:
+        if d[0] == "*":
+            out += env[d]
+        else:
+            out.append(Dim.of(d).subs(sizes))
+    return tuple(out)
+
+
+def numbers_of(env: Mapping[str, Any]) -> dict[str, Dim]:
+    """Sizes for cost formulas: `*b` counts as the product of its sizes under the name b."""
+    out = sizes_of(env)
+    for k, v in env.items():
+        if k[0] == "*":
+            out[k[1:]] = product(v)
+    return out

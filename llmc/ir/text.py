@@ -1,0 +1,279 @@
+"""Text out, text in: parse(show(m)) is m. The grammar is in docs/ir.md; nothing here knows what an op means."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+
+from .dim import Dim
+from .graph import Graph, Module, Node, Value
+from .opdef import OpDef
+from .qformat import parse_qformat
+from .types import Type, parse_type, split_commas
+
+
+def show(m: Module) -> str:
+    """The module as text; names are made unique, locations are trailing comments."""
+    head = [f"sym {s} in [{lo}, {hi}]" for s, (lo, hi) in m.symbols.items()]
+    head += [str(f) for f in m.formats.values()]
+    return "\n".join(head + [show_graph(g) for g in m.graphs.values()]) + "\n"
+
+
+def show_graph(g: Graph) -> str:
+    names = _Names(g)
+    ins = ",\n    ".join(f"{names[v]}: {'weight ' if v.weight else ''}{v.type}" for v in g.inputs)
+    lines = [f"graph @{g.name}({ins}) {{"]
+    lines += [f"  {show_node(n, names)}" for n in g.nodes]
+    return "\n".join([*lines, f"  return {', '.join(names[v] for v in g.outputs)}", "}"])
+
+
+def show_node(n: Node, names: Any) -> str:
+    args = ", ".join(names[v] for v in n.operands)
+    shown = {k: v for k, v in n.attrs.items() if v != n.op.attrs[k].default} | n.choice
+    attrs = ", ".join(f"{k}={show_attr(v)}" for k, v in shown.items())
+    results = ", ".join(names[r] for r in n.results)
+    types = ", ".join(str(r.type) for r in n.results)
+    loc = f"  // {n.loc}" if n.loc else ""
+    return f"{results} = {n.op.name}({args}){' {' + attrs + '}' if attrs else ''} : {types}{loc}"
+
+
+def show_attr(v: Any) -> str:
+    if isinstance(v, Dim):
+        return str(v)
+    if isinstance(v, tuple | list):
+        return "[" + ", ".join(map(show_attr, v)) + "]"
+    if isinstance(v, float) and not math.isfinite(v):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(v, "nan")
+    return json.dumps(v)
+
+
+class _Names:
+    """Value -> %name, unique in the graph; a value without a name gets a number. Inputs keep their names."""
+
+    def __init__(self, g: Graph):
+        self.names: dict[Value, str] = {}
+        self.taken: set[str] = set()
+        self.counter: dict[str, int] = {}
+        for v in [*g.inputs, *(r for n in g.nodes for r in n.results if r.name)]:
+            self[v]
+
+    def __getitem__(self, v: Value) -> str:
+        if v not in self.names:
+            base = v.name
+            name = base or self._fresh("", "")
+            while name in self.taken:
+                name = self._fresh(base, f"{base}." if base else "")
+            self.names[v] = name
+            self.taken.add(name)
+        return "%" + self.names[v]
+
+    def _fresh(self, key: str, prefix: str) -> str:
+        n = self.counter.get(key, 1 if key else -1) + 1
+        self.counter[key] = n
+        return f"{prefix}{n}"
+
+
+_HEAD = re.compile(r"graph @([\w.-]+)\(")
+_NODE = re.compile(r"(?P<res>%[^=]*?)\s*=\s*(?P<op>\w+)\((?P<args>[^)]*)\)\s*")
+_SYM = re.compile(r"sym (\w+) in \[(\d+), (\d+)\]")
+
+
+def parse(text: str, ops: Mapping[str, OpDef]) -> Module:
+    """Inverse of `show`; raises Diagnostic naming the line and what is wrong with it."""
+    return _Reader(text, ops).module()
+
+
+def _clean(lines: list[str]) -> list[tuple[int, str]]:
+    out = ((i + 1, line.strip()) for i, line in enumerate(lines))
+    return [(i, line) for i, line in out if line and not line.startswith("//")]
+
+
+class _Reader:
+    def __init__(self, text: str, ops: Mapping[str, OpDef]):
+        self.ops = ops
+        self.lines = _clean(text.splitlines())
+        self.pos = 0
+        self.m = Module()
+
+    def fail(self, line: int, why: str, remedy: str = "") -> Diagnostic:
+        return Diagnostic("E401", f"line {line}: {why}", remedy or "see docs/ir.md for the text form")
+
+    def module(self) -> Module:
+        while self.pos < len(self.lines):
+            number, line = self.lines[self.pos]
+            if s := _SYM.fullmatch(line):
+                self.m.symbols[s[1]] = int(s[2]), int(s[3])
+                self.pos += 1
+            elif line.startswith("format "):
+                self.format(number, line)
+            elif _HEAD.match(line):
+                self.graph(number)
+            else:
+                raise self.fail(number, f"cannot read {line!r}")
+        return self.m
+
+    def format(self, number: int, line: str) -> None:
+        try:
+            f = parse_qformat(line)
+        except (ValueError, KeyError) as e:
+            raise self.fail(number, f"{e}") from None
+        self.m.formats[f.name] = f
+        self.pos += 1
+
+    def graph(self, number: int) -> None:
+        header = ""
+        while not header.endswith("{"):
+            if self.pos >= len(self.lines):
+                raise self.fail(number, "the graph's header never ends with '{'")
+            header += " " + self.lines[self.pos][1]
+            self.pos += 1
+        m = re.fullmatch(r"\s*graph @([\w.-]+)\((.*)\)\s*\{", header, re.S)
+        if not m:
+            raise self.fail(number, "not a graph header: graph @name(%input: type, ...) {")
+        if m[1] in self.m.graphs:
+            raise self.fail(number, f"a second graph @{m[1]}")
+        g, env = Graph(m[1]), {}
+        for part in split_commas(m[2]):
+            self.input(number, g, env, part)
+        self.body(g, env)
+        self.m.graphs[g.name] = g
+
+    def input(self, number: int, g: Graph, env: dict[str, Value], part: str) -> None:
+        p = re.fullmatch(r"%([\w.-]+):\s*(weight\s+)?(.*)", part, re.S)
+        if not p:
+            raise self.fail(number, f"not an input: {part!r}")
+        if p[1] in env:
+            raise self.fail(number, f"two inputs are called %{p[1]}")
+        env[p[1]] = g.input(p[1], self.type(number, p[3]), bool(p[2]))
+
+    def type(self, number: int, text: str) -> Type:
+        try:
+            return parse_type(text, self.m.formats)
+        except ValueError as e:
+            raise self.fail(number, str(e)) from None
+
+    def body(self, g: Graph, env: dict[str, Value]) -> None:
+        while self.pos < len(self.lines):
+            number, line = self.lines[self.pos]
+            self.pos += 1
+            if line == "}":
+                return
+            if line.startswith("return"):
+                g.outputs = [self.value(number, env, v) for v in split_commas(line[6:])]
+            else:
+                self.node(number, line, g, env)
+        raise self.fail(self.lines[-1][0], f"@{g.name} is not closed with '}}'")
+
+    def value(self, number: int, env: dict[str, Value], text: str) -> Value:
+        name = text.removeprefix("%")
+        if name not in env:
+            raise self.fail(number, f"%{name} is not defined above")
+        return env[name]
+
+    def node(self, number: int, line: str, g: Graph, env: dict[str, Value]) -> None:
+        line, _, loc = line.partition("  // ")
+        p = _NODE.match(line)
+        if not p:
+            raise self.fail(number, f"cannot read {line!r}")
+        if p["op"] not in self.ops:
+            raise self.fail(number, f"unknown op {p['op']!r}", "`llmc ops` lists the op set")
+        op = self.ops[p["op"]]
+        attrs_text, types_text = _split_attrs(line[p.end() :])
+        if attrs_text is None or types_text is None:
+            raise self.fail(number, f"cannot read {line!r}: want {{attributes}} : types")
+        given = dict(self.attr(number, a) for a in split_attr_list(attrs_text))
+        choice = _take_choice(op, given)
+        operands = [self.value(number, env, a) for a in split_commas(p["args"])]
+        names = [r.strip().removeprefix("%") for r in p["res"].split(",")]
+        try:
+            node = g.add(op, operands, given, loc=loc.strip(), names=["" if n.isdigit() else n for n in names])
+        except TypeError as e:
+            raise self.fail(number, f"@{g.name}: {e}") from None
+        node.choice = choice
+        self.check_results(number, g, node, names, types_text)
+        env |= dict(zip(names, node.results, strict=True))
+
+    def check_results(self, number: int, g: Graph, node: Node, names: list[str], types: str) -> None:
+        want = [self.type(number, t) for t in split_commas(types)]
+        got = [r.type for r in node.results]
+        if want != got:
+            rule = ", ".join(map(str, got))
+            raise self.fail(number, f"@{g.name}: {node.op.name}: the rule gives {rule}, the text says {types}")
+        if len(names) != len(got):
+            raise self.fail(number, f"@{g.name}: {node.op.name} has {len(got)} results, {len(names)} are named")
+
+    def attr(self, number: int, text: str) -> tuple[str, Any]:
+        key, eq, value = text.partition("=")
+        try:
+            if not eq or not key.strip().isidentifier():
+                raise ValueError(f"not an attribute: {text!r}")
+            return key.strip(), parse_attr(value.strip())
+        except ValueError as e:
+            raise self.fail(number, str(e)) from None
+
+
+def parse_attr(text: str) -> Any:
+    """A JSON scalar, a list, inf, nan, or a size such as 2*T+1."""
+    if text.startswith("["):
+        if not text.endswith("]"):
+            raise ValueError(f"not a list: {text!r}")
+        return tuple(parse_attr(t) for t in split_attr_list(text[1:-1]))
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return Dim.of(text)
+
+
+def split_attr_list(text: str) -> list[str]:
+    """Split at commas outside brackets and string literals."""
+    out, depth, start, quoted, i = [], 0, 0, False, 0
+    while i < len(text):
+        c = text[i]
+        if quoted:
+            i += c == "\\"
+            quoted = c != '"'
+        elif c == '"':
+            quoted = True
+        elif c == "," and depth == 0:
+            out.append(text[start:i])
+            start = i + 1
+        else:
+            depth += (c in "([{") - (c in ")]}")
+        i += 1
+    return [s.strip() for s in [*out, text[start:]] if s.strip()]
+
+
+def _split_attrs(text: str) -> tuple[str | None, str | None]:
+    """'{a=1} : types' -> ('a=1', 'types'); braces inside string literals do not count."""
+    text = text.strip()
+    if not text.startswith("{"):
+        return ("", text[1:].strip()) if text.startswith(":") else (None, None)
+    depth, quoted, i = 0, False, 0
+    while i < len(text):
+        c = text[i]
+        if quoted:
+            i += c == "\\"
+            quoted = c != '"'
+        elif c == '"':
+            quoted = True
+        else:
+            depth += (c == "{") - (c == "}")
+            if depth == 0:
+                rest = text[i + 1 :].strip()
+                return (text[1:i], rest[1:].strip()) if rest.startswith(":") else (None, None)
+        i += 1
+    return None, None
+
+
+def _take_choice(op: OpDef, given: dict[str, Any]) -> dict[str, Any]:
+    """Attributes that the op does not declare are the kernel's, if a kernel is named; else they stay and are refused."""
+    if "kernel" not in given or "kernel" in op.attrs:
+        return {}
+    return {k: given.pop(k) for k in list(given) if k not in op.attrs}

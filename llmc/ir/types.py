@@ -1,0 +1,95 @@
+"""What a value is: a dense tensor, a quantised tensor, or a state that is read many times and written once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from .dim import Dim, DimLike, product
+from .dtype import DTYPES
+from .qformat import QFormat
+
+
+@dataclass(frozen=True)
+class Type:
+    """A value's type. `dtype` is that of the elements (the logical one of a quantised tensor); row-major, dense."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+    state: bool = False
+    format: QFormat | None = None
+
+    def __str__(self) -> str:
+        name = self.format.name if self.format else self.dtype
+        return f"{'state ' if self.state else ''}{name}[{', '.join(map(str, self.shape))}]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @cached_property
+    def numel(self) -> Dim:
+        return product(self.shape)
+
+    @cached_property
+    def nbytes(self) -> Dim:
+        """Bytes of storage, all parts of a quantised tensor included."""
+        if self.format is None:
+            return (self.numel * DTYPES[self.dtype].bits).ceildiv(8)
+        parts = self.format.parts(self.shape).values()
+        total = Dim.of(0)
+        for dt, shape in parts:
+            total = total + (product(shape) * DTYPES[dt].bits).ceildiv(8)
+        return total
+
+    def with_shape(self, *shape: DimLike) -> Type:
+        return Type(self.dtype, tuple(Dim.of(d) for d in shape), self.state, self.format)
+
+    def with_dtype(self, dtype: str) -> Type:
+        return Type(dtype, self.shape, self.state)
+
+    def subs(self, env: Mapping[str, DimLike]) -> Type:
+        return Type(self.dtype, tuple(d.subs(env) for d in self.shape), self.state, self.format)
+
+
+def tensor(dtype: str, *shape: DimLike) -> Type:
+    """A dense tensor type; raises ValueError for an unknown dtype."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype!r} is not a dtype; known: {', '.join(DTYPES)}")
+    return Type(dtype, tuple(Dim.of(d) for d in shape))
+
+
+def state(dtype: str, *shape: DimLike) -> Type:
+    """A state type: a tensor with versions, of which only the newest may be used."""
+    t = tensor(dtype, *shape)
+    return Type(t.dtype, t.shape, True)
+
+
+_TYPE = re.compile(r"\s*(state\s+)?(\w+)\[(.*)\]\s*", re.S)
+
+
+def split_commas(text: str) -> list[str]:
+    """Split at commas outside (), [] and {}."""
+    out, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            out.append(text[start:i])
+            start = i + 1
+    return [s.strip() for s in [*out, text[start:]] if s.strip()]
+
+
+def parse_type(text: str, formats: Mapping[str, QFormat] | None = None) -> Type:
+    """Inverse of `str(type)`; `formats` names the quantised formats of the module."""
+    m = _TYPE.fullmatch(text)
+    if not m:
+        raise ValueError(f"not a type: {text!r}")
+    shape = tuple(Dim.of(s) for s in split_commas(m[3]))
+    if m[2] in DTYPES:
+        return Type(m[2], shape, bool(m[1]))
+    if formats and m[2] in formats:
+        f = formats[m[2]]
+        return Type(f.logical, shape, bool(m[1]), f)
+    raise ValueError(f"not a type: {text!r}: {m[2]!r} is neither a dtype nor a format of this module")

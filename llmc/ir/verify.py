@@ -1,0 +1,76 @@
+"""What must hold between passes: order, use lists, type rules, spent states; it repairs nothing."""
+
+from __future__ import annotations
+
+from llmc.diagnostics import Diagnostic
+
+from .graph import Graph, Module, Node, Value
+from .signature import Mismatch
+
+
+def verify(m: Module) -> None:
+    """Raise Diagnostic (E402) at the first broken invariant, naming graph, op and module path."""
+    for g in m.graphs.values():
+        verify_graph(g, m)
+
+
+def verify_graph(g: Graph, m: Module) -> None:
+    _check_symbols(g, m)
+    seen, spent = set(g.inputs), {}
+    if len(seen) != len(g.inputs) or len({v.name for v in g.inputs}) != len(g.inputs):
+        raise Diagnostic("E402", f"@{g.name}: two inputs share a name", "name every input once")
+    for n in g.nodes:
+        for v in n.operands:
+            _check_operand(g, n, v, seen, spent)
+        _check_types(g, n)
+        for slot, v in zip(n.op.operands, n.operands, strict=False):
+            if slot.name in n.op.writes:
+                spent[v] = n
+        seen |= set(n.results)
+    for v in g.outputs:
+        if v not in seen:
+            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never made")
+        if v in spent:
+            raise Diagnostic("E402", f"@{g.name}: output %{v.name} was overwritten by {spent[v].op.name}")
+    _check_uses(g)
+
+
+def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
+    return Diagnostic("E402", f"@{g.name}: {n.op.name} ({n.loc or 'no loc'}): {why}")
+
+
+def _check_symbols(g: Graph, m: Module) -> None:
+    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
+        for d in v.type.shape:
+            if missing := d.symbols - m.symbols.keys():
+                name = sorted(missing)[0]
+                raise Diagnostic("E402", f"@{g.name}: %{v.name} has the undeclared symbol {name}", f"sym {name} in [..]")
+
+
+def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], spent: dict[Value, Node]) -> None:
+    if v not in seen:
+        raise _broken(g, n, f"%{v.name} is used before it is made")
+    if v in spent:
+        raise _broken(g, n, f"%{v.name} was overwritten by {spent[v].op.name}; read its new version")
+
+
+def _check_types(g: Graph, n: Node) -> None:
+    try:
+        got = n.op.infer_types([v.type for v in n.operands], n.op.normal_attrs(n.attrs))
+    except Mismatch as e:
+        raise _broken(g, n, str(e)) from None
+    if got != [r.type for r in n.results]:
+        rule = ", ".join(map(str, got))
+        raise _broken(g, n, f"the rule gives {rule}, the results are {', '.join(str(r.type) for r in n.results)}")
+
+
+def _check_uses(g: Graph) -> None:
+    want: dict[Value, list[Node]] = {}
+    for n in g.nodes:
+        for v in n.operands:
+            want.setdefault(v, []).append(n)
+    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
+        if sorted(map(id, v.uses)) != sorted(map(id, want.get(v, []))):
+            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers")
+        if v.node is not None and not any(v is r for r in v.node.results):
+            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node")
