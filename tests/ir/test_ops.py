@@ -1,0 +1,118 @@
+"""One body over every op: shapes, text round trip, cost, and agreement with its torch oracle."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.ir.cost import node_cost
+from llmc.ir.example import example_graph, op_example
+from llmc.ir.interp import run
+from llmc.ir.ops import OPS
+from llmc.ir.scalar import evaluate, parse_expr
+from llmc.ir.text import parse, show
+from llmc.ir.verify import verify
+
+torch = pytest.importorskip("torch")
+
+# How an op's attributes are spelled as the oracle's keywords.
+KEYWORDS = {"axis": "dim", "keepdim": "keepdim", "perm": "dims", "eps": "eps", "k": "k"}
+
+
+def call_oracle(name: str, arrays: list[Any], attrs: dict[str, Any]) -> list[np.ndarray]:
+    module, _, attribute = name.rpartition(".")
+    fn = getattr(importlib.import_module(module), attribute)
+    args = [torch.as_tensor(np.asarray(a)) for a in arrays]
+    kwargs = {KEYWORDS[k]: v for k, v in attrs.items()}
+    if attribute == "embedding":
+        args = args if name == "torch.embedding" else args[::-1]
+    if attribute in ("rms_norm", "layer_norm"):
+        args.insert(1, args[0].shape[-1:])
+    if attribute == "gather":
+        args = [args[0], kwargs.pop("dim"), args[1]]
+    out = fn(*args, **kwargs)
+    return [t.numpy() for t in (out if isinstance(out, tuple) else (out,))]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op(name: str) -> None:
+    op = OPS[name]
+    rng = np.random.default_rng()
+    arrays, attrs = op_example(op, rng)
+    m = example_graph(op, arrays, attrs)
+    g = m.graphs["main"]
+    verify(m)
+    text = show(m)
+    assert show(parse(text, OPS)) == text
+
+    out = run(g, arrays)
+    assert [o.shape for o in out] == [tuple(d.const for d in v.type.shape) for v in g.outputs]
+    assert all(np.isfinite(o).all() or name == "row_mask_stops" for o in out)
+
+    flops, moved = node_cost(next(iter(g.nodes)))
+    assert flops.const is not None and moved.const is not None and moved.const >= 0
+    assert op.doc, "every op says what it computes"
+
+    if op.oracle:
+        exact = run(g, arrays, exact=True)
+        wide = [np.float64(a) if np.asarray(a).dtype.kind == "f" else a for a in arrays]
+        for got, want in zip(exact, call_oracle(op.oracle, wide, attrs), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_every_float_op_has_an_oracle_or_a_reason() -> None:
+    """Ops without a torch counterpart are ours: states, rows, rotary embedding, attention, experts, groups, movement."""
+    ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
+    ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh"}
+    without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
+    assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}
+
+
+def test_gelu_tanh_agrees_with_torch() -> None:
+    x = np.linspace(-4, 4, 33)
+    want = torch.nn.functional.gelu(torch.as_tensor(x), approximate="tanh").numpy()
+    np.testing.assert_allclose(OPS["gelu_tanh"].ref(x), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n, o in OPS.items() if o.scalar and o.attrs])
+def test_row_expression_is_the_reference(name: str) -> None:
+    from llmc.ir.ops.common import NUMPY
+
+    op = OPS[name]
+    arrays, attrs = op_example(op, np.random.default_rng())
+    if name == "softmax":
+        attrs = {"axis": -1}
+    e = op.scalar(op.normal_attrs(attrs))
+    assert parse_expr(str(e)) == e
+    np.testing.assert_allclose(evaluate(e, NUMPY, arrays), op.ref(*arrays, **attrs), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_agrees_with_torch() -> None:
+    rng = np.random.default_rng()
+    q, k, v = (rng.standard_normal((9, h, 8)) for h in (4, 2, 2))
+    got = OPS["attention"].ref(q, k, v, np.arange(9), layer=0, scale=0.3)
+    t = [torch.as_tensor(np.repeat(x, 4 // x.shape[1], 1).transpose(1, 0, 2)) for x in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*t, is_causal=True, scale=0.3).numpy()
+    np.testing.assert_allclose(got, want.transpose(1, 0, 2), rtol=1e-9, atol=1e-12)
+
+
+def test_paged_attention_is_attention_over_pages() -> None:
+    rng = np.random.default_rng()
+    q, k, v = (rng.standard_normal((7, h, 8)) for h in (4, 2, 2))
+    kv = rng.standard_normal((5, 2, 2, 3, 8))
+    pages = np.array([[0, 0, 0], [4, 1, 3]], np.int32)
+    slots = pages[1, np.arange(7) // 3] * 3 + np.arange(7) % 3
+    kv = OPS["kv_append"].ref(kv, k, v, slots)
+    rows, starts = np.array([1], np.int32), np.array([0, 7], np.int32)
+    got = OPS["paged_attention"].ref(q, kv, pages, rows, starts, np.arange(7), scale=0.3, window=4, softcap=5.0)
+    want = OPS["attention"].ref(q, k, v, np.arange(7), layer=0, scale=0.3, window=4, softcap=5.0)
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+def test_interpreter_rounds_at_op_boundaries() -> None:
+    m = parse("graph @g(%x: bf16[3]) {\n %y = add(%x, %x) : bf16[3]\n return %y\n}\n", OPS)
+    (y,) = run(m.graphs["g"], [np.array([1.001, 1 / 3, 3.14159])])
+    assert np.array_equal(y, np.float32([2.0, 0.66796875, 6.28125]))
