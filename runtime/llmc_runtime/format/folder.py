@@ -1,4 +1,4 @@
-"""Safe access to an artifact folder: no links, checked names and sizes, hashes on request; it parses the manifest alone."""
+"""Safe access to an artifact folder: no links, checked names, sizes and hashes; it parses the manifest alone."""
 
 from __future__ import annotations
 

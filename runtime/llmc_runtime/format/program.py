@@ -169,8 +169,8 @@ class Program:
 
     @property
     def kernel_table(self) -> tuple[tuple[str, str], ...]:
-        """The (kernel hash, entry) pairs in order of first use: the order of the step function's table."""
-        return tuple(dict.fromkeys((x.kernel, x.entry) for x in self.launches))
+        """(kernel hash, entry) of every launch in order: the step function's table of functions."""
+        return tuple((x.kernel, x.entry) for x in self.launches)
 
     def json(self) -> dict[str, Any]:
         out: dict[str, Any] = {
