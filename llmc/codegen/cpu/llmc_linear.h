@@ -1,12 +1,13 @@
 // llmc_linear.h: y = epilogue(x @ w.T) with w packed in panels, for any number of rows of x. Not a pool: each thread
 // computes its own share of the output and writes nothing else.
 //
-// A panel holds R = NV * VN output columns: [k / PAIR][R][PAIR], zero past the matrix. With PARTS = 2 its first half is
+// A panel holds R = NV * VN accumulators: [k / PAIR][R][PAIR], zero past the matrix. With PARTS = 2 its first half are
 // rows of the first block of w and its second half the same rows of the second, so that both accumulators of an output
 // lie in one tile. Decode (few rows) streams each panel once, front to back; prefill keeps a panel (or KC of its depth)
-// in the L2 cache and passes MR rows of x at a time over it.
+// in the L2 cache and passes tiles of at most MR rows of x over it.
 #ifndef LLMC_LINEAR_H
 #define LLMC_LINEAR_H
+#include "llmc_abi.h"
 #include "llmc_simd.h"
 
 namespace llmc {
@@ -76,11 +77,108 @@ template <int MR, int NV, int PAIR, class X, class W> struct tile {
 };
 
 template <int MR, int NV, int PAIR, class X, class W>
-LLMC_INLINE void run_tile(int rows, const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more) {
+LLMC_INLINE void run_tile(int64_t rows, const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more) {
   if constexpr (MR > 1) {
     if (rows < MR) return run_tile<MR - 1, NV, PAIR>(rows, w, x, ldx, steps, c, more);
   }
   tile<MR, NV, PAIR, X, W>::run(w, x, ldx, steps, c, more);
+}
+
+// Rows of x as the tile wants them: bf16 (dp) or float, K padded with zeros to a multiple of PAIR.
+LLMC_INLINE void copy_row(bf16* to, const bf16* from, int64_t k, int64_t padded) {
+  memcpy((void*)to, (const void*)from, (size_t)k * 2);
+  for (; k < padded; k++) to[k].u = 0;
+}
+template <class X> LLMC_INLINE void copy_row(float* to, const X* from, int64_t k, int64_t padded) {
+  int64_t i = 0;
+  for (; i + VN <= k; i += VN) vstore(to + i, vload(from + i));
+  if (i < k) vstore(to + i, vload(from + i, (int)(k - i)), (int)(k - i));
+  for (i = k; i < padded; i++) to[i] = 0.0f;
+}
+
+template <bool DP> struct tile_input { typedef float type; };
+template <> struct tile_input<true> { typedef bf16 type; };
+
+// C: X, W (storage of x and w), K, N (outputs), NV, PAIR, PARTS, MR, MB (tiles of rows a block), KC (depth a block).
+// E: put(m, n, count, c): the outputs m, n .. n + count - 1 from accumulators at c, c + R / PARTS, ...
+template <class C, class E> struct product {
+  typedef typename C::X X;
+  typedef typename C::W W;
+  static constexpr bool dp = pair_math<X, W>::dp && C::PAIR == 2;
+  typedef typename tile_input<dp>::type A;
+  static constexpr int64_t R = C::NV * VN, S = R / C::PARTS;
+  static constexpr int64_t KP = (C::K + C::PAIR - 1) / C::PAIR * C::PAIR;
+  static constexpr int64_t PANELS = (C::N + S - 1) / S;
+  static constexpr int64_t DEPTHS = (C::K + C::KC - 1) / C::KC;
+  static constexpr int64_t CROWS = DEPTHS > 1 ? C::MB * C::MR : C::MR;  // rows of partial sums kept
+  static constexpr bool direct = sizeof(X) == sizeof(A) && C::K == KP;
+  static constexpr int64_t SCRATCH = CROWS * R * 4 + (direct ? 0 : C::MB * C::MR * KP * (int64_t)sizeof(A));
+
+  const X* x;
+  const W* w;
+  const E* e;
+  float* c;
+  A* copy;
+  int64_t rows, tiles;
+
+  LLMC_METHOD int64_t row(int64_t t) const { return rows * t / tiles; }  // first row of tile t: tiles differ by one row
+
+  LLMC_METHOD void finish(int64_t m, int64_t count, int64_t p, const float* acc) const {
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t v = 0; v < S; v += VN) {
+        int64_t n = p * S + v, left = C::N - n;
+        if (left > 0) e->put(m + i, n, left < VN ? (int)left : VN, acc + i * R + v);
+      }
+  }
+
+  // Panel p times the tiles t0 .. t1 - 1, whose rows start at `a`.
+  LLMC_METHOD void panel(int64_t p, int64_t t0, int64_t t1, const A* a) const {
+    for (int64_t d = 0; d < DEPTHS; d++) {
+      int64_t s0 = KP / C::PAIR * d / DEPTHS, s1 = KP / C::PAIR * (d + 1) / DEPTHS;
+      for (int64_t t = t0; t < t1; t++) {
+        int64_t m = row(t), count = row(t + 1) - m, off = m - row(t0);
+        float* acc = DEPTHS > 1 ? c + off * R : c;
+        run_tile<C::MR, C::NV, C::PAIR>(count, w + (p * KP + s0 * C::PAIR) * R, a + off * KP + s0 * C::PAIR, KP,
+                                        s1 - s0, acc, d > 0);
+        if (d + 1 == DEPTHS) finish(m, count, p, acc);
+      }
+    }
+  }
+
+  LLMC_METHOD void block(int64_t b, int64_t blocks, int64_t p0, int64_t p1) const {
+    int64_t t0 = tiles * b / blocks, t1 = tiles * (b + 1) / blocks, m0 = row(t0);
+    const A* a;
+    if constexpr (direct) {
+      a = (const A*)x + m0 * KP;
+    } else {
+      for (int64_t m = m0; m < row(t1); m++) copy_row(copy + (m - m0) * KP, x + m * C::K, C::K, KP);
+      a = copy;
+    }
+    for (int64_t p = p0; p < p1; p++) panel(p, t0, t1, a);
+  }
+};
+
+template <class C, class E>
+static void linear(const llmc_ctx* ctx, const typename C::X* x, int64_t rows, const typename C::W* w, const E& e) {
+  typedef product<C, E> P;
+  P q;
+  q.x = x, q.w = w, q.e = &e, q.rows = rows;
+  q.c = (float*)ctx->scratch;
+  q.copy = (typename P::A*)(ctx->scratch + P::CROWS * P::R * 4);
+  q.tiles = (rows + C::MR - 1) / C::MR;
+  if (rows == 0) return;
+  int64_t blocks = (q.tiles + C::MB - 1) / C::MB, lo, hi;
+  if (blocks == 1 || P::PANELS >= 16 * (int64_t)ctx->nthreads) {  // by panels: every thread its own weights
+    llmc_split(ctx, P::PANELS, 1, &lo, &hi);
+    for (int64_t b = 0; b < blocks && lo < hi; b++) q.block(b, blocks, lo, hi);
+  } else {  // few panels: by (block of rows, panel)
+    llmc_split(ctx, blocks * P::PANELS, 1, &lo, &hi);
+    while (lo < hi) {
+      int64_t b = lo / P::PANELS, end = (b + 1) * P::PANELS < hi ? (b + 1) * P::PANELS : hi;
+      q.block(b, blocks, lo - b * P::PANELS, end - b * P::PANELS);
+      lo = end;
+    }
+  }
 }
 
 }  // namespace llmc

@@ -14,7 +14,8 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#define LLMC_INLINE static inline __attribute__((always_inline))
+#define LLMC_METHOD inline __attribute__((always_inline))
+#define LLMC_INLINE static LLMC_METHOD
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LLMC_AVX512 1

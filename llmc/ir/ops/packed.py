@@ -1,0 +1,100 @@
+"""Weights in the order a kernel reads them, and the product that reads them; which layout is best is the kernel's
+business. A panel holds `rows` accumulators of the product, `pair` neighbouring columns of w side by side:
+[panels, ceil(k, pair), rows, pair], zero past the matrix. With several parts (row blocks of w that one epilogue
+joins) a panel holds rows / parts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dim import Dim
+from ..opdef import OpDef, op
+from ..scalar import evaluate, parse_expr
+from ..signature import Mismatch
+from ..types import Type
+from .common import NUMPY, broadcast_shapes
+from .linear import check_epilogue
+
+
+def panel_shape(m: Dim, k: Dim, rows: int, pair: int, parts: int) -> tuple[Dim, ...]:
+    """The packed shape of a weight [m, k]; Mismatch where the rows do not divide into the parts."""
+    if min(rows, pair, parts) < 1 or rows % parts:
+        raise Mismatch(f"rows={rows}, pair={pair}, parts={parts}: rows must be a positive multiple of parts")
+    n = m.divide(parts)
+    if n is None:
+        raise Mismatch(f"{m} rows do not split into {parts} parts")
+    return n.ceildiv(rows // parts), k.ceildiv(pair), Dim.of(rows), Dim.of(pair)
+
+
+def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    return [Type(env["w"].dtype, panel_shape(env["m"], env["k"], attrs["rows"], attrs["pair"], attrs["parts"]))]
+
+
+@op(
+    "(w: f[m, k]) -> w[...]", infer=_pack_type,
+    example=lambda rng: ([rng.standard_normal((14, 5)).astype(np.float32)], {"rows": 8, "pair": 2, "parts": 2}),
+)  # fmt: skip
+def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
+    """w [m, k] in panels: result[p, j, i, q] = w[block * (m / parts) + p * s + i % s, j * pair + q], s = rows / parts,
+    block = i // s; zero beyond the block's rows and beyond k. Byte moves alone: any dtype, no rounding."""
+    m, k = w.shape
+    n, s = m // parts, rows // parts
+    panels, depth = -(-n // s), -(-k // pair)
+    out = np.zeros((panels, depth, parts, s, pair), w.dtype)
+    split = w.reshape(parts, n, k)
+    step = max(1, (4 << 20) // max(1, out[:1].nbytes))  # panels at a time: stay in the cache
+    for p in range(0, panels, step):
+        q = min(p + step, panels)
+        block = np.zeros((parts, (q - p) * s, depth * pair), w.dtype)
+        held = split[:, p * s : q * s]
+        block[:, : held.shape[1], :k] = held
+        to = out[p:q]
+        if pair > 1 and pair * w.itemsize in (4, 8):  # move a pair as one word
+            block, to = (a.view(f"u{pair * w.itemsize}") for a in (block, to))
+        to[:] = block.reshape(parts, q - p, s, depth, -1).transpose(1, 3, 0, 2, 4)
+    return out.reshape(panels, depth, rows, pair)
+
+
+def unpack_panel(wp: Any, n: Any, k: int, parts: int) -> Any:
+    """The inverse of pack_panel for parts of n rows: [parts * n, k]."""
+    panels, depth, rows, pair = wp.shape
+    w = wp.reshape(panels, depth, parts, rows // parts, pair).transpose(2, 0, 3, 1, 4)
+    return w.reshape(parts, panels * (rows // parts), depth * pair)[:, :n, :k].reshape(parts * n, k)
+
+
+def _packed_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, wp, extras, n, parts = env["x"], env["wp"], env["extras"], attrs["n"], attrs["parts"]
+    rows, pair = env["rows"].const, env["pair"].const
+    want = panel_shape(n * parts, env["k"], rows or 0, pair or 0, parts)
+    if want != wp.shape:
+        raise Mismatch(f"{wp} does not hold {parts} x {n} rows of {env['k']}: that is [{', '.join(map(str, want))}]")
+    shape = (*env["*b"], n)
+    check_epilogue(parse_expr(attrs["body"]), parts + len(extras))
+    for e in extras:
+        if broadcast_shapes([shape, e.shape]) != shape:
+            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
+    return [Type(attrs["dtype"] or x.dtype, shape)]
+
+
+def _packed_example(rng: Any) -> Any:
+    x, w, e = (rng.standard_normal(s).astype(np.float32) for s in ((3, 5), (14, 5), (7,)))
+    wp = pack_panel.ref(w, rows=8, pair=2, parts=2)
+    return [x, wp, e], {"n": 7, "parts": 2, "body": "add(mul(sigmoid(a0), a1), a2)"}
+
+
+@op(
+    "(x: f[*b, k], wp: f[panels, depth, rows, pair], extras*: f[...]) -> x[...]", infer=_packed_type,
+    flops="2*b*k*n*parts", example=_packed_example,
+)  # fmt: skip
+def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: str = "a0", dtype: str = "") -> Any:
+    """linear_map over a weight in panels (see pack_panel): n outputs, accumulators a0 .. a{parts-1}, then the extras;
+    the result is the body, rounded once to dtype (x's when empty)."""
+    acc = x @ unpack_panel(wp, n, x.shape[-1], parts).T
+    return evaluate(parse_expr(body), NUMPY, [*np.split(acc, parts, axis=-1), *extras])
+
+
+OPS = (pack_panel, packed_linear)
+assert all(isinstance(o, OpDef) for o in OPS)
