@@ -40,6 +40,14 @@ class Kernel:
     ops: tuple[str, ...] = ()
     language: str = "cpp"
 
+    def claims(self, node: Node) -> bool:
+        """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""
+        return node.op.name in self.ops
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """(operand, result) pairs that may share memory when the operand is not read afterwards."""
+        return ()
+
     def reject(self, node: Node, target: Target) -> str | None:
         """None where the kernel can run the node on the target; else the reason in words."""
         return None

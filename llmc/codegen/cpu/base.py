@@ -17,7 +17,7 @@ from llmc.targets.target import Target
 
 CTYPES = MappingProxyType(
     {
-        "f32": "float", "bf16": "bf16", "f16": "f16", "f64": "double", "i64": "int64_t", "i32": "int32_t",
+        "f32": "float", "bf16": "bf16", "f16": "f16", "i64": "int64_t", "i32": "int32_t",
         "i16": "int16_t", "i8": "int8_t", "u32": "uint32_t", "u16": "uint16_t", "u8": "uint8_t", "bool": "b8",
     }
 )  # fmt: skip

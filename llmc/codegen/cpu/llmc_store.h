@@ -38,5 +38,10 @@ LLMC_INLINE vf keep(vf v, float other, Full) { return v; }
 LLMC_INLINE vf keep(vf v, float other, Part m) { return lanes() < splat_i(m.n) ? v : splat(other); }
 LLMC_INLINE vf as_float(vi mask) { return mask ? splat(1.0f) : splat(0.0f); }
 LLMC_INLINE vi as_mask(vf v) { return v != 0.0f; }
+LLMC_INLINE float hmax_nan(vf v) {  // NaN in any lane gives NaN
+  float t = v[0];
+  for (int i = 1; i < VN; i++) t = v[i] > t || v[i] != v[i] ? v[i] : t;
+  return t;
+}
 }  // namespace llmc
 #endif

@@ -1,0 +1,147 @@
+"""Scalar expressions as C++ statements, over vectors or over single elements; it knows nothing of shapes or loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from llmc.ir.scalar import E, expr
+
+# Kinds of a value: f a float (vector), m a mask (of a vector), s a single element of whatever C++ type it has.
+# Each primitive: its spelling, the kind its operands must have, the kind of its value.
+VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        **{k: (f"({{0}} {c} {{1}})", "ff", "f") for k, c in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
+        **{k: (f"m_{k}({{0}})", "f", "f") for k in ("abs", "floor", "exp", "exp2", "log", "sqrt", "rsqrt", "sin")},
+        **{k: (f"m_{k}({{0}})", "f", "f") for k in ("cos", "tanh", "erf", "sigmoid")},
+        **{k: (f"m_{k}({{0}}, {{1}})", "ff", "f") for k in ("max", "min", "pow")},
+        **{
+            k: (f"({{0}} {c} {{1}})", "ff", "m")
+            for k, c in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+        },
+        "neg": ("(-{0})", "f", "f"),
+        "and": ("({0} & {1})", "mm", "m"),
+        "or": ("({0} | {1})", "mm", "m"),
+        "not": ("(~{0})", "m", "m"),
+        "select": ("select({0}, {1}, {2})", "mff", "f"),
+    }
+)
+# Single elements: C++'s own conversions decide between int64_t, float and bool.
+ELEMENT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        **{k: (t, "s" * len(kinds), "s") for k, (t, kinds, _) in VECTOR.items() if not t.startswith(("m_", "select"))},
+        **{k: (f"m_{k}((float){{0}})", "s", "s") for k, (t, kinds, _) in VECTOR.items() if t.startswith("m_")},
+        "div": ("((float){0} / (float){1})", "ss", "s"),
+        "pow": ("m_pow((float){0}, (float){1})", "ss", "s"),
+        "abs": ("e_abs({0})", "s", "s"),
+        "max": ("e_max({0}, {1})", "ss", "s"),
+        "min": ("e_min({0}, {1})", "ss", "s"),
+        "floor": ("e_floor({0})", "s", "s"),
+        "and": ("({0} && {1})", "ss", "s"),
+        "or": ("({0} || {1})", "ss", "s"),
+        "not": ("(!{0})", "s", "s"),
+        "select": ("({0} ? {1} : {2})", "sss", "s"),
+    }
+)
+
+
+@dataclass
+class Dag:
+    """Expressions with equal subexpressions made one; a node is known by its index, operands come before users."""
+
+    nodes: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)
+    index: dict[tuple[str, tuple[float, ...]], int] = field(default_factory=dict)
+
+    def add(self, e: E) -> int:
+        """The index of an expression."""
+        if e.fn in ("arg", "const"):
+            return self._node(e.fn, (e.args[0],))
+        if e.fn == "pow" and (simple := _simple_pow(e)) is not None:
+            return self.add(simple)
+        return self._node(e.fn, tuple(self.add(a) for a in e.args))
+
+    def _node(self, fn: str, args: tuple[float, ...]) -> int:
+        key = (fn, tuple(map(repr, args)) if fn == "const" else args)
+        if key not in self.index:
+            self.index[key] = len(self.nodes)  # type: ignore[index]
+            self.nodes.append((fn, args))
+        return self.index[key]  # type: ignore[index]
+
+    def operands(self, i: int) -> tuple[int, ...]:
+        fn, args = self.nodes[i]
+        return () if fn in ("arg", "const") else tuple(int(a) for a in args)
+
+    def below(self, roots: Iterable[int], stop: Callable[[int], bool] = lambda i: False) -> list[int]:
+        """Everything the roots need, operands first; the operands of nodes where `stop` holds are left out."""
+        seen: set[int] = set()
+        todo = list(roots)
+        while todo:
+            i = todo.pop()
+            if i not in seen:
+                seen.add(i)
+                if not stop(i):
+                    todo += self.operands(i)
+        return sorted(seen)
+
+
+def _simple_pow(e: E) -> E | None:
+    """Constant exponents that need no pow."""
+    base, exponent = e.args
+    if exponent.fn != "const":
+        return None
+    value = exponent.args[0]
+    by_value = {1.0: base, 2.0: base * base, 3.0: base * base * base, 0.5: E("sqrt", (base,)), -0.5: E("rsqrt", (base,))}
+    return by_value.get(value, expr(1.0) / base if value == -1.0 else None)
+
+
+def number(x: float, kind: str = "f") -> str:
+    """A constant as C++: a vector (kind f), or a single element (kind s), integral where it is a small integer."""
+    if kind == "s" and math.isfinite(x) and x == int(x) and abs(x) < 2**53:
+        return f"INT64_C({int(x)})"
+    text = "NAN" if math.isnan(x) else ("-" if x < 0 else "") + "INFINITY" if math.isinf(x) else f"{x!r}f"
+    return f"splat({text})" if kind == "f" else text
+
+
+def convert(text: str, have: str, want: str) -> str:
+    """A value of one kind as another."""
+    if have == want:
+        return text
+    return f"as_mask({text})" if want == "m" else f"as_float({text})"
+
+
+def statements(
+    dag: Dag, ids: Sequence[int], names: dict[int, tuple[str, str]], table: Mapping[str, tuple[str, str, str]] = VECTOR
+) -> list[str]:
+    """One C++ statement for each of `ids` that has no name yet; `names` maps nodes to (text, kind) and grows."""
+    scalar = table is ELEMENT
+    out = []
+    for i in ids:
+        if i in names:
+            continue
+        fn, args = dag.nodes[i]
+        if fn == "const":
+            names[i] = (number(args[0], "s" if scalar else "f"), "s" if scalar else "f")
+            continue
+        template, wants, kind = table[fn]
+        given = [convert(*names[a], want) for a, want in zip(dag.operands(i), wants, strict=True)]
+        ctype = {"f": "const vf", "m": "const vi", "s": "const auto"}[kind]
+        out.append(f"{ctype} t{i} = {template.format(*given)};")
+        names[i] = (f"t{i}", kind)
+    return out
+
+
+def inline(e: E, args: Sequence[str], table: Mapping[str, tuple[str, str, str]] = VECTOR) -> str:
+    """The expression as one C++ expression over vectors called `args`: for short epilogues."""
+    kind = "s" if table is ELEMENT else "f"
+
+    def visit(x: E) -> tuple[str, str]:
+        if x.fn == "arg":
+            return args[x.args[0]], kind
+        if x.fn == "const":
+            return number(x.args[0], kind), kind
+        template, wants, made = table[x.fn]
+        return template.format(*(convert(*visit(a), w) for a, w in zip(x.args, wants, strict=True))), made
+
+    return convert(*visit(e), kind)
