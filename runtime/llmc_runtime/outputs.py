@@ -1,0 +1,166 @@
+"""What a program gets back for a request, in vLLM's words, assembled from the engine's deltas; it runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import RequestDelta
+from llmc_runtime.sched.step import TokenLogprobs
+from llmc_runtime.text.output import OutputText
+from llmc_runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at one position: natural-log probability, rank (1 is the likeliest), its vocabulary entry."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """The generated side of a request.
+
+    `token_ids` includes the token that ended it; `text` leaves out stop strings and stop tokens unless asked for.
+    `finish_reason`: "stop", "length", "abort", or None while it goes on; `stop_reason`: the stop string or stop
+    token id, None for the model's own end token. `logprobs`: per token, candidates by id, the sampled one first.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new since the last piece of a stream; the texts of all pieces joined are the whole text."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Collector:
+    """Follows one request: takes the engine's deltas, gives out pieces or the whole."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: LlmcError | None = None
+    num_cached: int = 0
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self._text = OutputText(
+            self.tokenizer if params.detokenize else None,
+            self.prompt_ids,
+            stop=tuple(params.stop or ()),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self._given = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None
+
+    def take(self, delta: RequestDelta) -> bool:
+        """Add a delta; True if a stop string ended the request, which the engine then has to be told."""
+        if self.finished:
+            return False
+        self.num_cached = delta.num_cached
+        rows: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.new_token_ids)
+        last = len(delta.new_token_ids) - 1
+        for i, (token, row) in enumerate(zip(delta.new_token_ids, rows, strict=True)):
+            self.token_ids.append(token)
+            if row is not None:
+                self.logprobs.append(self._candidates(token, row))
+            silent = i == last and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
+            if not silent and (stop := self._text.push(token)) is not None:
+                self._end("stop", stop)
+                return not (i == last and delta.finish_reason)
+        if delta.finish_reason is not None:
+            self.error = delta.error
+            self._end(delta.finish_reason, delta.stop_reason)
+        return False
+
+    def abort(self) -> None:
+        """End it where it is, because nobody waits for the rest."""
+        if not self.finished:
+            self._end("abort", None)
+
+    def piece(self) -> Piece:
+        """What is new since the last call."""
+        new = slice(self._given, len(self.token_ids))
+        self._given = len(self.token_ids)
+        logprobs = None if self.params.logprobs is None else self.logprobs[new]
+        text = self._text.take(final=self.finished)
+        return Piece(text, self.token_ids[new], logprobs, self.finish_reason, self.stop_reason)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        wanted = self.params.logprobs is not None
+        completion = CompletionOutput(
+            0,
+            self._text.text,
+            list(self.token_ids),
+            sum(row[t].logprob for row, t in zip(self.logprobs, self.token_ids)) if wanted else None,
+            list(self.logprobs) if wanted else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        ids = list(self.prompt_ids)
+        return RequestOutput(self.request_id, self.prompt, ids, [completion], self.finished, self.num_cached)
+
+    def _end(self, reason: str, stop: int | str | None) -> None:
+        late = self._text.finish()
+        if late is not None and reason != "stop":
+            reason, stop = "stop", late
+        self.finish_reason, self.stop_reason = reason, stop
+
+    def _candidates(self, token: int, row: TokenLogprobs) -> dict[int, Logprob]:
+        out = {token: Logprob(row.logprob, row.rank, self._spelled(token))}
+        for rank, (other, value) in enumerate(zip(row.top_ids, row.top_logprobs), 1):
+            out.setdefault(other, Logprob(value, rank, self._spelled(other)))
+        return out
+
+    def _spelled(self, token: int) -> str | None:
+        if self.tokenizer is None or not self.params.detokenize:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)

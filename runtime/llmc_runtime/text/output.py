@@ -1,0 +1,69 @@
+"""The text of one request while it grows: detokenizer and stop strings together; it knows no engine.
+
+Invariants: `text` never contains half a character; after a stop string completed nothing is added; what `take`
+has given out is a prefix of the final text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc_runtime.text.stops import StopStrings
+from llmc_runtime.text.stream import Detokenizer
+from llmc_runtime.text.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Text after a prompt, fed id by id.
+
+    `min_tokens`: a stop string counts only if it completes in the text of later tokens. `stop` needs a tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.text = ""
+        self.stopped_by: str | None = None
+        self._stops = StopStrings(stop, include=include_stop)
+        self._min = min_tokens
+        self._count = self._gate = self._taken = 0
+        self._detokenizer = (
+            None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def push(self, token_id: int) -> str | None:
+        """Take the next id; the stop string that completed with it, if one did."""
+        if self._detokenizer is None or self.stopped_by is not None:
+            return self.stopped_by
+        self._count += 1
+        return self._append(self._detokenizer.push(token_id))
+
+    def finish(self) -> str | None:
+        """No more ids come: what was held back joins the text; the stop string that this completed, if one did."""
+        if self._detokenizer is None or self.stopped_by is not None:
+            return self.stopped_by
+        return self._append(self._detokenizer.flush())
+
+    def take(self, *, final: bool = False) -> str:
+        """The text not given out yet; before the final call less what could become part of a stop string."""
+        end = len(self.text) if final or self.stopped_by is not None else self._stops.safe(self.text)
+        piece = self.text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return piece
+
+    def _append(self, piece: str) -> str | None:
+        start = len(self.text)
+        self.text += piece
+        if self._count <= self._min:
+            self._gate = len(self.text)
+        hit = self._stops.check(self.text, max(start, self._gate)) if piece else None
+        if hit is not None:
+            self.text, self.stopped_by = self.text[: hit.cut], hit.string
+        return self.stopped_by

@@ -1,0 +1,249 @@
+"""The Jinja environment of chat templates: transformers' dialect, sandboxed, capped in time and size; it reads no files.
+
+Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation) and no value
+it builds is longer than the budget's size. Attribute access outside Jinja's immutable sandbox is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+_NUMBER = re.compile(r"\d+")
+_IN_ALL = 128
+_WIDEST_INDENT = 1024
+_LARGEST_POWER = 1024
+_MOST_BITS = 1 << 16
+_REPEATING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+
+
+class OverBudget(Exception):
+    """A template took more time or built something larger than allowed."""
+
+
+class Budget:
+    """What one rendering may use: `seconds`, `size` characters (or items) in one value, 128 times that in all."""
+
+    def __init__(self, seconds: float, size: int) -> None:
+        self.seconds = seconds
+        self.size = size
+        self._deadline = float("inf")
+        self._left = _IN_ALL * size
+
+    def start(self) -> None:
+        """Begin a rendering: its time runs from now."""
+        self._deadline = time.monotonic() + self.seconds
+        self._left = _IN_ALL * self.size
+
+    def tick(self) -> None:
+        """Raise OverBudget once the time is up."""
+        if time.monotonic() > self._deadline:
+            raise OverBudget(f"it ran longer than {self.seconds:g} s")
+
+    def need(self, size: int) -> None:
+        """Raise OverBudget if a value of `size` is about to be built and is too large."""
+        if size > self.size:
+            raise OverBudget(f"it builds a value of {size} characters; the limit is {self.size}")
+        self._left -= size
+        if self._left < 0:
+            raise OverBudget(f"it builds values of more than {_IN_ALL * self.size} characters in all")
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """transformers' dialect: trimmed blocks, loop controls, generation tag, tojson, raise_exception, strftime_now."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, Guard, jinja2.ext.loopcontrols])
+        self.budget = budget
+        self.globals.pop("lipsum")
+        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+        self.filters = {name: _capped_filter(name, f, budget) for name, f in self.filters.items()}
+        self.filters["tojson"] = _capped_filter("tojson", tojson, budget)
+        self.concat = self.join  # type: ignore[method-assign]
+
+    def join(self, parts: Iterable[Any]) -> str:
+        """The parts joined, if their sum is within the budget; every buffer of the generated code ends here."""
+        texts = list(parts)
+        self.budget.need(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call from a template, after its time and the size of what it could build are checked."""
+        self.budget.tick()
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str):
+            _check_str_method(self.budget, owner, obj.__name__, args, kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """What the immutable sandbox allows, less `str.translate` (it multiplies sizes)."""
+        return not (isinstance(obj, str) and attr == "translate") and super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An intercepted operator, after the size of its result is checked."""
+        _check_binop(self.budget, operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        return _Guarding(self).visit(tree)
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks what an assistant said; here its content stands as it is."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """A scope around the body: names set inside stay inside, as with transformers' call block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+    def body(self, caller: Callable[[], str]) -> str:
+        """The rendered content."""
+        return caller()
+
+
+class Guard(jinja2.ext.Extension):
+    """The calls that `_Guarding` plants; a template cannot name or replace them."""
+
+    def tick(self) -> str:
+        """Check the time (the call itself does)."""
+        return ""
+
+    def joined(self, *parts: Any) -> str:
+        """What `a ~ b` means, within the size budget."""
+        return str(self.environment.concat([str(p) for p in parts]))
+
+
+class _Guarding(NodeTransformer):
+    """Plants a time check in every loop and macro body, and sends `~` through a size check."""
+
+    def __init__(self, environment: ChatEnvironment) -> None:
+        self.guard = environment.extensions[Guard.identifier]
+
+    def _ticking(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        call = self.guard.call_method("tick", lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _ticking
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """`a ~ b ~ c` as one checked call."""
+        self.generic_visit(node)
+        return self.guard.call_method("joined", list(node.nodes), lineno=node.lineno)
+
+
+def raise_exception(message: str) -> None:
+    """The template's way to refuse messages."""
+    raise jinja2.TemplateError(str(message))
+
+
+def strftime_now(format: str) -> str:
+    """The local time now, formatted."""
+    return datetime.now().strftime(format)
+
+
+def tojson(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as transformers writes it: unlike Jinja's own filter it escapes nothing for HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+
+
+def _largest_int(values: Iterable[Any]) -> int:
+    return max((v for v in values if isinstance(v, int)), default=0)
+
+
+def _widths(text: str, values: Iterable[Any]) -> int:
+    """An upper bound of the padding a format string can ask for."""
+    fields = text.count("%") + text.count("{")
+    return sum(int(n[:9]) if len(n) < 10 else 1 << 40 for n in _NUMBER.findall(text)) + fields * _largest_int(values)
+
+
+def _check_binop(budget: Budget, operator: str, left: Any, right: Any) -> None:
+    if operator == "+":
+        budget.need(_length(left) + _length(right))
+    elif operator == "%":
+        if isinstance(left, str):
+            budget.need(_widths(left, right if isinstance(right, tuple) else (right,)))
+    elif isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+        if bits > _MOST_BITS or (operator == "**" and abs(right) > _LARGEST_POWER):
+            raise OverBudget("it computes a number of more than 65536 bits")
+    elif operator == "*":
+        times = left if isinstance(left, int) else right if isinstance(right, int) else 0
+        budget.need(max(0, times) * max(_length(left), _length(right)))
+
+
+def _check_str_method(budget: Budget, text: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if method in _REPEATING:
+        budget.need((1 + (text.count("\t") if method == "expandtabs" else 0)) * _largest_int([*args, *kwargs.values()]))
+    elif method == "replace" and len(args) >= 2:
+        _check_replace(budget, text, args[0], args[1])
+    elif method == "join" and args:
+        _check_join(budget, text, args[0])
+    elif method in ("format", "format_map"):
+        budget.need(_widths(text, [*args, *kwargs.values()]))
+
+
+def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:
+    if isinstance(old, str) and isinstance(new, str):
+        budget.need(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+
+
+def _check_join(budget: Budget, separator: str, items: Any) -> None:
+    if isinstance(items, (str, list, tuple)):
+        budget.need(len(separator) * len(items) + sum(map(_length, items)))
+
+
+def _capped_filter(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
+    """A filter that checks what it could build before it builds it; it keeps Jinja's pass_* marks."""
+    import functools
+
+    marked = hasattr(function, "jinja_pass_arg")
+
+    @functools.wraps(function)
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        budget.tick()
+        value, rest = (args[1], args[2:]) if marked and len(args) > 1 else (args[0], args[1:])
+        _check_filter(budget, name, value, [*rest, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return capped
+
+
+def _check_filter(budget: Budget, name: str, value: Any, extra: list[Any]) -> None:
+    if name in ("indent", "tojson"):
+        widest = max([_largest_int(extra), *(len(v) for v in extra if isinstance(v, str))], default=0)
+        if widest > _WIDEST_INDENT:
+            raise OverBudget(f"it indents by {widest}; the limit is {_WIDEST_INDENT}")
+        lines = value.count("\n") + 1 if isinstance(value, str) else 1
+        budget.need(lines * widest)
+    elif name == "replace" and len(extra) >= 2 and isinstance(value, str):
+        _check_replace(budget, value, extra[0], extra[1])
+    elif name == "join":
+        _check_join(budget, next((v for v in extra if isinstance(v, str)), ""), value)
+    elif name == "format" and isinstance(value, str):
+        budget.need(_widths(value, extra))
+    else:
+        budget.need(_largest_int(extra))

@@ -1,0 +1,186 @@
+"""A model's own tokenizer files, opened with the `tokenizers` library; it never guesses a format.
+
+The files are the ones of the Hugging Face folder, verbatim. What they mean follows transformers 5: `tokenizer.json`
+alone decides which special tokens surround an encoded text (its post-processor; `add_bos_token` beside it has no
+effect), and `tokenizer_config.json` / `special_tokens_map.json` name special tokens and may add some that it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from llmc_runtime.format.errors import LlmcError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER_FILE = "tokenizer.json"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer:
+    """Encodes text to ids and decodes ids to text as transformers does for the same folder."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str], templates: Mapping[str, str]) -> None:
+        self.backend = backend
+        self.named_tokens: Mapping[str, str] = MappingProxyType(dict(names))
+        self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Tokenizer:
+        """Open the tokenizer files of `folder`. Raises LlmcError E150 (missing) or E151 (corrupt), naming the file."""
+        folder = Path(folder)
+        config = read_json(folder / "tokenizer_config.json", {})
+        names = _special_names(folder, config)
+        backend = _backend(folder)
+        _add_missing_tokens(backend, config, names)
+        from llmc_runtime.text.chat import read_templates
+
+        texts = {name: text for name, value in names.items() if name.endswith("_token") and (text := _content(value))}
+        return cls(backend, texts, read_templates(folder, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; with special tokens, what the tokenizer's post-processor adds (bos, mostly)."""
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as e:
+            raise LlmcError(
+                "E621", f"the text cannot be tokenized: {_reason(e)}", "pass a str without unpaired surrogates"
+            ) from e
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary entry of an id as the file spells it; None where the id has none."""
+        return self.backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry; None where there is none."""
+        return self.backend.token_to_id(token)
+
+    def named_id(self, name: str) -> int | None:
+        """The id of a named special token such as "bos_token"; None where the files name none."""
+        token = self.named_tokens.get(name)
+        return None if token is None else self.token_id(token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token the tokenizer files call `eos_token`."""
+        return self.named_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the token the tokenizer files call `bos_token`."""
+        return self.named_id("bos_token")
+
+
+def read_json(path: Path, missing: Any = None) -> Any:
+    """The parsed object of `path`, or `missing` where there is no such file. Raises LlmcError E151 on anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return missing
+    except (OSError, ValueError, RecursionError) as e:
+        raise _corrupt(path, e) from e
+    if not isinstance(value, dict):
+        raise _corrupt(path, ValueError(f"expected an object, found {type(value).__name__}"))
+    return value
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
+        found = f"; found only {', '.join(others)}" if others else ""
+        raise LlmcError(
+            "E150",
+            f"no {TOKENIZER_FILE} in {folder}{found}",
+            "write one (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) and compile again,"
+            " or pass token ids instead of text",
+        )
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as e:  # tokenizers raises bare Exception for every malformed file
+        raise _corrupt(path, e) from e
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _corrupt(path: Path, e: Exception) -> LlmcError:
+    return LlmcError(
+        "E151", f"{path} cannot be read: {_reason(e)}", "copy the file again from the model's folder and compile again"
+    )
+
+
+def _reason(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return (lines[0] if lines else type(e).__name__)[:200]
+
+
+def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Named special tokens as written (str or added-token object); special_tokens_map.json only in old folders."""
+    names = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and _content(v))}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        names.update(extra)
+    if "added_tokens_decoder" not in config:
+        legacy = read_json(folder / "special_tokens_map.json", {})
+        names.update({k: v for k, v in legacy.items() if k.endswith("_token")})
+    return {k: v for k, v in names.items() if _content(v)}
+
+
+def _content(value: Any) -> str | None:
+    """The text of a token that is written as a str or as an added-token object."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    return None
+
+
+def _added(value: Any, *, special: bool) -> tokenizers.AddedToken:
+    from tokenizers import AddedToken
+
+    if isinstance(value, dict):
+        flags = {k: bool(value[k]) for k in ("single_word", "lstrip", "rstrip", "normalized") if k in value}
+        return AddedToken(str(_content(value)), special=bool(value.get("special", special)), **flags)
+    return AddedToken(str(value), special=special)
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Add what the config declares and tokenizer.json lacks, in transformers' order: config ids, names, extras."""
+    present = list(backend.get_added_tokens_decoder().values())
+    seen = {repr(token) for token in present}
+    declared = config.get("added_tokens_decoder")
+    rows = sorted(declared.items(), key=lambda kv: _index(kv[0])) if isinstance(declared, dict) else []
+    missing = [t for _, v in rows if _content(v) is not None and repr(t := _added(v, special=False)) not in seen]
+    known = {token.content for token in present} | {token.content for token in missing}
+    for value in _named_and_extra(config, names):
+        text = _content(value)
+        if text is not None and text not in known:
+            known.add(text)
+            missing.append(_added(value, special=True))
+    if missing:
+        backend.add_tokens(missing)
+
+
+def _index(text: str) -> int:
+    return int(text) if text.isdecimal() else 1 << 60
+
+
+def _named_and_extra(config: Mapping[str, Any], names: Mapping[str, Any]) -> Iterable[Any]:
+    yield from names.values()
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    if isinstance(extra, list):
+        yield from extra

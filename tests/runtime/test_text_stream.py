@@ -1,0 +1,112 @@
+"""Incremental text equals the full decode, for random ids and every kind of tokenizer, without half characters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+
+import pytest
+import textkit
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmc_runtime.text.stream import Detokenizer
+from llmc_runtime.text.tokenizer import Tokenizer
+
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte-level": textkit.byte_level,
+    "sentencepiece": textkit.sentencepiece,
+    "gemma": lambda: textkit.sentencepiece(prefix_space=False),
+    "metaspace": textkit.metaspace,
+    "wordpiece": textkit.wordpiece,
+    "no-decoder": textkit.bare,
+}
+# In these every text is the text of any prefix of the ids plus more: what follows a prompt is well defined.
+SEPARABLE = ("byte-level", "sentencepiece", "gemma", "metaspace", "wordpiece", "no-decoder")
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer(KINDS[kind](), {}, {})
+
+
+def stream(tok: Tokenizer, ids: list[int], prompt: list[int], *, skip: bool) -> list[str]:
+    detokenizer = Detokenizer(tok, prompt, skip_special_tokens=skip)
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
+    tok = tokenizer(kind)
+    anything = st.integers(0, tok.vocab_size + 3)
+    text = st.text(max_size=20).map(lambda t: tok.encode(t.encode("utf-8", "ignore").decode("utf-8")))
+    return st.lists(st.one_of(anything.map(lambda i: [i]), text), max_size=12).map(lambda parts: [*chain(*parts)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_joined_are_the_full_decode(kind: str) -> None:
+    @settings(max_examples=150, deadline=None)
+    @given(ids_of(kind), st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        tok = tokenizer(kind)
+        assert "".join(stream(tok, ids, [], skip=skip)) == tok.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", SEPARABLE)
+def test_after_a_prompt_the_pieces_are_the_rest_of_the_full_decode(kind: str) -> None:
+    @settings(max_examples=150, deadline=None)
+    @given(st.text(max_size=40), ids_of(kind), st.booleans())
+    def check(text: str, ids: list[int], skip: bool) -> None:
+        tok = tokenizer(kind)
+        prompt = tok.encode(text.encode("utf-8", "ignore").decode("utf-8") + " end.")
+        before = tok.decode(prompt, skip_special_tokens=skip)
+        whole = tok.decode(prompt + ids, skip_special_tokens=skip)
+        assert "".join(stream(tok, ids, prompt, skip=skip)) == whole[len(before) :]
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gemma"])
+@given(text=st.text(min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_no_piece_of_a_proper_text_holds_half_a_character(kind: str, text: str) -> None:
+    tok = tokenizer(kind)
+    text = text.encode("utf-8", "ignore").decode("utf-8").replace("\ufffd", "")
+    ids = tok.encode(text, add_special_tokens=False)
+    if any(tok.token(i) == "<unk>" for i in ids):
+        return
+    assert not any("\ufffd" in piece for piece in stream(tok, ids, [], skip=False))
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_a_character_begun_by_the_prompt_is_completed(kind: str) -> None:
+    tok = tokenizer(kind)
+    whole = tok.encode("see 🫖", add_special_tokens=False)
+    assert len(whole) > 4  # the character is several tokens
+    assert "".join(stream(tok, whole[-2:], whole[:-2], skip=True)) == "🫖"
+
+
+def test_a_word_after_the_prompt_keeps_its_space() -> None:
+    tok = tokenizer("sentencepiece")
+    prompt, ids = tok.encode("The kernel"), tok.encode("of", add_special_tokens=False)
+    assert tok.token(ids[0]) == "▁of"
+    assert "".join(stream(tok, ids, prompt, skip=True)) == " of"
+    assert "".join(stream(tok, ids, [], skip=True)) == "of"
+
+
+def test_text_comes_without_delay_where_it_is_certain() -> None:
+    tok = tokenizer("byte-level")
+    ids = tok.encode("The kernel of 東京", add_special_tokens=False)
+    pieces = stream(tok, ids, [], skip=True)
+    assert pieces[0] == tok.decode(ids[:1])
+    assert pieces[-1] == ""
+
+
+def test_a_vocabulary_entry_that_is_the_replacement_character_is_text() -> None:
+    tok = tokenizer("sentencepiece")
+    token = tok.token_id("�")
+    assert token is not None
+    detokenizer = Detokenizer(tok)
+    assert detokenizer.push(token) == "�"
