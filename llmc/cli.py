@@ -1,0 +1,229 @@
+"""The command line: reads arguments, calls one function, prints; it holds no logic and imports nothing heavy by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from llmc import __version__
+
+Command = Callable[[argparse.Namespace, IO[str]], int]
+
+
+def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
+    """Run one command; answers its exit code: 0, 1 error, 2 usage, 3 environment, 4 verification failed, 130."""
+    args_list = list(sys.argv[1:] if argv is None else argv)
+    if args_list[:1] == ["run"]:
+        return _run(args_list[1:])
+    args = _parser().parse_args(args_list)
+    try:
+        return int(args.command(args, out or sys.stdout))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as e:
+        return _report(e, getattr(args, "verbose", False))
+
+
+def _report(e: Exception, verbose: bool) -> int:
+    from llmc_runtime.format.errors import LlmcError
+
+    if verbose or not isinstance(e, LlmcError | OSError):
+        import traceback
+
+        traceback.print_exc()
+    if isinstance(e, LlmcError):
+        print(e, file=sys.stderr)
+        return 3 if e.code.startswith("E5") else 1
+    if isinstance(e, OSError):
+        print(f"LLMC-E100: {e.strerror or e}: {e.filename or ''}\n  Try: check the path and its permissions", file=sys.stderr)
+        return 3
+    print("LLMC-E000: this is a mistake in llmc, not in your input\n  Try: report it with the lines above", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(
+        prog="llmc", description="Compile a Hugging Face language model ahead of time, and look into what came out."
+    )
+    ap.add_argument("--version", action="version", version=f"llmc {__version__}")
+    sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _compile_arguments(sub)
+    sub.add_parser("run", help="generate text from an artifact or a Hugging Face folder", add_help=False)
+    _opt_arguments(sub)
+    _look_arguments(sub)
+    _artifact_arguments(sub)
+    return ap
+
+
+def _command(sub: Any, name: str, run: Command, summary: str) -> argparse.ArgumentParser:
+    p: argparse.ArgumentParser = sub.add_parser(name, help=summary, description=summary)
+    p.set_defaults(command=run)
+    p.add_argument("-v", "--verbose", action="store_true", help="more detail, and a traceback with an error")
+    return p
+
+
+def _compile_arguments(sub: Any) -> None:
+    p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact")
+    p.add_argument("model", help="a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
+    p.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder, for example model.llmc")
+    _build_arguments(p)
+    p.add_argument("--force", action="store_true", help="replace an artifact that is there")
+    p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
+
+
+def _build_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--target", default="cpu:native", help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable")
+    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations")
+    p.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)")
+    p.add_argument("--max-num-seqs", type=_positive, default=16, metavar="N", help="sequences that run at once (16)")
+    p.add_argument("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens of one step (512)")
+    p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
+    p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")
+    p.add_argument("--no-cache", action="store_true", help="build everything anew, keep nothing")
+
+
+def _opt_arguments(sub: Any) -> None:
+    p = _command(sub, "opt", _opt, "run passes over a file of IR text, and print the result")
+    p.add_argument("file", help="an .llir file, or - for standard input")
+    p.add_argument("-p", "--passes", default="", help='passes in order: "canonicalize, fuse-norm{option=1}"')
+    p.add_argument("--target", default="cpu:native", help="for passes that ask (cpu:native)")
+    p.add_argument("--print-after", default="", metavar="NAME", help="print the text after this pass, or after all")
+    p.add_argument("--stop-after", default="", metavar="NAME", help="run no pass behind this one")
+    p.add_argument("--only", default="", metavar="LOC", help="make local rewrites under this module path alone")
+    p.add_argument("--explain", action="store_true", help="print near misses: what almost matched, and why not")
+    p.add_argument("--fuel", type=int, default=-1, metavar="N", help="make at most N changes (for bisection)")
+    p.add_argument("--check", action="store_true", help="interpret before and after on drawn inputs, and compare")
+    p.add_argument("--time", action="store_true", help="print the seconds and changes of every pass")
+
+
+def _look_arguments(sub: Any) -> None:
+    p = _command(sub, "ops", _ops, "print the op set")
+    p.add_argument("names", nargs="*", help="ops to show in full (all, one a line)")
+    p.add_argument("--json", action="store_true")
+    p = _command(sub, "passes", _passes, "print the passes, their options and the pipelines")
+    p.add_argument("--json", action="store_true")
+    p = _command(sub, "roofline", _roofline, "price a model by flops and bytes, symbolically and at given sizes")
+    p.add_argument("model", help="a Hugging Face folder, a config.json, or an .llir file")
+    p.add_argument("--bind", default="T=1,R=1", metavar="S=N,...", help="sizes of the symbols (T=1,R=1)")
+    p.add_argument("--target", default="cpu:native", help="whose peaks to divide by (cpu:native)")
+    p.add_argument("--peak", type=float, metavar="FLOPS", help="flop/s instead of the target's")
+    p.add_argument("--bandwidth", type=float, metavar="BYTES", help="byte/s instead of the target's")
+    p.add_argument("--by", choices=("op", "node", "module"), default="op", help="one line an op kind, node or module")
+    p.add_argument("--json", action="store_true")
+
+
+def _artifact_arguments(sub: Any) -> None:
+    p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
+    p.add_argument("artifact")
+    p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
+    p.add_argument("--kernels", type=int, default=10, metavar="N", help="show the N largest kernels (10)")
+    p.add_argument("--json", action="store_true")
+    p = _command(sub, "verify", _verify, "recompute every hash of an artifact, and try its canary")
+    p.add_argument("artifact")
+    p.add_argument("--record", action="store_true", help="run the artifact and record its canary")
+    p.add_argument("--canary", action="store_true", help="run the recorded canary, too")
+    p.add_argument("--json", action="store_true")
+
+
+def _positive(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{n}: it must be at least 1")
+    return n
+
+
+def _bytes(text: str) -> int:
+    from llmc_runtime.cli import parse_bytes
+
+    return parse_bytes(text)
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from llmc.driver import Options
+
+    return Options(
+        target=args.target,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        pipeline=args.pipeline or "",
+        cache=None if args.no_cache else (args.cache or default_cache()),
+    )
+
+
+def default_cache() -> Path:
+    """$XDG_CACHE_HOME/llmc, or ~/.cache/llmc."""
+    from llmc_runtime.cache import default_root
+
+    return default_root(os.environ)
+
+
+def _compile(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.driver import Console, compile_model
+
+    summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
+    if args.json:
+        print(json.dumps(summary.as_json(), indent=2), file=out)
+    else:
+        print(summary.text(), file=sys.stderr)
+    return 0
+
+
+def _run(argv: Sequence[str]) -> int:
+    from llmc_runtime.cli import run_command
+
+    return run_command(argv, prog="llmc run")
+
+
+def _opt(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.opt import main_opt
+
+    return main_opt(args, out)
+
+
+def _ops(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.listing import show_ops
+
+    return show_ops(args.names, args.json, out)
+
+
+def _passes(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.listing import show_passes
+
+    return show_passes(args.json, out)
+
+
+def _roofline(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.roofline import main_roofline
+
+    return main_roofline(args, out)
+
+
+def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.artifact.inspect import inspect_artifact, render
+
+    found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
+    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    return 0
+
+
+def _verify(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.lab.verify import render, verify_artifact
+
+    found = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
+    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    return 0 if found["ok"] else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Tables of what the compiler knows: ops, passes, pipelines; made from the declarations, so they cannot fall behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import IO, Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.extension import load
+from llmc.ir.opdef import REQUIRED, OpDef
+from llmc.ir.text import show_attr
+
+
+def describe_op(op: OpDef) -> dict[str, Any]:
+    """One op as plain data: everything its declaration says."""
+    attrs = {
+        k: {
+            "type": getattr(a.type, "__name__", str(a.type)) if isinstance(a.type, type) else "list",
+            "default": None if a.default is REQUIRED else show_attr(a.default),
+            "required": a.default is REQUIRED,
+        }
+        for k, a in op.attrs.items()
+    }
+    return {
+        "name": op.name,
+        "signature": op.signature,
+        "attributes": attrs,
+        "flops": op.flops,
+        "bytes": op.bytes or "operands and results once",
+        "writes": list(op.writes),
+        "commutes": op.commutes,
+        "oracle": op.oracle,
+        "doc": op.doc,
+    }
+
+
+def show_ops(names: Sequence[str], as_json: bool, out: IO[str]) -> int:
+    """Print the named ops in full, or every op on one line; Diagnostic E424 for an unknown name."""
+    ops = load().opset()
+    for name in names:
+        if name not in ops:
+            near = get_close_matches(name, list(ops), 1)
+            hint = f"did you mean {near[0]!r}?" if near else "`llmc ops` lists all"
+            raise Diagnostic("E424", f"there is no op {name!r}", hint)
+    found = [describe_op(ops[n]) for n in (names or ops)]
+    if as_json:
+        print(json.dumps(found, indent=2), file=out)
+    elif names:
+        print("\n\n".join(_full(d) for d in found), file=out)
+    else:
+        width = max(len(d["name"]) for d in found)
+        for d in found:
+            print(f"{d['name']:{width}}  {d['doc'].splitlines()[0]}", file=out)
+    return 0
+
+
+def _full(d: dict[str, Any]) -> str:
+    lines = [d["name"], f"  {d['signature']}", *(f"  {line}" for line in d["doc"].splitlines())]
+    for k, a in d["attributes"].items():
+        lines.append(f"  {k}: {a['type']}" + (" (required)" if a["required"] else f" = {a['default']}"))
+    lines.append(f"  flops {d['flops']}; bytes {d['bytes']}")
+    lines += [f"  writes {', '.join(d['writes'])}"] if d["writes"] else []
+    lines += [f"  agrees with {d['oracle']}"] if d["oracle"] else []
+    return "\n".join(lines)
+
+
+def describe_passes() -> dict[str, Any]:
+    """Passes with their options, and the named pipelines."""
+    registry = load()
+    passes = []
+    for name in registry.passes:
+        kind = registry.passes[name]
+        options = {f.name.replace("_", "-"): getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
+        passes.append({"name": name, "doc": " ".join((kind.__doc__ or "").split()), "options": options})
+    return {"passes": passes, "pipelines": dict(registry.pipelines.items())}
+
+
+def show_passes(as_json: bool, out: IO[str]) -> int:
+    found = describe_passes()
+    if as_json:
+        print(json.dumps(found, indent=2), file=out)
+        return 0
+    width = max(len(p["name"]) for p in found["passes"])
+    for p in found["passes"]:
+        options = ", ".join(f"{k}={v}" for k, v in p["options"].items())
+        print(f"{p['name']:{width}}  {p['doc']}" + (f"  {{{options}}}" if options else ""), file=out)
+    for name, text in found["pipelines"].items():
+        print(f"\npipeline {name}:\n  {text}", file=out)
+    return 0

@@ -1,0 +1,110 @@
+"""Pricing a model before any kernel exists: flops and least bytes, symbolic and at sizes, against a machine's peaks."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.extension import load
+from llmc.ir.cost import Row, graph_cost, rows
+from llmc.ir.graph import Graph, Module
+from llmc.ir.text import parse
+from llmc.targets.target import Target
+
+
+def main_roofline(args: Namespace, out: IO[str]) -> int:
+    """`llmc roofline`: a table (or JSON) per graph of the model or file."""
+    module = load_module(args.model)
+    target = load_target(args.target)
+    peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
+    bandwidth = args.bandwidth or target.bandwidth
+    sizes = parse_sizes(args.bind)
+    found = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
+    if args.json:
+        print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": found}, indent=2), file=out)
+    else:
+        print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in found), file=out)
+    return 0
+
+
+def load_target(name: str) -> Target:
+    from llmc.targets.cpu import parse as parse_target
+
+    return parse_target(name, load().targets)
+
+
+def load_module(path: str) -> Module:
+    """An .llir file's module, or the traced one of a Hugging Face folder or config.json (no weight is read)."""
+    p = Path(path)
+    if p.suffix == ".llir":
+        return parse(p.read_text(), load().opset())
+    from llmc.frontend.hf import trace
+
+    return trace(p.parent if p.name == "config.json" else p).module
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """ "T=128,R=4" -> sizes; Diagnostic E425 where it is not that."""
+    out = {}
+    for item in filter(None, text.split(",")):
+        name, eq, value = item.partition("=")
+        if not eq or not value.strip().isdigit():
+            raise Diagnostic("E425", f"--bind {item!r} is not a size", "write --bind T=128,R=4")
+        out[name.strip()] = int(value)
+    return out
+
+
+def _dtype(m: Module) -> str:
+    weights = [v.type.dtype for g in m.graphs.values() for v in g.inputs if v.weight]
+    return max(set(weights), key=weights.count) if weights else "f32"
+
+
+def price(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float, by: str) -> dict[str, Any]:
+    """The graph's rows at `sizes`, merged by op or module, largest time first, with symbolic totals."""
+    flops, moved = graph_cost(g)
+    try:
+        priced = rows(g, sizes, peak, bandwidth)
+    except ValueError as e:
+        raise Diagnostic("E425", f"@{g.name}: {e}", "add it to --bind, as in --bind T=128,R=1") from None
+    merged: dict[str, dict[str, Any]] = {}
+    for i, r in enumerate(priced):
+        _merge(merged.setdefault(_key(r, by, i), {"count": 0, "flops": 0, "bytes": 0, "seconds": 0.0}), r, sizes)
+    table = [{"name": k.split("\0")[0], **v} for k, v in merged.items()]
+    table.sort(key=lambda row: -row["seconds"])
+    total = sum(row["seconds"] for row in table)
+    return {"graph": g.name, "flops": str(flops), "bytes": str(moved), "seconds": total, "rows": table}
+
+
+def _key(r: Row, by: str, index: int) -> str:
+    if by == "op":
+        return r.op
+    return r.loc or "(inputs)" if by == "module" else f"{r.op} {r.loc}\0{index}"
+
+
+def _merge(into: dict[str, Any], r: Row, sizes: Mapping[str, int]) -> None:
+    into["count"] += 1
+    into["flops"] += r.flops.subs(sizes).const or 0
+    into["bytes"] += r.bytes.subs(sizes).const or 0
+    into["seconds"] += r.seconds
+    into["bound"] = r.bound
+
+
+def _table(found: dict[str, Any], sizes: Mapping[str, int], peak: float, bandwidth: float) -> str:
+    at = ", ".join(f"{k}={v}" for k, v in sizes.items())
+    lines = [
+        f"@{found['graph']}",
+        f"  flops = {found['flops']}",
+        f"  bytes = {found['bytes']}",
+        f"  at {at}, {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {found['seconds'] * 1e3:.3f} ms",
+        f"  {'ms':>9} {'GFLOP':>10} {'MB':>10} {'count':>6}  bound    what",
+    ]
+    for r in found["rows"]:
+        lines.append(
+            f"  {r['seconds'] * 1e3:9.3f} {r['flops'] / 1e9:10.3f} {r['bytes'] / 1e6:10.2f} {r['count']:6d}"
+            f"  {r['bound']:8} {r['name']}"
+        )
+    return "\n".join(lines)
