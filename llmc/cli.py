@@ -1,4 +1,4 @@
-"""The command line: reads arguments, calls one function, prints; it holds no logic and imports nothing heavy by itself."""
+"""The command line: reads arguments, calls one function, prints; it holds no logic and imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -44,9 +44,15 @@ def _report(e: Exception, verbose: bool) -> int:
         print(e, file=sys.stderr)
         return 3 if e.code.startswith("E5") else 1
     if isinstance(e, OSError):
-        print(f"LLMC-E100: {e.strerror or e}: {e.filename or ''}\n  Try: check the path and its permissions", file=sys.stderr)
+        print(
+            f"LLMC-E100: {e.strerror or e}: {e.filename or ''}\n  Try: check the path and its permissions",
+            file=sys.stderr,
+        )
         return 3
-    print("LLMC-E000: this is a mistake in llmc, not in your input\n  Try: report it with the lines above", file=sys.stderr)
+    print(
+        "LLMC-E000: this is a mistake in llmc, not in your input\n  Try: report it with the lines above",
+        file=sys.stderr,
+    )
     return 1
 
 
@@ -81,11 +87,19 @@ def _compile_arguments(sub: Any) -> None:
 
 
 def _build_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--target", default="cpu:native", help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable")
-    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations")
-    p.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)")
+    p.add_argument(
+        "--target", default="cpu:native", help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable"
+    )
+    p.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations"
+    )
+    p.add_argument(
+        "--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)"
+    )
     p.add_argument("--max-num-seqs", type=_positive, default=16, metavar="N", help="sequences that run at once (16)")
-    p.add_argument("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens of one step (512)")
+    p.add_argument(
+        "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens of one step (512)"
+    )
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
     p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")
     p.add_argument("--no-cache", action="store_true", help="build everything anew, keep nothing")

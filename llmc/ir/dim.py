@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
+from typing import TypeAlias
 
-DimLike = Union["Dim", int, str]
+DimLike: TypeAlias = "Dim | int | str"
 Bounds = Mapping[str, tuple[int, int]]
 
 
@@ -27,7 +27,7 @@ class CeilDiv:
         return f"ceil({self.num}, {self.den})"
 
 
-Atom = Union[str, CeilDiv]
+Atom = str | CeilDiv
 Term = tuple[tuple[Atom, ...], int]
 
 
@@ -133,6 +133,11 @@ class Dim:
             for a in atoms:
                 found |= {a} if isinstance(a, str) else a.num.symbols
         return frozenset(found)
+
+    def __int__(self) -> int:
+        if self.const is None:
+            raise TypeError(f"the size {self} is not a number")
+        return self.const
 
     def subs(self, env: Mapping[str, DimLike]) -> Dim:
         """Replace symbols by sizes; symbols that `env` lacks stay."""

@@ -1,4 +1,4 @@
-"""One declaration per op. Builder, verifier, parser, interpreter, cost report, docs and tests read it; none repeats it."""
+"""One declaration per op: builder, verifier, parser, interpreter, cost, docs and tests read it; none repeats it."""
 
 from __future__ import annotations
 
@@ -142,11 +142,12 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     def wrap(fn: Callable[..., Any]) -> OpDef:
         params = inspect.signature(fn, eval_str=True).parameters.values()
         attrs = {p.name: Attr(p.annotation, p.default) for p in params if p.kind is p.KEYWORD_ONLY}
-        attrs = {k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default)) for k, a in attrs.items()}
+        attrs = {
+            k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default))
+            for k, a in attrs.items()
+        }
         name = fields.pop("name", fn.__name__.rstrip("_"))
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
-        return OpDef(
-            name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields
-        )
+        return OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
 
     return wrap

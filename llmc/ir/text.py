@@ -137,7 +137,8 @@ class _Reader:
             raise self.fail(number, "not a graph header: graph @name(%input: type, ...) {")
         if m[1] in self.m.graphs:
             raise self.fail(number, f"a second graph @{m[1]}")
-        g, env = Graph(m[1]), {}
+        g = Graph(m[1])
+        env: dict[str, Value] = {}
         for part in split_commas(m[2]):
             self.input(number, g, env, part)
         self.body(g, env)
@@ -273,7 +274,7 @@ def _split_attrs(text: str) -> tuple[str | None, str | None]:
 
 
 def _take_choice(op: OpDef, given: dict[str, Any]) -> dict[str, Any]:
-    """Attributes that the op does not declare are the kernel's, if a kernel is named; else they stay and are refused."""
+    """Attributes that the op does not declare are the kernel's, if one is named; else they stay and are refused."""
     if "kernel" not in given or "kernel" in op.attrs:
         return {}
     return {k: given.pop(k) for k in list(given) if k not in op.attrs}

@@ -16,7 +16,8 @@ def verify(m: Module) -> None:
 
 def verify_graph(g: Graph, m: Module) -> None:
     _check_symbols(g, m)
-    seen, spent = set(g.inputs), {}
+    seen = set(g.inputs)
+    spent: dict[Value, Node] = {}
     if len(seen) != len(g.inputs) or len({v.name for v in g.inputs}) != len(g.inputs):
         raise Diagnostic("E402", f"@{g.name}: two inputs share a name", "name every input once")
     for n in g.nodes:
@@ -44,7 +45,9 @@ def _check_symbols(g: Graph, m: Module) -> None:
         for d in v.type.shape:
             if missing := d.symbols - m.symbols.keys():
                 name = sorted(missing)[0]
-                raise Diagnostic("E402", f"@{g.name}: %{v.name} has the undeclared symbol {name}", f"sym {name} in [..]")
+                raise Diagnostic(
+                    "E402", f"@{g.name}: %{v.name} has the undeclared symbol {name}", f"sym {name} in [..]"
+                )
 
 
 def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], spent: dict[Value, Node]) -> None:

@@ -35,7 +35,7 @@ sizes = st.fixed_dictionaries({s: st.integers(1, 40) for s in "TRNP"})
 def test_dim_text_and_value(d: Dim, env: dict[str, int]) -> None:
     assert D(str(d)) == d
     value = d.subs(env).const
-    lo, hi = d.bounds({k: (1, 40) for k in env})
+    lo, hi = d.bounds(dict.fromkeys(env, (1, 40)))
     assert value is not None and lo <= value <= hi
 
 
@@ -80,7 +80,10 @@ BINARY = ("add", "mul", "sub", "maximum")
 def modules(draw: st.DrawFn) -> Module:
     m = Module({}, {"T": (1, 64)})
     g = m.graphs["main"] = Graph("main")
-    values = [g.input(f"model.w.{i}" if i else "x", tensor(draw(st.sampled_from(["f32", "bf16"])), "T", 4), i > 0) for i in range(3)]
+    values = [
+        g.input(f"model.w.{i}" if i else "x", tensor(draw(st.sampled_from(["f32", "bf16"])), "T", 4), i > 0)
+        for i in range(3)
+    ]
     for i in range(draw(st.integers(0, 8))):
         b = Builder(g, OPS, loc=draw(st.sampled_from(["", "model.layers.0.mlp"])))
         name = draw(st.sampled_from([*UNARY, *BINARY, "slice", "cast", "constant"]))
@@ -132,7 +135,8 @@ def test_quantised_type_is_data() -> None:
     assert f.parts(t.shape)["scale"] == ("f16", (D(11008), D(32)))
     book = QFormat("nf4", "u4", (1, 64), "f32", table=(-1.0, 0.0, 1.0))
     assert parse_qformat(str(book)) == book
-    text = f"{f}\ngraph @g(%x: bf16[3, 256], %w: weight w4g128[8, 256]) {{\n  %y = linear(%x, %w) : bf16[3, 8]\n  return %y\n}}\n"
+    body = "graph @g(%x: bf16[3, 256], %w: weight w4g128[8, 256]) {\n  %y = linear(%x, %w) : bf16[3, 8]\n"
+    text = f"{f}\n{body}  return %y\n}}\n"
     assert show(parse(text, OPS)).split() == text.split()
 
 

@@ -55,7 +55,7 @@ def attention(
     window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
     """Attention over packed prompts: a sequence starts wherever a position does not follow its predecessor by one, and
-    tokens see only their own sequence. h is a multiple of g (grouped queries); window counts the query's own position."""
+    tokens see only their own sequence. h is a multiple of g (grouped queries); a window counts the query's position."""
     starts = np.concatenate([[True], np.diff(pos) != 1])
     segment = np.cumsum(starts)
     mask = visible(pos, pos, causal, window) & (segment[:, None] == segment[None])

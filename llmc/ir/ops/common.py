@@ -1,4 +1,4 @@
-"""What several op declarations share: broadcasting, axes and the numpy spelling of scalar primitives; declares no op."""
+"""What op declarations share: broadcasting, axes and the numpy spelling of scalar primitives; it declares no op."""
 
 from __future__ import annotations
 

@@ -19,7 +19,12 @@ def _linear_example(rng: Any) -> Any:
     return [rng.standard_normal((3, 5)).astype(np.float32), rng.standard_normal((7, 5)).astype(np.float32)], {}
 
 
-@op("(x: f[*b, k], w: fq[n, k]) -> x[*b, n]", flops="2*b*n*k", oracle="torch.nn.functional.linear", example=_linear_example)
+@op(
+    "(x: f[*b, k], w: fq[n, k]) -> x[*b, n]",
+    flops="2*b*n*k",
+    oracle="torch.nn.functional.linear",
+    example=_linear_example,
+)
 def linear(x: Any, w: Any) -> Any:
     """x @ w.T; a quantised w is dequantised by its format first."""
     return x @ w.T

@@ -22,16 +22,31 @@ def _layer(attrs: Mapping[str, Any]) -> E:
 
 
 def _drawn(weights: int) -> Any:
-    return lambda rng: ([rng.standard_normal(s).astype(np.float32) for s in ((3, 8), *((8,),) * weights)], {"eps": 1e-5})
+    return lambda rng: (
+        [rng.standard_normal(s).astype(np.float32) for s in ((3, 8), *((8,),) * weights)],
+        {"eps": 1e-5},
+    )
 
 
-@op("(x: f[*b, d], w: f[d]) -> x[*b, d]", flops="4*b*d", oracle="torch.nn.functional.rms_norm", scalar=_rms, example=_drawn(1))
+@op(
+    "(x: f[*b, d], w: f[d]) -> x[*b, d]",
+    flops="4*b*d",
+    oracle="torch.nn.functional.rms_norm",
+    scalar=_rms,
+    example=_drawn(1),
+)
 def rms_norm(x: Any, w: Any, *, eps: float) -> Any:
     """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, arXiv 1910.07467)."""
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * w
 
 
-@op("(x: f[*b, d], w: f[d], b: f[d]) -> x[*b, d]", flops="7*b*d", oracle="torch.nn.functional.layer_norm", scalar=_layer, example=_drawn(2))
+@op(
+    "(x: f[*b, d], w: f[d], b: f[d]) -> x[*b, d]",
+    flops="7*b*d",
+    oracle="torch.nn.functional.layer_norm",
+    scalar=_layer,
+    example=_drawn(2),
+)
 def layer_norm(x: Any, w: Any, b: Any, *, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * w + b, var being the biased variance (Ba et al. 2016, arXiv 1607.06450)."""
     centred = x - np.mean(x, -1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Pointwise ops: each is its scalar expression; numpy broadcasting, torch's dtype promotion; plus casts and constants."""
+"""Pointwise ops, each its scalar expression, with numpy broadcasting and torch's promotion; casts and constants."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def cast(x: Any, *, dtype: str) -> Any:
 @op("() -> dtype[size]", example=lambda rng: ([], {"size": 7, "dtype": "i64"}))
 def iota(*, size: Dim, dtype: str) -> Any:
     """0, 1, 2, ... size - 1."""
-    return np.arange(size)
+    return np.arange(int(size))
 
 
 def _fused_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
@@ -201,7 +201,7 @@ def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
 @op("(x: t[*s]) -> x[...]", infer=_broadcast_type, example=lambda rng: ([rng.random((3, 1))], {"shape": [2, 3, 5]}))
 def broadcast(x: Any, *, shape: Shape) -> Any:
     """x repeated along new and size-1 axes."""
-    return np.broadcast_to(x, shape)
+    return np.broadcast_to(x, tuple(map(int, shape)))
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

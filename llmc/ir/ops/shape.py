@@ -67,8 +67,8 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 )  # fmt: skip
 def slice_(x: Any, *, axis: int, start: Dim, stop: Dim, step: int = 1) -> Any:
     """Elements start, start + step, ... below stop along one axis (indices count from the front)."""
-    index = [np.s_[:]] * x.ndim
-    index[axis] = np.s_[start:stop:step]
+    index: list[Any] = [np.s_[:]] * x.ndim
+    index[axis] = np.s_[int(start) : int(stop) : step]
     return x[tuple(index)]
 
 

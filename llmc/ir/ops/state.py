@@ -31,7 +31,7 @@ def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
     """Lay the step's work out on one flat token axis: row i's qlens[i] tokens follow row i-1's. starts are their
     offsets; token_row and positions say of each flat token whose it is and where in its sequence (-1: padding)."""
     starts = np.concatenate([[0], np.cumsum(qlens)]).astype(np.int32)
-    token_row, positions = np.full(tokens, -1, np.int32), np.full(tokens, -1, np.int32)
+    token_row, positions = np.full(int(tokens), -1, np.int32), np.full(int(tokens), -1, np.int32)
     for i, row in enumerate(rows):
         if row >= 0:
             token_row[starts[i] : starts[i + 1]] = row
@@ -99,8 +99,8 @@ def _commit_example(rng: Any) -> Any:
 
 
 @op(
-    "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], qlens: i32[r], emit: i32[r],"
-    " ids: i32[r]) -> (t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
+    "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], qlens: i32[r],"
+    " emit: i32[r], ids: i32[r]) -> (t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
     writes=("tokens", "length", "counts"), bytes="32*r", example=_commit_example,
 )  # fmt: skip
 def row_commit(tokens: Any, length: Any, counts: Any, rows: Any, qlens: Any, emit: Any, ids: Any) -> Any:
