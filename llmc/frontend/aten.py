@@ -1,0 +1,72 @@
+"""The table: every aten overload (and our own traced ops) we can lower, each with its row. A model adds rows, no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Value
+
+from . import aten_math, aten_shape
+from .aten_math import Row
+from .lower import Call, IR_DTYPE
+
+
+def attention(
+    c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None
+) -> Value:
+    """[1,H,T,D] -> the op's [T,H,D] and back to [1,T,H,E]."""
+
+    def tokens_first(x: Value) -> Value:
+        y = c.transpose(x, (0, 2, 1, 3))
+        return c.reshape(y, y.type.shape[1:])
+
+    extra = () if sinks is None else (sinks,)
+    out = c.b.attention(
+        tokens_first(q),
+        tokens_first(k),
+        tokens_first(v),
+        c.positions,
+        *extra,
+        layer=layer,
+        scale=scale,
+        causal=True,
+        window=window,
+        softcap=softcap,
+    )
+    return c.reshape(out, c.shape)
+
+
+def moe(c: Call, x: Value, idx: Value, weights: Value, gate_up: Value, down: Value, act: str) -> Value:
+    return c.b.moe(x, idx, weights, gate_up, down, act=act)
+
+
+def rope_tables(
+    c: Call, inv_freq: Value, positions: Value, scaling: float, layout: str, dtype: Any
+) -> tuple[Value, ...]:
+    """Half-width tables, widened to the layout that the model's own rotation reads."""
+    flat = c.reshape(positions, (product(positions.type.shape),))
+    tables = c.b.rope_tables(inv_freq, flat, scaling=scaling, dtype=IR_DTYPE[dtype])
+    return tuple(c.reshape(_widen(c, x, layout), c.shape) for x in tables)
+
+
+def _widen(c: Call, x: Value, layout: str) -> Value:
+    if layout == "twice":
+        return c.b.concat(x, x, axis=1)
+    if layout == "pairs":
+        one = c.reshape(x, (*x.type.shape, Dim.of(1)))
+        return c.broadcast(one, (*x.type.shape, Dim.of(2)))
+    return x
+
+
+TABLE: Mapping[str, Row] = MappingProxyType(
+    {
+        **aten_math.ROWS,
+        **aten_shape.ROWS,
+        "llmc.attention.default": attention,
+        "llmc.moe.default": moe,
+        "llmc.rope_tables.default": rope_tables,
+    }
+)

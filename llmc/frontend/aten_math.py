@@ -1,0 +1,176 @@
+"""Rows of the aten table that compute: pointwise ops, reductions, norms and products; moving data is aten_shape's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc.ir.graph import Value
+
+from .lower import Call, Unsupported, axis_of
+
+Row = Callable[..., Any]
+
+
+def unary(name: str) -> Row:
+    return lambda c, x: getattr(c.b, name)(x)
+
+
+def binary(name: str) -> Row:
+    """x op y, where either may be a number."""
+
+    def row(c: Call, x: Any, y: Any, *, alpha: Any = 1) -> Value:
+        like = x if isinstance(x, Value) else y
+        x, y = c.value(x, like), c.value(y, like)
+        if alpha != 1:
+            y = c.b.mul(y, c.value(alpha, y))
+        return getattr(c.b, name)(x, y)
+
+    return row
+
+
+def rsub(c: Call, x: Value, y: Any, alpha: Any = 1) -> Value:
+    return binary("sub")(c, c.value(y, x), x if alpha == 1 else c.b.mul(x, c.value(alpha, x)))
+
+
+def pow_scalar(c: Call, x: Value, exponent: float) -> Value:
+    named = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    if exponent in named:
+        return getattr(c.b, named[exponent])(x)
+    return x if exponent == 1 else c.b.pow(x, c.value(exponent, x))
+
+
+def gelu(c: Call, x: Value, *, approximate: str = "none") -> Value:
+    return c.b.gelu_tanh(x) if approximate == "tanh" else c.b.gelu(x)
+
+
+def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
+    if low is not None:
+        x = c.b.maximum(x, c.value(low, x))
+    return x if high is None else c.b.minimum(x, c.value(high, x))
+
+
+def where(c: Call, cond: Value, x: Any, y: Any) -> Value:
+    return c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
+
+
+def masked_fill(c: Call, x: Value, mask: Value, value: Any) -> Value:
+    return c.b.where(mask, c.value(value, x), x)
+
+
+def reduce(name: str) -> Row:
+    """Over one axis or several; no axes means all of them."""
+
+    def row(c: Call, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+        if dtype is not None:
+            x = c.cast(x, c.type.dtype)
+        dims = [dim] if isinstance(dim, int) else list(range(x.type.rank)) if not dim else list(dim)
+        for axis in sorted({axis_of(x, d) for d in dims}, reverse=True):
+            x = getattr(c.b, name)(x, axis=axis - x.type.rank, keepdim=keepdim)
+        return x
+
+    return row
+
+
+def softmax(c: Call, x: Value, dim: int, dtype: Any = None) -> Value:
+    """`dtype` is cast to before the exponentials, as torch does."""
+    return c.b.softmax(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
+
+
+def topk(c: Call, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Value, ...]:
+    if axis_of(x, dim) != x.type.rank - 1 or not largest:
+        raise Unsupported("topk other than the largest of the last axis")
+    values, index = c.b.topk(x, k=k)
+    return values, index
+
+
+def cumsum(c: Call, x: Value, dim: int, *, dtype: Any = None) -> Value:
+    return c.b.cumsum(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
+
+
+def linear(c: Call, x: Value, w: Value, bias: Value | None = None) -> Value:
+    y = c.b.linear(x, w)
+    return y if bias is None else c.b.add(y, bias)
+
+
+def addmm(c: Call, bias: Value, x: Value, w: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    """gpt2's Conv1D: the weight is stored [in, out]."""
+    if beta != 1 or alpha != 1:
+        raise Unsupported(f"addmm with beta={beta}, alpha={alpha}")
+    return c.b.add(mm(c, x, w), bias)
+
+
+def mm(c: Call, x: Value, w: Value) -> Value:
+    return c.b.linear(x, c.transpose(w, (1, 0))) if w.weight else c.b.matmul(x, w)
+
+
+def matmul(c: Call, x: Value, y: Value) -> Value:
+    if y.type.rank == 2 and x.type.rank >= 2:
+        return c.b.linear(x, c.transpose(y, (1, 0)))
+    if x.type.rank != y.type.rank or x.type.rank < 3:
+        raise Unsupported(f"matmul of ranks {x.type.rank} and {y.type.rank}")
+    batch = c.shape[:-2]
+    return c.b.matmul(
+        c.broadcast(x, (*batch, *x.type.shape[-2:])), c.broadcast(y, (*batch, *y.type.shape[-2:]))
+    )
+
+
+def layer_norm(
+    c: Call, x: Value, shape: Any, w: Value | None = None, b: Value | None = None, eps: float = 1e-5, *_: Any
+) -> Value:
+    """A missing gain is ones, a missing bias zeros."""
+    return c.b.layer_norm(x, _filled(c, x, shape, w, 1.0), _filled(c, x, shape, b, 0.0), eps=eps)
+
+
+def rms_norm(c: Call, x: Value, shape: Any, w: Value | None = None, eps: float | None = None) -> Value:
+    if eps is None:
+        raise Unsupported("rms_norm without eps")
+    return c.b.rms_norm(x, _filled(c, x, shape, w, 1.0), eps=eps)
+
+
+def _filled(c: Call, x: Value, shape: Any, w: Value | None, value: float) -> Value:
+    if len(shape) != 1:
+        raise Unsupported(f"a norm over {len(shape)} axes")
+    return w if w is not None else c.broadcast(c.b.constant(value, x.type.dtype), x.type.shape[-1:])
+
+
+_UNARY = (
+    "abs", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "logical_not", "neg", "reciprocal", "relu", "rsqrt",
+    "sigmoid", "silu", "sin", "sqrt", "square", "tanh",
+)  # fmt: skip
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+
+ROWS: Mapping[str, Row] = MappingProxyType(
+    {
+        **{f"aten.{n}.default": unary(n) for n in _UNARY},
+        **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")},
+        **{f"aten.{n}.{kind}": binary(n) for n in _COMPARE for kind in ("Tensor", "Scalar")},
+        **{f"aten.{n}.default": binary(n) for n in ("maximum", "minimum", "logical_and", "logical_or")},
+        "aten.rsub.Scalar": rsub,
+        "aten.pow.Tensor_Scalar": pow_scalar,
+        "aten.pow.Tensor_Tensor": binary("pow"),
+        "aten.gelu.default": gelu,
+        "aten.clamp.default": clamp,
+        "aten.clamp_min.default": clamp,
+        "aten.where.self": where,
+        "aten.where.ScalarOther": where,
+        "aten.masked_fill.Scalar": masked_fill,
+        "aten.masked_fill.Tensor": masked_fill,
+        "aten.sum.dim_IntList": reduce("sum"),
+        "aten.mean.dim": reduce("mean"),
+        "aten.amax.default": reduce("amax"),
+        "aten.amin.default": reduce("amin"),
+        "aten.argmax.default": reduce("argmax"),
+        "aten.softmax.int": softmax,
+        "aten.topk.default": topk,
+        "aten.cumsum.default": cumsum,
+        "aten.linear.default": linear,
+        "aten.addmm.default": addmm,
+        "aten.mm.default": mm,
+        "aten.bmm.default": matmul,
+        "aten.matmul.default": matmul,
+        "aten.layer_norm.default": layer_norm,
+        "aten.rms_norm.default": rms_norm,
+    }
+)

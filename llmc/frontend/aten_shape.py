@@ -1,0 +1,207 @@
+"""Rows of the aten table that move, cut, join, convert or make data without computing on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Value
+
+from .aten_math import Row
+from .lower import Call, Unsupported, axis_of
+
+END = 2**63 - 1
+
+
+def same(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    return x
+
+
+def dropout(c: Call, x: Value, p: float, train: bool) -> Value:
+    if train and p:
+        raise Unsupported("dropout that is switched on")
+    return x
+
+
+def convert(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    """Any of the `to` family: the result's dtype is all that matters."""
+    return c.cast(x, c.type.dtype)
+
+
+def view(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    """Any of the ops that keep the elements in order: the result's shape is all that matters."""
+    return c.reshape(x, c.shape)
+
+
+def transpose(c: Call, x: Value, a: int, b: int) -> Value:
+    perm = list(range(x.type.rank))
+    a, b = axis_of(x, a), axis_of(x, b)
+    perm[a], perm[b] = perm[b], perm[a]
+    return c.transpose(x, perm)
+
+
+def t(c: Call, x: Value) -> Value:
+    return c.transpose(x, tuple(reversed(range(x.type.rank))))
+
+
+def permute(c: Call, x: Value, dims: Sequence[int]) -> Value:
+    return c.transpose(x, [axis_of(x, d) for d in dims])
+
+
+def expand(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    return c.broadcast(x, c.shape)
+
+
+def slice_(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Value:
+    axis = axis_of(x, dim)
+    whole = x.type.shape[axis]
+
+    def bound(v: Any, default: Dim) -> Dim:
+        if v is None or (isinstance(v, int) and v >= END):
+            return default
+        v = Dim.of(v)
+        if v.const is None or whole.const is None:
+            return v if v.const is None or v.const >= 0 else whole + v
+        return Dim.of(max(0, min(whole.const, v.const + (whole.const if v.const < 0 else 0))))
+
+    lo, hi = bound(start, Dim.of(0)), bound(end, whole)
+    if step == 1:
+        return c.part(x, axis, lo, hi)
+    return c.b.slice(x, axis=axis, start=lo, stop=hi, step=int(step))
+
+
+def select(c: Call, x: Value, dim: int, index: Any) -> Value:
+    axis, at = axis_of(x, dim), Dim.of(index)
+    if at.const is not None and at.const < 0:
+        at = x.type.shape[axis] + at
+    return c.reshape(c.part(x, axis, at, at + 1), c.shape)
+
+
+def pieces(c: Call, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ...]:
+    """chunk and split: the results' own sizes say where to cut."""
+    axis, at, out = axis_of(x, dim), Dim.of(0), []
+    for ty in c.types:
+        out.append(c.part(x, axis, at, at + ty.shape[axis]))
+        at = at + ty.shape[axis]
+    return tuple(out)
+
+
+def unbind(c: Call, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    axis = axis_of(x, dim)
+    return tuple(c.reshape(c.part(x, axis, i, i + 1), ty.shape) for i, ty in enumerate(c.types))
+
+
+def cat(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
+    return xs[0] if len(xs) == 1 else c.b.concat(*xs, axis=axis_of(xs[0], dim))
+
+
+def stack(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
+    axis = axis_of(c.type, dim)
+    one = (*c.shape[:axis], Dim.of(1), *c.shape[axis + 1 :])
+    return c.b.concat(*[c.reshape(x, one) for x in xs], axis=axis)
+
+
+def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:
+    if dim is None or not isinstance(repeats, int):
+        raise Unsupported("repeat_interleave without one axis and one count")
+    axis, shape = axis_of(x, dim), x.type.shape
+    pre, post = shape[: axis + 1], shape[axis + 1 :]
+    wide = c.broadcast(c.reshape(x, (*pre, Dim.of(1), *post)), (*pre, Dim.of(repeats), *post))
+    return c.reshape(wide, c.shape)
+
+
+def embedding(c: Call, w: Value, index: Value, *_: Any) -> Value:
+    return c.b.take(w, index)
+
+
+def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
+    """x[:, idx] with unit axes in front of the indexed one: rows of x."""
+    given = [(i, v) for i, v in enumerate(indices) if v is not None]
+    if len(given) != 1 or given[0][1].type.dtype == "bool":
+        raise Unsupported("an index other than one integer tensor")
+    axis, at = given[0]
+    if product(x.type.shape[:axis]).const != 1:
+        raise Unsupported(f"an index along axis {axis} behind axes of size {list(map(str, x.type.shape[:axis]))}")
+    return c.reshape(c.b.take(c.reshape(x, x.type.shape[axis:]), at), c.shape)
+
+
+def index_select(c: Call, x: Value, dim: int, at: Value) -> Value:
+    return index(c, x, [*[None] * axis_of(x, dim), at])
+
+
+def gather(c: Call, x: Value, dim: int, at: Value, **_: Any) -> Value:
+    return c.b.gather(x, at, axis=axis_of(x, dim))
+
+
+def arange(c: Call, *args: Any, **_: Any) -> Value:
+    start, stop, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+    if step != 1:
+        raise Unsupported(f"arange with step {step}")
+    counted = c.b.iota(size=Dim.of(stop) - Dim.of(start), dtype=c.type.dtype)
+    return counted if start == 0 else c.b.add(counted, c.value(start, counted))
+
+
+def full(c: Call, _: Any, value: Any, **__: Any) -> Value:
+    return c.broadcast(c.value(value, c.type), c.shape)
+
+
+def zeros(c: Call, *_: Any, **__: Any) -> Value:
+    return c.broadcast(c.value(0, c.type), c.shape)
+
+
+def ones(c: Call, *_: Any, **__: Any) -> Value:
+    return c.broadcast(c.value(1, c.type), c.shape)
+
+
+_VIEWS = (
+    "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
+    "unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default",
+)  # fmt: skip
+_SAME = ("alias.default", "detach.default", "detach_.default", "contiguous.default", "clone.default", "lift_fresh_copy.default")
+_CONVERT = (
+    "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default", "float.default",
+)  # fmt: skip
+
+# In-place ops on any of these would change their source too.
+ALIASES = frozenset(
+    f"aten.{n}"
+    for n in (*_VIEWS, *_SAME[:3], "transpose.int", "t.default", "permute.default", "expand.default", "slice.Tensor",
+              "select.int", "chunk.default", "split.Tensor", "split_with_sizes.default", "unbind.int")
+)  # fmt: skip
+
+ROWS: Mapping[str, Row] = MappingProxyType(
+    {
+        **{f"aten.{n}": view for n in _VIEWS},
+        **{f"aten.{n}": same for n in _SAME},
+        **{f"aten.{n}": convert for n in _CONVERT},
+        "aten.dropout.default": dropout,
+        "aten.transpose.int": transpose,
+        "aten.t.default": t,
+        "aten.permute.default": permute,
+        "aten.expand.default": expand,
+        "aten.slice.Tensor": slice_,
+        "aten.select.int": select,
+        "aten.chunk.default": pieces,
+        "aten.split.Tensor": pieces,
+        "aten.split_with_sizes.default": pieces,
+        "aten.unbind.int": unbind,
+        "aten.cat.default": cat,
+        "aten.stack.default": stack,
+        "aten.repeat_interleave.self_int": repeat_interleave,
+        "aten.embedding.default": embedding,
+        "aten.index.Tensor": index,
+        "aten.index_select.default": index_select,
+        "aten.gather.default": gather,
+        "aten.arange.default": arange,
+        "aten.arange.start": arange,
+        "aten.full.default": full,
+        "aten.full_like.default": full,
+        "aten.scalar_tensor.default": lambda c, v, **_: c.value(v, c.type),
+        "aten.zeros.default": zeros,
+        "aten.zeros_like.default": zeros,
+        "aten.ones.default": ones,
+        "aten.ones_like.default": ones,
+    }
+)

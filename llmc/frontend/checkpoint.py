@@ -1,0 +1,159 @@
+"""The weights of a traced model, read by name and row from its folder; checked as a whole at opening, never loaded whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from llmc.diagnostics import Diagnostic
+
+from .hf import Traced, WeightInfo
+from .names import resolve
+from .parts import Part
+from .tensors import NUMPY, STORED, TensorFiles, some
+
+# What old versions of transformers saved although it can be computed: causal masks and rotary frequencies.
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)attn\.(masked_)?bias$|(^|\.)position_ids$")
+
+
+class Checkpoint:
+    """Reads the weights of @main. Use it as a context manager, or call `close`.
+
+    Opening reads headers only and raises Diagnostic E320-E327: no files, damaged files, a wrong index, tensors that are
+    missing, unexpected, of another shape or of a dtype that is no float, a tied pair that differs."""
+
+    def __init__(self, traced: Traced, folder: Path | None = None):
+        self.traced = traced
+        self._tensors = TensorFiles(folder or traced.source.folder)
+        parts = resolve(traced.model, self._tensors.tensors)
+        self._parts = self._located(parts)
+        self._check_extra(parts)
+        for name, part in self._parts.items():
+            _check_shape(traced.weights[name], part)
+            _check_dtypes(name, part)
+        self._check_tied(parts)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every weight input of @main, computed buffers included."""
+        return tuple(self.traced.weights)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights, for hashing."""
+        return self._tensors.files
+
+    def where(self, name: str) -> str:
+        """The stored tensors that a weight comes from, in words."""
+        if name in self.traced.buffers:
+            return "computed"
+        stored = list(self._parts[name].stored())
+        return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(d.const or 0) for d in self.traced.weights[name].type.shape)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Rows of the first axis (all by default) in the dtype that the graph gives the weight; a new array.
+
+        Only these rows are read (a transposed weight is read whole). KeyError for an unknown name."""
+        want = NUMPY[self.traced.weights[name].type.dtype]
+        shape = self.shape(name)
+        start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
+        if step != 1:
+            raise ValueError(f"rows of {name} with step {step}: only contiguous rows can be read")
+        if name in self.traced.buffers:
+            value = np.asarray(self.traced.buffers[name])
+            return np.array(value[start:stop] if shape else value, dtype=want)
+        return self._parts[name].read(self._tensors, start, max(start, stop)).astype(want, copy=False)
+
+    def _located(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
+        """Each stored weight's part, under its own name or one that it is tied to."""
+        aliases: dict[str, list[str]] = {}
+        for other, owner in self.traced.tied.items():
+            aliases.setdefault(owner, []).append(other)
+        found: dict[str, Part] = {}
+        missing = []
+        for name in self.traced.weights:
+            if name in self.traced.buffers:
+                continue
+            at = next((n for n in (name, *aliases.get(name, ())) if n in parts), None)
+            if at is None:
+                missing.append(name)
+            else:
+                found[name] = parts[at]
+        if missing:
+            have = len(self._tensors.tensors)
+            raise Diagnostic(
+                "E323",
+                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: {some(missing)} "
+                f"(the files hold {have} tensors)",
+                "fetch the whole checkpoint; config.json and weights must be of one model",
+            )
+        return MappingProxyType(found)
+
+    def _check_extra(self, parts: Mapping[str, Part]) -> None:
+        model = self.traced.model
+        ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+        known = set(model.state_dict()) | set(self.traced.tied)
+        extra = sorted(n for n in parts if n not in known and not any(r.search(n) for r in ignored))
+        if extra:
+            raise Diagnostic(
+                "E324",
+                f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: {some(extra)}",
+                "config.json and weights must be of one model; check its sizes and options",
+            )
+
+    def _check_tied(self, parts: Mapping[str, Part]) -> None:
+        """A config that ties two weights beside a checkpoint that stores two different ones: look at a few rows."""
+        for other, owner in self.traced.tied.items():
+            if other not in parts or owner not in parts or parts[other] is parts[owner]:
+                continue
+            a, b = parts[owner], parts[other]
+            if a.shape != b.shape or not all(
+                np.array_equal(a.read(self._tensors, r, r + 1), b.read(self._tensors, r, r + 1))
+                for r in _sample(a.shape[0])
+            ):
+                raise Diagnostic(
+                    "E327",
+                    f"config.json ties {other} to {owner}, but the checkpoint stores two different tensors",
+                    "set tie_word_embeddings to false in config.json",
+                )
+
+
+def _sample(rows: int) -> Iterable[int]:
+    return sorted({i * (rows - 1) // 15 for i in range(16)})
+
+
+def _check_shape(weight: WeightInfo, part: Part) -> None:
+    want = tuple(d.const for d in weight.type.shape)
+    if part.shape != want:
+        raise Diagnostic(
+            "E325",
+            f"{weight.name} is {list(part.shape)} in the checkpoint and {list(want)} by config.json",
+            "config.json and weights must be of one model; check hidden_size, vocab_size and the head counts",
+            loc=weight.module,
+        )
+
+
+def _check_dtypes(name: str, part: Part) -> None:
+    for t in part.stored():
+        if t.dtype not in STORED:
+            raise Diagnostic(
+                "E326",
+                f"{name} is stored as {t.dtype} in {t.file.name}; float weights are wanted ({', '.join(STORED)})",
+                "compile the original unquantised checkpoint",
+            )

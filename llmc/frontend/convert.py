@@ -1,0 +1,209 @@
+"""From an exported torch graph to one IR graph, node by node through the aten table; it knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Builder, Graph, Module, Value
+from llmc.ir.ops import OPS
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type, tensor
+
+from .aten import TABLE
+from .aten_math import Row
+from .aten_shape import ALIASES
+from .export import Exported
+from .lower import Call, Sizes, Unsupported
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The module (one graph, @main), its weights' names in order of use, and tied names -> the name that stands for them."""
+
+    module: Module
+    weights: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
+def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
+    """Graph @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
+
+    Raises Diagnostic E310 (an op without a row) and E311 (arguments that a row does not cover)."""
+    nodes = exported.program.graph.nodes
+    needed = _needed(nodes)
+    lowering = _Lowering(exported, needed, table)
+    for n in nodes:
+        if n in needed:
+            lowering.node(n)
+    graph = lowering.graph
+    for dead in list(reversed(graph.nodes)):
+        if not graph.is_used(dead):
+            graph.erase(dead)
+    symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
+    weights = tuple(v.name for v in graph.inputs if v.weight)
+    return Converted(Module({graph.name: graph}, symbols), weights, lowering.tied)
+
+
+def _needed(nodes: Any) -> set[Any]:
+    """Nodes that the output depends on, and in-place ops on what it depends on; packing detection falls away."""
+    needed: set[Any] = set()
+    for n in reversed(nodes):
+        if n.op == "output" or _in_place(n):
+            needed.add(n)
+        if n in needed:
+            needed.update(n.all_input_nodes)
+    return needed
+
+
+def _in_place(n: Any) -> bool:
+    return n.op == "call_function" and str(n.target).startswith("aten.") and str(n.target).split(".")[1].endswith("_")
+
+
+class _Lowering:
+    """One conversion: torch's nodes to IR values. Symbolic sizes are Dims, several results a tuple."""
+
+    def __init__(self, exported: Exported, needed: set[Any], table: Mapping[str, Row]):
+        self.exported, self.table = exported, table
+        self.graph = Graph("main")
+        self.env: dict[Any, Any] = {}
+        model, signature = exported.model, exported.program.graph_signature
+        self.specs = {s.arg.name: s for s in signature.input_specs}
+        self.tied = tied_names(model)
+        placeholders = {n.name: n for n in exported.program.graph.nodes if n.op == "placeholder"}
+        ids, last = placeholders["input_ids"], placeholders["logits_to_keep"]
+        names = {ids.meta["val"].shape[1].node.expr: "T", last.meta["val"].shape[0].node.expr: "R"}
+        self.sizes = Sizes(names)
+        self.inputs = {
+            "input_ids": self.graph.input("tokens", tensor("i32", "T")),
+            "position_ids": self.graph.input("positions", tensor("i32", "T")),
+            "logits_to_keep": self.graph.input("last", tensor("i32", "R")),
+        }
+        self.weights: dict[str, Value] = {}
+
+    def node(self, n: Any) -> None:
+        if n.op == "placeholder":
+            self.env[n] = self._placeholder(n)
+        elif n.op == "output":
+            self._output(n)
+        elif n.op == "call_function":
+            self.env[n] = self._call(n)
+        else:
+            raise Diagnostic("E310", f"{n.op} {n.target} cannot be lowered", _REPORT, loc=_loc(n)[0])
+
+    def _placeholder(self, n: Any) -> Any:
+        fake = n.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            return fake
+        if n.name in self.inputs:
+            v = self.inputs[n.name]
+            if fake.dim() == 2:
+                return Builder(self.graph, OPS).reshape(v, shape=self.sizes.shape(fake.shape))
+            return v
+        target = self.specs[n.name].target
+        name = self.tied.get(target, target)
+        if name not in self.weights:
+            self.weights[name] = self.graph.input(name, self.sizes.type(fake), weight=True)
+        return self.weights[name]
+
+    def _output(self, n: Any) -> None:
+        (logits,) = (x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None)
+        v = self.env[logits]
+        shape = v.type.shape[1:] if v.type.rank == 3 else v.type.shape
+        call = Call(Builder(self.graph, OPS), (v.type,), self.inputs["position_ids"])
+        self.graph.outputs = [call.reshape(v, shape)]
+
+    def _call(self, n: Any) -> Any:
+        fake = n.meta.get("val")
+        if isinstance(fake, torch.SymInt):
+            return self.sizes.dim(fake)
+        if isinstance(fake, int | float | bool):
+            return fake
+        name = str(n.target)
+        if n.target.__name__ == "getitem":
+            return self.env[n.args[0]][n.args[1]]
+        loc, module = _loc(n)
+        row = self.table.get(_functional(name) if _in_place(n) else name)
+        if row is None:
+            raise _no_row(name, loc, module)
+        types = tuple(self.sizes.type(f) for f in (fake if isinstance(fake, list | tuple) else [fake]))
+        call = Call(Builder(self.graph, OPS, loc=loc), types, self.inputs["position_ids"])
+        result = self._apply(call, row, n, name, loc)
+        if _in_place(n):
+            self._check_in_place(n, name, loc)
+            self.env[n.args[0]] = result
+        return result
+
+    def _apply(self, call: Call, row: Row, n: Any, name: str, loc: str) -> Any:
+        try:
+            out = row(call, *[self._value(a) for a in n.args], **{k: self._value(a) for k, a in n.kwargs.items()})
+            values = out if isinstance(out, tuple) else (out,)
+            fixed = tuple(_fit(call, v, t) for v, t in zip(values, call.types, strict=True))
+        except (Unsupported, Mismatch, TypeError) as e:
+            raise Diagnostic(
+                "E311", f"{name}: {e}", f"widen its row in llmc/frontend/aten_*.py, or {_REPORT}", loc=loc
+            ) from e
+        return fixed if isinstance(out, tuple) else fixed[0]
+
+    def _value(self, a: Any) -> Any:
+        if isinstance(a, torch.fx.Node):
+            return self.env[a]
+        if isinstance(a, list | tuple):
+            return [self._value(x) for x in a]
+        return a
+
+    def _check_in_place(self, n: Any, name: str, loc: str) -> None:
+        """Writing through or under a view would change a second value, which a functional graph cannot say."""
+        target = n.args[0]
+        views = [target, *(u for u in target.users if u is not n)]
+        if any(str(v.target) in ALIASES for v in views):
+            raise Diagnostic("E311", f"{name}: it writes into a view", _REPORT, loc=loc)
+
+
+def _fit(call: Call, v: Value, want: Type) -> Value:
+    """The row's result in torch's dtype; its shape must already be right."""
+    if v.type.shape != want.shape:
+        raise Unsupported(f"the row gave {v.type}, torch says {want}")
+    return call.cast(v, want.dtype)
+
+
+def _functional(name: str) -> str:
+    """aten.div_.Tensor -> aten.div.Tensor"""
+    space, op, overload = name.split(".")
+    return f"{space}.{op.removesuffix('_')}.{overload}"
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Parameter name -> the first name of the same parameter, for names that are not the first."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (owner := first.setdefault(id(p), name)) != name:
+            tied[name] = owner
+    return tied
+
+
+def _loc(n: Any) -> tuple[str, str]:
+    """(module path, module class) of a node."""
+    stack = n.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    path, cls = list(stack.values())[-1]
+    return path, cls if isinstance(cls, str) else cls.__name__
+
+
+_REPORT = "report the model and this message"
+
+
+def _no_row(name: str, loc: str, module: str) -> Diagnostic:
+    known = "llmc/frontend/aten_math.py (it computes) or aten_shape.py (it moves data)"
+    return Diagnostic(
+        "E310",
+        f"{name} ({module.rsplit('.', 1)[-1] or 'top level'}) has no row in the aten table",
+        f'add one line to ROWS in {known}: "{name}": lambda c, x: c.b.OP(x), with an op that `llmc ops` lists',
+        loc=loc,
+    )

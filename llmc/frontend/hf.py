@@ -1,0 +1,169 @@
+"""A Hugging Face folder in, a traced model out: the IR graph and the facts of its config. Weights stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Module
+from llmc.ir.types import Type
+
+from .source import Source, open_source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FLOATS = ("f32", "bf16", "f16")
+
+# What a user may set per request; other keys of generation_config.json concern transformers alone.
+GENERATION_KEYS = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rest of the compiler needs of a config.
+
+    dtype: of the compiled weights and activations. stored_dtype: what config.json says. windows: the sliding window of
+    each attention layer in order (0: none). generation: the defaults that a user may override."""
+
+    model_type: str
+    architecture: str
+    dtype: str
+    stored_dtype: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    generation: Mapping[str, Any]
+    windows: tuple[int, ...]
+    heads: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """A weight of the graph: its type there, the module that owns it, and that module's class."""
+
+    name: str
+    type: Type
+    module: str
+    module_class: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model. `weights`: every weight input of @main by name. `buffers`: those that are computed, not stored
+    (float32 arrays). `tied`: state-dict name -> the name that stands for it. `model`: the transformers module on the
+    meta device, for its loading rules; it holds no bytes."""
+
+    source: Source
+    module: Module
+    facts: Facts
+    weights: Mapping[str, WeightInfo]
+    buffers: Mapping[str, np.ndarray]
+    tied: Mapping[str, str]
+    model: Any
+
+
+def trace(
+    path: str | Path,
+    dtype: str | None = None,
+    max_positions: int | None = None,
+    max_tokens: int = 131072,
+    max_rows: int = 1024,
+) -> Traced:
+    """Trace the model of a folder. No weight is read.
+
+    dtype: "f32", "bf16" or "f16" (default: config.json's). max_positions: the longest sequence to serve (default: the
+    config's own limit); it decides which frequencies a longrope model gets. max_tokens, max_rows: bounds of T and R.
+    Raises Diagnostic E301-E311.
+    """
+    from . import convert, export
+
+    source = open_source(path)
+    config = export.load_config(source)
+    text = config.get_text_config()
+    stored = _stored_dtype(text)
+    dtype = dtype or stored
+    if dtype not in FLOATS:
+        raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
+    limit = _limit(text)
+    if max_positions is not None and max_positions > limit and not _extrapolates(text):
+        raise Diagnostic(
+            "E305",
+            f"{max_positions} positions were asked for; {source.model_type}'s config allows {limit}",
+            f"use at most {limit}",
+        )
+    longest = max_positions or limit
+    exported = export.export_model(config, dtype, longest, max_tokens, max_rows)
+    converted = convert.convert(exported)
+    return Traced(
+        source,
+        converted.module,
+        _facts(source, text, converted.module, type(exported.model).__name__, dtype, stored, longest),
+        MappingProxyType(_weights(converted.module, exported.model)),
+        exported.buffers,
+        MappingProxyType(dict(converted.tied)),
+        exported.model,
+    )
+
+
+def _stored_dtype(config: Any) -> str:
+    names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+    return names.get(str(config.dtype).removeprefix("torch."), "f32")
+
+
+def _limit(config: Any) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit:
+        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add the longest sequence it was made for")
+    return int(limit)
+
+
+def _extrapolates(config: Any) -> bool:
+    """Rotary models have no table that ends; learned positions do."""
+    return bool(getattr(config, "rope_parameters", None))
+
+
+def _weights(module: Module, model: Any) -> dict[str, WeightInfo]:
+    out = {}
+    for v in module.graphs["main"].inputs:
+        if v.weight:
+            path = v.name.rpartition(".")[0]
+            out[v.name] = WeightInfo(v.name, v.type, path, type(model.get_submodule(path)).__name__)
+    return out
+
+
+def _facts(
+    source: Source, config: Any, module: Module, architecture: str, dtype: str, stored: str, longest: int
+) -> Facts:
+    layers = sorted((n for n in module.graphs["main"].nodes if n.op.name == "attention"), key=lambda n: n.attrs["layer"])
+    generation = dict(source.generation)
+    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
+    ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    return Facts(
+        model_type=source.model_type,
+        architecture=architecture,
+        dtype=dtype,
+        stored_dtype=stored,
+        vocab_size=int(config.vocab_size),
+        max_positions=longest,
+        eos_token_ids=tuple(int(i) for i in ids),
+        bos_token_id=generation.get("bos_token_id", getattr(config, "bos_token_id", None)),
+        pad_token_id=generation.get("pad_token_id", getattr(config, "pad_token_id", None)),
+        generation=MappingProxyType({k: v for k in GENERATION_KEYS if (v := generation.get(k)) is not None}),
+        windows=tuple(n.attrs["window"] for n in layers),
+        heads=tuple(_heads(n) for n in layers),
+    )
+
+
+def _heads(n: Any) -> tuple[int, int, int, int]:
+    """(query heads, key heads, key width, value width) of an attention node."""
+    q, k, v = (x.type.shape for x in n.operands[:3])
+    return int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)

@@ -1,0 +1,142 @@
+"""How a weight is put together from stored tensors: stacks, joins, swaps and cuts that can be read row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .tensors import Stored, TensorFiles
+
+
+class Part(Protocol):
+    """A weight or a piece of one: a shape, and rows of its first axis on demand."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray: ...
+
+    def stored(self) -> Iterator[Stored]: ...
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A stored tensor as it is."""
+
+    tensor: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        return files.read(self.tensor, start, stop)
+
+    def stored(self) -> Iterator[Stored]:
+        yield self.tensor
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Parts of one shape along a new first axis (experts)."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        return np.stack([p.read(files, 0, p.shape[0]) for p in self.parts[start:stop]])
+
+    def stored(self) -> Iterator[Stored]:
+        for p in self.parts:
+            yield from p.stored()
+
+
+@dataclass(frozen=True)
+class Join:
+    """Parts one after the other along an axis (gate and up)."""
+
+    parts: tuple[Part, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        total = sum(p.shape[self.axis] for p in self.parts)
+        first = self.parts[0].shape
+        return (*first[: self.axis], total, *first[self.axis + 1 :])
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        if self.axis:
+            return np.concatenate([p.read(files, start, stop) for p in self.parts], self.axis)
+        out, at = [], 0
+        for p in self.parts:
+            lo, hi = max(start - at, 0), min(stop - at, p.shape[0])
+            if lo < hi:
+                out.append(p.read(files, lo, hi))
+            at += p.shape[0]
+        return np.concatenate(out) if out else np.empty((0, *self.shape[1:]))
+
+    def stored(self) -> Iterator[Stored]:
+        for p in self.parts:
+            yield from p.stored()
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A part with two axes exchanged. Swapping the first axis reads the whole part for any rows."""
+
+    part: Part
+    a: int
+    b: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        s = list(self.part.shape)
+        s[self.a], s[self.b] = s[self.b], s[self.a]
+        return tuple(s)
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        if self.a and self.b:
+            return np.swapaxes(self.part.read(files, start, stop), self.a, self.b)
+        whole = np.swapaxes(self.part.read(files, 0, self.part.shape[0]), self.a, self.b)
+        return np.ascontiguousarray(whole[start:stop])
+
+    def stored(self) -> Iterator[Stored]:
+        yield from self.part.stored()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A range of a part along an axis (one of the tensors that a checkpoint stores fused)."""
+
+    part: Part
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        s = list(self.part.shape)
+        s[self.axis] = self.stop - self.start
+        return tuple(s)
+
+    def read(self, files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        if self.axis == 0:
+            return self.part.read(files, self.start + start, self.start + stop)
+        rows = self.part.read(files, start, stop)
+        return np.ascontiguousarray(rows[(np.s_[:],) * self.axis + (np.s_[self.start : self.stop],)])
+
+    def stored(self) -> Iterator[Stored]:
+        yield from self.part.stored()
+
+
+def cuts(part: Part, count: int, axis: int) -> Sequence[Part]:
+    """`count` pieces of one size along an axis, as torch.chunk cuts them (the last may be shorter)."""
+    size = -(-part.shape[axis] // count)
+    whole = part.shape[axis]
+    return [Cut(part, axis, i * size, min((i + 1) * size, whole)) for i in range(count) if i * size < whole]
