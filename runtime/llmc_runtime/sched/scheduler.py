@@ -37,6 +37,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._step: Step | None = None  # planned, neither committed nor rolled back
+        self._planned: list[Request] = []  # beside the work of _step, in its order
         self._empty()
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
@@ -131,8 +133,7 @@ class Scheduler:
         self.pool = PagePool(config.num_pages)
         self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._step: Step | None = None  # planned, neither committed nor rolled back
-        self._planned: list[Request] = []  # beside the work of _step, in its order
+        self._step, self._planned = None, []
 
     def _take_step(self) -> tuple[Step, list[Request]]:
         if self._step is None:

@@ -100,6 +100,9 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: Sequence[float]
 
 
+LogprobsTuple = tuple[float, int, Sequence[int], Sequence[float]]
+
+
 @dataclass(slots=True)
 class StepOutput:
     """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted."""
@@ -121,6 +124,9 @@ class Step:
         """Tokens over all rows, the T of the step's program."""
         return sum(work.num_tokens for work in self.work)
 
-    def reply(self, tokens: list[int | None], logprobs: list[TokenLogprobs | None] | None = None) -> StepOutput:
-        """The answer to this step, for executors that import nothing from here; no logprobs means none wanted."""
-        return StepOutput(tokens, logprobs if logprobs is not None else [None] * len(tokens))
+    def reply(self, tokens: list[int | None], logprobs: Sequence[LogprobsTuple | None] | None = None) -> StepOutput:
+        """The answer to this step, for executors that import nothing from here: plain tuples in TokenLogprobs' order;
+        no logprobs at all means none wanted."""
+        if logprobs is None:
+            return StepOutput(tokens, [None] * len(tokens))
+        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs])

@@ -1,0 +1,84 @@
+"""Full audits of a scheduler and a fake device between two steps: slow, so the simulator samples them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from llmc_runtime.device.fake import FakeExecutor
+from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.sched.request import Status
+from llmc_runtime.sched.scheduler import Scheduler
+
+from tests.runtime.oracle import Expected
+
+
+def audit(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
+    """AssertionError where pages, rows, queues or the device's content are not what the live requests imply."""
+    audit_pages(scheduler.pool, [request.pages for request in scheduler.running])
+    audit_prefixes(scheduler)
+    audit_queues(scheduler, expected)
+    audit_device(scheduler, device, expected)
+
+
+def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
+    """References are exactly those of the tables; every other page is free, once, and all links agree."""
+    used = Counter(page for table in tables for page in table)
+    assert all(len(set(table)) == len(table) for table in tables), "a table lists a page twice"
+    assert pool.refs == [used[page] for page in range(pool.num_pages)], f"references {pool.refs}, tables {tables}"
+    free = pool.free_list()
+    assert sorted(free) == [page for page in range(pool.num_pages) if not used[page]], f"free list {free}"
+    assert len(free) == pool.num_free, f"{len(free)} free pages, counted {pool.num_free}"
+    kept = [pool.kept[page] for page in free]
+    assert kept == sorted(kept), "a page with a prefix goes before one without"
+    end, links = pool.num_pages, [pool.num_pages, *free, pool.num_pages]
+    for before, after in pairwise(links):
+        assert pool._next[before] == after and pool._prev[after] == before, f"links around {before % (end + 1)}"
+
+
+def audit_prefixes(scheduler: Scheduler) -> None:
+    """What is published is kept, and what is kept is published; private pages are in one table only."""
+    held, pool = scheduler.prefix.held(), scheduler.pool
+    assert sorted(held) == [page for page in range(pool.num_pages) if pool.kept[page]], "kept pages are not those held"
+    assert {digest for digest, _ in held.values()} == set(scheduler.prefix._page), "digests"
+    assert all(pool.refs[page] <= 1 or page in held for page in range(pool.num_pages)), "an unpublished page is shared"
+    size = scheduler.config.page_size
+    for request in scheduler.running:
+        assert request.num_published * size <= request.num_computed, f"{request.id} published what is not computed"
+        for index, page in enumerate(request.pages):
+            if page in held:
+                own = tuple(request.tokens[index * size : (index + 1) * size])
+                assert held[page] == (request.chain[index + 1], own), f"{request.id}: page {page} holds another prefix"
+
+
+def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
+    """Every live request is in one queue, in order, with a row where it runs and nothing where it waits."""
+    running, waiting, config = scheduler.running, scheduler.waiting, scheduler.config
+    assert {r.id for r in running + waiting} == set(scheduler.requests) == set(expected), "live requests"
+    assert len(running) + len(waiting) == len(expected), "a request is in two queues"
+    for queue in (running, waiting):
+        assert all(a.key < b.key for a, b in pairwise(queue)), "a queue is out of order"
+    if config.policy == "fcfs" and running and waiting:
+        assert running[-1].key < waiting[0].key, "a later request overtook an earlier one"
+    assert sorted([r.row for r in running] + scheduler.free_rows) == list(range(config.max_num_seqs)), "rows"
+    for request in running:
+        assert request.status is Status.RUNNING and len(request.pages) == len(set(request.pages))
+        assert request.num_computed < len(request.tokens) <= request.limit - 1 <= config.pool_tokens
+        assert len(request.pages) >= config.pages_for(request.num_computed)
+    for request in waiting:
+        assert request.status in (Status.WAITING, Status.PREEMPTED)
+        assert not request.pages and request.row == -1 and not request.num_computed
+
+
+def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
+    """Rows on the device are what the host believes, and all their KV is that of the true prefix."""
+    size = device.page_size
+    for request in scheduler.running:
+        row = device.rows[request.row]
+        assert row is not None and row.tokens == request.tokens, f"{request.id}: tokens on the device"
+        assert row.length == request.num_computed, f"{request.id}: {row.length} computed, not {request.num_computed}"
+        assert row.table == request.pages, f"{request.id}: the page table on the device"
+        chain = expected[request.id].chain
+        for position in range(row.length):
+            slot = row.table[position // size] * size + position % size
+            assert device._kv[slot] == chain[position + 1], f"{request.id}: KV at position {position}"

@@ -1,0 +1,49 @@
+"""What a request must answer, computed from its true prefix alone: no scheduler, no pages, no batch."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from llmc_runtime.device.fake import ROOT, draw, link
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.request import Request
+
+
+class Expected:
+    """The answer of one request on the fake device, token by token."""
+
+    __slots__ = ("chain", "config", "num_prompt", "request", "tokens")
+
+    def __init__(self, request: Request, config: SchedulerConfig) -> None:
+        self.request, self.config = request, config
+        self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.chain = list(accumulate(self.tokens, link, initial=ROOT))  # one more than tokens: chain[0] is the root
+
+    def next(self) -> tuple[int, str | None, int | None]:
+        """The next token, and the finish and stop reasons if it is the last."""
+        chain, length, request = self.chain, len(self.tokens), self.request
+        head = chain[length]
+        earlier = chain[head % length + 1]
+        token = draw(head, earlier, self.num_prompt, length, request.row_params, self.config.vocab_size)
+        self.tokens.append(token)
+        chain.append(link(head, token))
+        return (token, *self._finish(token))
+
+    def _finish(self, token: int) -> tuple[str | None, int | None]:
+        params, config = self.request.params, self.config
+        generated = len(self.tokens) - self.num_prompt
+        if generated >= params.min_tokens:
+            if token in config.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        if generated == params.max_tokens or len(self.tokens) == self.longest():
+            return "length", None
+        return None, None
+
+    def longest(self) -> int:
+        """Tokens that the sequence may have at most."""
+        config, asked = self.config, self.request.params.max_tokens
+        room = min(config.max_model_len, config.num_pages * config.page_size + 1)
+        return room if asked is None else min(room, self.num_prompt + asked)

@@ -1,0 +1,287 @@
+"""The simulator: millions of scheduler steps on the fake device, under invariants; any seed replays.
+
+    python -m tests.runtime.simulator --steps 1000000 --jobs 2 [--seed N]
+
+A run is a row of episodes; an episode is one world (sizes, load, faults) drawn from its own seed, ended at idle. A
+failure prints the command that replays its episode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from llmc_runtime.device.fake import FakeExecutor, FaultyExecutor
+from llmc_runtime.engine import Engine
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.request import RequestDelta
+from llmc_runtime.sched.scheduler import Scheduler
+
+from tests.runtime.audit import audit
+from tests.runtime.oracle import Expected
+from tests.runtime.world import draw_world
+
+EPISODE = 1500  # steps with arrivals
+AUDIT_EVERY = 20  # steps between full audits, on average
+
+
+class SimulationFailure(AssertionError):
+    """An invariant broke in the episode of this seed."""
+
+    def __init__(self, seed: int, step: int, cause: BaseException) -> None:
+        super().__init__(seed, step, cause)
+        self.seed, self.step, self.cause = seed, step, cause
+
+    def __str__(self) -> str:
+        return (
+            f"episode {self.seed}, step {self.step}: {type(self.cause).__name__}: {self.cause}\n"
+            f"  Replay: python -m tests.runtime.simulator --seed {self.seed} --steps 1"
+        )
+
+
+class Interrupt(BaseException):
+    """Stands for Ctrl-C."""
+
+
+class Watch:
+    """Looks at every plan on its way to the device, and aborts requests while the device runs."""
+
+    def __init__(self, episode: Episode, inner: Any) -> None:
+        self.episode, self.inner = episode, inner
+
+    def run(self, step: Any) -> Any:
+        episode = self.episode
+        config, scheduler = episode.world.config, episode.engine.scheduler
+        scheduled = 0
+        for work in step.work:
+            scheduled += work.num_tokens
+        assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
+        assert len(step.work) <= config.max_num_seqs, f"{len(step.work)} rows in a step"
+        # No starvation: the first in line runs in every step, and under fcfs it is the oldest request alive.
+        first = scheduler.running[0].row
+        assert any(work.row == first for work in step.work), "the first running request does not run"
+        if config.policy == "fcfs":
+            oldest = next(iter(episode.expected))
+            assert scheduler.running[0].id == oldest, f"{oldest} is the oldest and not first in line"
+        output = self.inner.run(step)
+        if episode.world.rng.randrange(4 * episode.world.abort_every) == 0:
+            episode.abort()
+        return output
+
+
+class Episode:
+    """One world from its first request to idle."""
+
+    def __init__(
+        self, seed: int, make: Callable[..., Scheduler] = Scheduler, wrap: Callable[[Any], Any] = lambda device: device
+    ) -> None:
+        self.seed, self.world = seed, draw_world(seed)
+        config, rng = self.world.config, self.world.rng
+        self.expected: dict[str, Expected] = {}  # live requests, in order of arrival
+        self.deadline: dict[str, int] = {}
+        self.backlog = 0  # tokens that live requests may still ask for
+        self.steps = self.submitted = 0
+        self.ended: Counter[str] = Counter()
+        self.generated = 0
+        self.device = make_device(config)
+        executor = wrap(self.device)
+        if self.world.kind == "interrupts":
+            executor = FaultyExecutor(executor, rng, 50, Interrupt)
+        elif self.world.kind == "failure":
+            executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
+        self.engine = Engine(make(config, lambda: rng.randrange(1 << 64)), Watch(self, executor))
+
+    def run(self, most: int = EPISODE) -> None:
+        """At most about `most` steps with arrivals, then the drain. SimulationFailure where an invariant breaks."""
+        rng, engine = self.world.rng, self.engine
+        target = 1
+        try:
+            while self.steps < most and engine.error is None:
+                if rng.randrange(30) == 0:
+                    target = rng.randint(0, self.world.crowd) if rng.random() < 0.5 else self.world.crowd
+                if not self.expected:
+                    self.check_idle()
+                    target = target or 1
+                while len(self.expected) < target:
+                    self.submit()
+                if rng.randrange(self.world.abort_every) == 0:
+                    self.abort()
+                self.step()
+            patience = self.steps + self.backlog * 2 + 100
+            while engine.has_work():
+                self.step()
+                assert self.steps < patience, "the requests do not end"
+            self.check_idle()
+        except (Exception, Interrupt) as cause:
+            raise SimulationFailure(self.seed, self.steps, cause) from cause
+
+    def submit(self) -> None:
+        """One more request; now and then first one that must be refused."""
+        self.submitted += 1
+        if self.world.rng.randrange(40) == 0:
+            try:
+                self.engine.add(self.world.impossible(self.submitted))
+            except LlmcError:
+                pass
+            else:
+                raise AssertionError("a request that cannot run was accepted")
+        request = self.world.request(self.submitted)
+        self.engine.add(request)
+        expected = self.expected[request.id] = Expected(request, self.world.config)
+        self.backlog += expected.longest()
+        self.deadline[request.id] = self.steps + self.backlog
+
+    def abort(self) -> None:
+        """End some live request; it must be gone."""
+        if self.expected:
+            name = self.world.rng.choice(list(self.expected))
+            assert self.engine.abort(name), f"{name} cannot be aborted"
+            assert not self.engine.abort(name), f"{name} was aborted twice"
+            self.end(name, "abort")
+
+    def step(self) -> None:
+        """One engine step and its checks."""
+        self.steps += 1
+        try:
+            deltas = self.engine.step()
+        except Interrupt:
+            return
+        if self.engine.error is not None:
+            self.check_failure(deltas)
+            return
+        for delta in deltas:
+            self.check(delta)
+        if self.world.rng.randrange(AUDIT_EVERY) == 0:
+            audit(self.engine.scheduler, self.device, self.expected)
+
+    def check(self, delta: RequestDelta) -> None:
+        """The token and the end are those of the oracle."""
+        expected = self.expected.get(delta.id)
+        assert expected is not None, f"{delta.id} answered after its end"
+        token, finish, stop = expected.next()
+        got = (delta.new_token_ids, delta.finish_reason, delta.stop_reason)
+        assert got == ([token], finish, stop), f"{delta.id}: {got}, expected {token, finish, stop}"
+        most = expected.request.params.logprobs
+        assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
+        if most is not None and delta.logprobs is not None:
+            assert len(delta.logprobs) == 1 and len(delta.logprobs[0].top_ids) == most, f"{delta.id}: {delta.logprobs}"
+        self.generated += 1
+        if finish is not None:
+            if self.world.config.policy == "fcfs" and self.world.kind == "calm":
+                assert self.steps <= self.deadline[delta.id], f"{delta.id} starved"
+            if self.world.rng.randrange(8) == 0:
+                self.world.remember(expected.tokens)
+            self.end(delta.id, finish)
+
+    def end(self, name: str, reason: str) -> None:
+        """`name` ended, for the first and only time."""
+        self.backlog -= self.expected.pop(name).longest()
+        del self.deadline[name]
+        self.ended[reason] += 1
+
+    def check_failure(self, deltas: list[RequestDelta]) -> None:
+        """The device is gone: every live request is told once, and nothing more is accepted."""
+        assert self.world.kind == "failure" and "the device is gone" in str(self.engine.error), str(self.engine.error)
+        assert [delta.id for delta in deltas] == list(self.expected), "who was told of the end"
+        for delta in deltas:
+            assert delta.finish_reason == "error" and delta.error is self.engine.error
+            self.end(delta.id, "error")
+        try:
+            self.engine.add(self.world.request(0))
+        except LlmcError as error:
+            assert error is self.engine.error
+        else:
+            raise AssertionError("a dead engine accepted a request")
+
+    def check_idle(self) -> None:
+        """Nothing is alive, so nothing is held and everything was counted."""
+        scheduler = self.engine.scheduler
+        assert not self.engine.has_work() and not self.expected and not self.backlog
+        assert scheduler.pool.num_used == 0 and not any(self.engine.stats().values()), self.engine.stats()
+        audit(scheduler, self.device, self.expected)
+        counters = scheduler.counters
+        ended = {reason: count for reason, count in counters.request_success.items() if count}
+        assert ended == dict(self.ended), f"{ended} counted, {dict(self.ended)} seen"
+        assert counters.generation_tokens >= self.generated and counters.num_scheduled_tokens >= self.generated
+        if self.world.rng.randrange(8) == 0:
+            assert scheduler.reset_prefix_cache() and not len(scheduler.prefix)
+
+
+def make_device(config: SchedulerConfig) -> FakeExecutor:
+    """The fake device of that size."""
+    return FakeExecutor(
+        config.max_num_seqs,
+        config.num_pages,
+        config.page_size,
+        config.vocab_size,
+        config.max_model_len,
+        config.max_num_batched_tokens,
+    )
+
+
+def simulate(seed: int, steps: int, stride: int = 1, **how: Any) -> Counter[str]:
+    """Episodes of seed, seed + stride, ... until so many steps are done; what happened, in numbers."""
+    total: Counter[str] = Counter()
+    while total["steps"] < steps:
+        episode = Episode(seed, **how)
+        episode.run()
+        total += summary(episode)
+        seed += stride
+    return total
+
+
+def summary(episode: Episode) -> Counter[str]:
+    """One episode in numbers."""
+    counters = episode.engine.counters
+    return Counter(
+        episodes=1,
+        steps=episode.steps,
+        requests=episode.submitted,
+        computed=counters.num_scheduled_tokens,
+        generated=episode.generated,
+        preemptions=counters.num_preemptions,
+        hits=counters.prefix_cache_hits,
+        **{f"ended by {reason}": count for reason, count in episode.ended.items()},
+    )
+
+
+def run(seed: int, steps: int, jobs: int) -> Iterator[Counter[str]]:
+    """The totals of each job; SimulationFailure of the first that fails."""
+    if jobs == 1:
+        yield simulate(seed, steps)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        share = -(-steps // jobs)
+        yield from pool.map(simulate, range(seed, seed + jobs), [share] * jobs, [jobs] * jobs)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Simulate the scheduler on a fake device, under invariants.")
+    parser.add_argument("--steps", type=int, default=100_000, help="scheduler steps in all (default 100000)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the first episode (default: drawn)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 40) if options.seed is None else options.seed
+    print(f"simulator: --seed {seed} --steps {options.steps} --jobs {options.jobs}", flush=True)
+    start = time.monotonic()
+    try:
+        total = sum(run(seed, options.steps, options.jobs), Counter())
+    except SimulationFailure as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    seconds = time.monotonic() - start
+    print(", ".join(f"{count} {name}" for name, count in total.items()))
+    print(f"{seconds:.1f} s, {1e6 * seconds * options.jobs / total['steps']:.0f} us a step and process")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""A sample of the simulator with a fresh printed seed, and the proof that it sees bugs: each seeded one fails it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.step import Step, Work
+
+from tests.runtime.simulator import SimulationFailure, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_sample_under_a_fresh_seed() -> None:
+    seed = random.SystemRandom().randrange(1 << 40)
+    print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
+    total = simulate(seed, 20_000)
+    assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
+
+
+def test_a_seed_replays() -> None:
+    assert simulate(11, 1) == simulate(11, 1) != simulate(12, 1)
+
+
+def test_the_command_line() -> None:
+    command = [sys.executable, "-m", "tests.runtime.simulator", "--steps", "2", "--seed", "5", "--jobs", "2"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--seed 5 " in done.stdout and "2 episodes" in done.stdout
+
+
+def hit_of_the_whole_prompt(right: Any) -> Any:
+    def match(self: PrefixCache, chain: list[bytes], tokens: list[int]) -> list[int]:
+        return right(self, chain, [*tokens, 0])
+
+    return match
+
+
+def hit_that_ignores_the_parent(right: Any) -> Any:
+    def extend(self: PrefixCache, chain: list[bytes], tokens: list[int], upto: int) -> None:
+        for page in range(len(chain) - 1, upto):
+            alone = [chain[0]]
+            right(self, alone, tokens[page * self.page_size :], 1)
+            chain.append(alone[1])
+
+    return extend
+
+
+def hit_on_the_page_beside(right: Any) -> Any:
+    def match(self: PrefixCache, chain: list[bytes], tokens: list[int]) -> list[int]:
+        hits = right(self, chain, tokens)
+        return hits and [page + 1 if page + 1 < self.pool.num_pages else 0 for page in hits]
+
+    return match
+
+
+def published_before_it_is_full(right: Any) -> Any:
+    def publish(
+        self: PrefixCache, chain: list[bytes], tokens: list[int], pages: list[int], start: int, stop: int
+    ) -> None:
+        right(self, chain, tokens, pages, start, min(stop + 1, len(pages), len(tokens) // self.page_size))
+
+    return publish
+
+
+def eviction_that_is_forgotten(right: Any) -> Any:
+    return lambda self, page: None
+
+
+def freed_twice(right: Any) -> Any:
+    def release(self: PagePool, pages: Any) -> None:
+        pages = list(pages)
+        right(self, pages)
+        if pages and self.refs[pages[-1]]:
+            right(self, pages[-1:])
+
+    return release
+
+
+def shared_without_leaving_the_free_list(right: Any) -> Any:
+    def share(self: PagePool, page: int) -> None:
+        self.refs[page] += 1
+
+    return share
+
+
+def leaked_by_a_request_that_ends(right: Any) -> Any:
+    def free(self: Scheduler, request: Request) -> None:
+        if len(request.tokens) % 7 == 0:
+            request.pages = request.pages[:-1]
+        right(self, request)
+
+    return free
+
+
+def after_planning(change: Callable[[Scheduler, Step], None]) -> Callable[[Any], Any]:
+    def make(right: Any) -> Any:
+        def next(self: Scheduler) -> Step:
+            step = right(self)
+            change(self, step)
+            return step
+
+        return next
+
+    return make
+
+
+def wrong_row(self: Scheduler, step: Step) -> None:
+    if len(step.work) > 1 and step.work[0].num_tokens == step.work[1].num_tokens == 1:
+        step.work[0].row, step.work[1].row = step.work[1].row, step.work[0].row
+
+
+def pages_in_the_wrong_order(self: Scheduler, step: Step) -> None:
+    for init in step.inits:
+        init.pages.reverse()
+
+
+def table_that_misses_growth(self: Scheduler, step: Step) -> None:
+    del step.pages[1:]
+
+
+def prompt_length_of_a_resumed_request(self: Scheduler, step: Step) -> None:
+    for init in step.inits:
+        init.num_prompt = len(init.tokens)
+
+
+def budget_overdrawn(self: Scheduler, step: Step) -> None:
+    left = self.config.max_num_batched_tokens - step.num_tokens
+    for request in self.running[len(step.work) :]:
+        if left == 0:
+            step.work.append(Work(request.row, 1, len(request.tokens) - request.num_computed == 1))
+            self._planned.append(request)
+
+
+def preempted_but_still_computed(right: Any) -> Any:
+    def preempt(self: Scheduler, request: Request) -> None:
+        computed = request.num_computed
+        right(self, request)
+        request.num_computed = computed
+
+    return preempt
+
+
+def last_come_first_served(right: Any) -> Any:
+    def add(self: Scheduler, request: Request) -> None:
+        right(self, request)
+        self.waiting.remove(request)
+        request.key = (request.key[0], -request.key[1])
+        self.waiting.insert(0, request)
+
+    return add
+
+
+def stops_that_the_row_does_not_mask(self: Scheduler, step: Step) -> None:
+    for init in step.inits:
+        init.params = replace(init.params, stops=())
+
+
+def ends_one_token_late(right: Any) -> Any:
+    def finish_of(self: Request, token: int) -> Any:
+        self.tokens.pop()
+        end = right(self, token)
+        self.tokens.append(token)
+        return end
+
+    return finish_of
+
+
+def rollback_that_keeps_the_row(right: Any) -> Any:
+    def rollback(self: Scheduler) -> None:
+        self._take_step()
+
+    return rollback
+
+
+BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (PrefixCache, "match", hit_of_the_whole_prompt),
+    (PrefixCache, "extend", hit_that_ignores_the_parent),
+    (PrefixCache, "match", hit_on_the_page_beside),
+    (PrefixCache, "publish", published_before_it_is_full),
+    (PrefixCache, "_forget", eviction_that_is_forgotten),
+    (PagePool, "release", freed_twice),
+    (PagePool, "share", shared_without_leaving_the_free_list),
+    (Scheduler, "_free", leaked_by_a_request_that_ends),
+    (Scheduler, "next", after_planning(wrong_row)),
+    (Scheduler, "next", after_planning(pages_in_the_wrong_order)),
+    (Scheduler, "next", after_planning(table_that_misses_growth)),
+    (Scheduler, "next", after_planning(prompt_length_of_a_resumed_request)),
+    (Scheduler, "next", after_planning(budget_overdrawn)),
+    (Scheduler, "_preempt", preempted_but_still_computed),
+    (Scheduler, "add", last_come_first_served),
+    (Scheduler, "next", after_planning(stops_that_the_row_does_not_mask)),
+    (Request, "finish_of", ends_one_token_late),
+    (Scheduler, "rollback", rollback_that_keeps_the_row),
+)
+
+
+def name(bug: Any) -> str:
+    inner = bug.__closure__[0].cell_contents if bug.__name__ == "make" else bug
+    return inner.__name__
+
+
+@pytest.mark.parametrize(("owner", "method", "bug"), BUGS, ids=[name(bug) for _, _, bug in BUGS])
+def test_a_bug_is_seen(owner: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
+    with pytest.raises(SimulationFailure, match=r"--seed \d+ --steps 1") as caught:
+        simulate(100, 100_000)
+    print(caught.value)
+    with pytest.raises(SimulationFailure) as again:
+        simulate(caught.value.seed, 1)
+    assert str(again.value) == str(caught.value)

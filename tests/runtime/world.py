@@ -1,0 +1,104 @@
+"""What the simulator draws: sizes of a world, and requests to put into it. One random source."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request
+
+KINDS = ("calm",) * 17 + ("interrupts",) * 2 + ("failure",)
+
+
+@dataclass
+class World:
+    """One episode's sizes and habits; `rng` is its only source of chance."""
+
+    rng: random.Random
+    config: SchedulerConfig
+    kind: str  # calm; interrupts: steps are lost now and then; failure: the device dies at some step
+    abort_every: int  # steps between aborts, on average
+    crowd: int  # most live requests that are aimed at
+    longest: int  # tokens of a prompt or an output, mostly
+    stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
+
+    def request(self, number: int) -> Request:
+        """A request that can run."""
+        rng, config = self.rng, self.config
+        room = min(config.max_model_len, config.pool_tokens + 1)
+        prompt = self._prompt(room)
+        left = room - len(prompt)
+        most = None if rng.random() < 0.05 else min(left, rng.randint(1, self.longest))
+        salt = "" if rng.random() < 0.9 else "other"
+        return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt)
+
+    def _prompt(self, room: int) -> list[int]:
+        rng = self.rng
+        most = room - 1 if rng.random() < 0.05 else max(1, 2 * room // 3)
+        head: list[int] = []
+        if rng.random() < 0.6:
+            stem = rng.choice(self.stems)
+            head = stem[: rng.randint(0, len(stem)) if rng.random() < 0.5 else len(stem)]
+        tail = rng.choices(range(self.config.vocab_size), k=rng.randint(not head, max(1, self.longest // 2)))
+        return (head + tail)[:most] or [0]
+
+    def _params(self, most: int | None) -> SamplingParams:
+        rng = self.rng
+        if rng.random() < 0.6:
+            return replace(_PLAIN, max_tokens=most)
+        low = rng.randint(0, min(most if most is not None else 8, 8)) if rng.random() < 0.5 else 0
+        ids = rng.choices(range(self.config.vocab_size), k=rng.randint(0, 4))
+        return SamplingParams(
+            temperature=rng.choice((0.0, 1.0)),
+            max_tokens=most,
+            min_tokens=low,
+            stop_token_ids=ids,
+            ignore_eos=rng.random() < 0.3,
+            seed=rng.randrange(1 << 64) if rng.random() < 0.5 else None,
+            logprobs=rng.choice((None, None, None, 0, 2)),
+        )
+
+    def impossible(self, number: int) -> Request:
+        """A request that must be refused."""
+        rng, config, name = self.rng, self.config, f"bad{number}"
+        prompts = [[], [config.vocab_size], [0, -1], [0] * config.max_model_len]
+        if rng.random() < 0.5:
+            return Request(name, rng.choice(prompts))
+        return Request(name, [0], SamplingParams(max_tokens=max(config.max_model_len, config.pool_tokens + 1)))
+
+    def remember(self, tokens: list[int]) -> None:
+        """A finished sequence becomes a beginning that later prompts share, as in a conversation."""
+        self.stems[self.rng.randrange(len(self.stems))] = tokens[:64]
+
+
+_PLAIN = SamplingParams(temperature=0.0)
+
+
+def draw_world(seed: int) -> World:
+    """A small world: tiny pools, short budgets, few rows, now and then a roomy one."""
+    rng = random.Random(seed)
+    page_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
+    rows = rng.choice((1, 2, 3, 4, 6, 8, 12))
+    longest = rng.choice((6, 16, 32, 32, 64))
+    tokens = rng.randint(longest, longest * (1 + rows // 2))  # of the pool: from starved to roomy
+    config = SchedulerConfig(
+        num_pages=max(2, tokens // page_size),
+        page_size=page_size,
+        max_model_len=rng.choice((longest, 2 * longest, 3 * longest)),
+        max_num_seqs=rows,
+        max_num_batched_tokens=rng.choice((1, rows, 12, 16, 64, 64)),
+        vocab_size=rng.choice((40, 64, 1000)),
+        eos_token_ids=rng.choice(((), (1,), (1, 2, 3))),
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        watermark=rng.choice((0.0, 0.01, 0.2)),
+        prefix_caching=rng.random() < 0.85,
+        long_prefill_threshold=rng.choice((0, 0, 0, 3, 16)),
+        context=f"artifact {seed}",
+    )
+    world = World(rng, config, rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 6, 12, 24)), longest)
+    for _ in range(4):
+        world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
+    world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
+    return world
