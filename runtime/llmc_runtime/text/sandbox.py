@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: transformers' dialect, sandboxed, capped in time and size; it reads no files.
+"""The Jinja environment of chat templates: transformers' dialect, sandboxed, capped in time and size; no files read.
 
 Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation) and no value
 it builds is longer than the budget's size. Attribute access outside Jinja's immutable sandbox is an error.
@@ -90,6 +90,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """What the immutable sandbox allows, less `str.translate` (it multiplies sizes)."""
         return not (isinstance(obj, str) and attr == "translate") and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format` as the sandbox wraps it, after the padding it asks for is checked."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            self.budget.need(_widths(value.__self__, [*args, *kwargs.values()]))
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An intercepted operator, after the size of its result is checked."""
@@ -202,8 +214,6 @@ def _check_str_method(budget: Budget, text: str, method: str, args: tuple[Any, .
         _check_replace(budget, text, args[0], args[1])
     elif method == "join" and args:
         _check_join(budget, text, args[0])
-    elif method in ("format", "format_map"):
-        budget.need(_widths(text, [*args, *kwargs.values()]))
 
 
 def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:
