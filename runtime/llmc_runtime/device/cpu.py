@@ -1,4 +1,4 @@
-"""The CPU as a device: kernels are shared objects and a step is one C call on a pool of threads; no Python per launch."""
+"""The CPU as a device: kernels are shared objects, a step is one C call on a pool of threads; no Python per launch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ _ALIGN = 4096
 
 @dataclass(frozen=True)
 class _Bound:
-    """A program with its buffers in place: `symbols` are its values in order, T and R at the two indices, `width` the likeliest ids it tells."""
+    """A program with its buffers in place.
+
+    `symbols` are its values in order, T and R at the two indices; `width`: how many likeliest ids it tells.
+    """
 
     program: Program
     symbols: np.ndarray

@@ -1,0 +1,289 @@
+"""The weights graph evaluated in row blocks: any rows of any value, without the rest of it; no file is written here.
+
+Values are held as they are stored, viewed as unsigned words ("storage"), so that what moves bytes moves bytes. Only ops
+that compute see floats: float32 (float64 for f64), rounded to the result's dtype as the reference interpreter does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.interp import run_node
+from llmc.ir.scalar import parse_expr, walk
+
+# A value smaller than this is held whole without a second thought.
+SMALL = 64 << 20
+# Whole values kept for later rows, oldest dropped first; the newest always stays.
+KEEP = 256 << 20
+_WORDS: Mapping[int, np.dtype] = MappingProxyType({b: np.dtype(f"u{b}") for b in (1, 2, 4, 8)})
+
+
+class WeightSource(Protocol):
+    """Where weights come from, by name."""
+
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Rows of a tensor in its own dtype (bf16 as ml_dtypes.bfloat16); a mapped view costs no memory."""
+
+
+def words(dtype: str) -> np.dtype:
+    """The unsigned dtype that stores one element; Diagnostic E124 for codes of less than a byte."""
+    bits = DTYPES[dtype].bits
+    if bits % 8:
+        raise Diagnostic("E124", f"weights of dtype {dtype} cannot be evaluated yet", "use a format with byte codes")
+    return _WORDS[bits // 8]
+
+
+def widen(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Storage to the held form that op references take."""
+    if dtype == "bf16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    native = x.view(DTYPES[dtype].np)
+    return native.astype(np.float32) if DTYPES[dtype].kind == "f" and DTYPES[dtype].bits < 32 else native
+
+
+def narrow(x: Any, dtype: str) -> np.ndarray:
+    """Any array to storage, rounded to nearest even."""
+    x = np.asarray(x)
+    if dtype == "bf16" and x.dtype == np.float32:
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        out = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        bad = np.isnan(x)
+        return np.where(bad, (bits >> 16 & 0x8000).astype(np.uint16) | np.uint16(0x7FC0), out) if bad.any() else out
+    return np.ascontiguousarray(x.astype(DTYPES[dtype].np)).view(words(dtype))
+
+
+def shape_of(v: Value) -> tuple[int, ...]:
+    """Sizes as integers; Diagnostic E124 where a weight's size has symbols."""
+    sizes = [d.const for d in v.type.shape]
+    if None in sizes:
+        raise Diagnostic("E124", f"weight %{v.name} has the symbolic type {v.type}", "weights need constant sizes")
+    return tuple(s for s in sizes if s is not None)
+
+
+class Blocks:
+    """Rows of the values of one weights graph. Several threads may ask at a time.
+
+    A value that must be whole for its readers is computed once and kept until `forget`.
+    """
+
+    def __init__(self, graph: Graph, source: WeightSource) -> None:
+        self.graph = graph
+        self.source = source
+        self._whole: dict[Value, np.ndarray] = {}
+        self._locks: dict[Value, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def rows(self, v: Value, lo: int, hi: int) -> np.ndarray:
+        """Rows [lo, hi) of axis 0, in storage; Diagnostic E124 where the source does not hold what the graph says."""
+        if v.node is None:
+            return self._read(v, lo, hi)
+        rule = _RULES.get(v.node.op.name)
+        if rule is None and v.node.op.scalar is not None:
+            rule = _pointwise
+        if rule is None or v.type.rank == 0 or (rule is _pointwise and not _by_rows(v.node)):
+            return self.whole(v)[lo:hi]
+        return rule(self, v, lo, hi)
+
+    def whole(self, v: Value) -> np.ndarray:
+        """All of a value, computed once."""
+        if v.node is None:
+            return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
+        with self._guard:
+            lock = self._locks.setdefault(v, threading.Lock())
+        with lock:
+            found = self._whole.get(v)
+            if found is None:
+                found = self._compute(v)
+                self._keep(v, found)
+            return found
+
+    def _keep(self, v: Value, x: np.ndarray) -> None:
+        with self._guard:
+            self._whole[v] = x
+            total = sum(y.nbytes for y in self._whole.values())
+            for old in list(self._whole)[:-1]:
+                if total <= KEEP:
+                    break
+                total -= self._whole.pop(old).nbytes
+                self._locks.pop(old, None)
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        with self._guard:
+            self._whole.clear()
+            self._locks.clear()
+
+    def holds_much(self, v: Value) -> bool:
+        """Whether evaluating `v` keeps a whole value larger than `SMALL`."""
+        seen: set[Value] = set()
+        todo = [v]
+        while todo:
+            u = todo.pop()
+            if u in seen or u.node is None:
+                continue
+            seen.add(u)
+            todo += u.node.operands
+            moves = u.node.op.name in _RULES or (u.node.op.scalar is not None and _by_rows(u.node))
+            turns = u.node.op.name == "transpose" and u.node.attrs["perm"][0] != 0
+            if (turns or not moves) and any((o.type.nbytes.const or 0) > SMALL for o in [*u.node.operands, u]):
+                return True
+        return False
+
+    def _compute(self, v: Value) -> np.ndarray:
+        node = v.node
+        assert node is not None
+        rule = _RULES.get(node.op.name)
+        if v.type.rank and (rule or (node.op.scalar is not None and _by_rows(node))):
+            return (rule or _pointwise)(self, v, 0, shape_of(v)[0])
+        operands = [widen(self.whole(o), o.type.dtype) for o in node.operands]
+        held = run_node(node, operands, {})[node.results.index(v)]
+        return narrow(held, v.type.dtype)
+
+    def _read(self, v: Value, lo: int, hi: int) -> np.ndarray:
+        shape = (hi - lo, *shape_of(v)[1:])
+        return self._storage(v, self.source.read(v.name, slice(lo, hi)), shape)
+
+    def _read_scalar(self, v: Value) -> np.ndarray:
+        return self._storage(v, self.source.read(v.name, slice(None)), ())
+
+    @staticmethod
+    def _storage(v: Value, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        want = DTYPES[v.type.dtype].np
+        if x.shape != shape or x.dtype != want:
+            cause = f"weight %{v.name} reads as {x.dtype}{list(x.shape)}, the graph says {want}{list(shape)}"
+            raise Diagnostic("E124", cause, "check that the checkpoint belongs to this config.json")
+        return x.view(words(v.type.dtype))
+
+
+def _by_rows(node: Node) -> bool:
+    """Whether rows of the result need only the same rows of the operands: row reductions must not run along axis 0."""
+    if node.op.name == "fused":
+        bodies = [parse_expr(b) for b in node.attrs["body"]]
+    elif node.op.scalar is not None:
+        bodies = [node.op.scalar(node.attrs)]
+    else:
+        return True
+    reduces = any(e.fn.startswith("row_") for b in bodies for e in walk(b))
+    return not (reduces and max((v.type.rank for v in node.operands), default=0) < 2)
+
+
+def _aligned(blocks: Blocks, o: Value, rank: int, lo: int, hi: int) -> np.ndarray:
+    """Rows of an operand that broadcasts to a result of this rank."""
+    if o.type.rank < rank or rank == 0:
+        return blocks.whole(o)
+    return blocks.rows(o, 0, 1) if o.type.shape[0] == 1 else blocks.rows(o, lo, hi)
+
+
+def _pointwise(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    node = v.node
+    assert node is not None
+    rank = max(o.type.rank for o in node.operands)
+    operands = [widen(_aligned(blocks, o, rank, lo, hi), o.type.dtype) for o in node.operands]
+    out = node.op.ref(*operands, **node.attrs)
+    part = out[node.results.index(v)] if isinstance(out, tuple) else out
+    return narrow(np.broadcast_to(part, (min(hi, shape_of(v)[0]) - lo, *shape_of(v)[1:])), v.type.dtype)
+
+
+def _cast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    (x,) = _operands(v)
+    same = x.type.dtype == v.type.dtype
+    return blocks.rows(x, lo, hi) if same else _pointwise(blocks, v, lo, hi)
+
+
+def _slice(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    (x,), a = _operands(v), _attrs(v)
+    start, step, axis = a["start"].const, a["step"], a["axis"] % v.type.rank
+    if axis == 0:
+        return blocks.rows(x, start + lo * step, start + (hi - 1) * step + 1)[::step] if hi > lo else _none(v)
+    index = [slice(None)] * v.type.rank
+    index[axis] = slice(start, a["stop"].const, step)
+    return blocks.rows(x, lo, hi)[tuple(index)]
+
+
+def _concat(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    xs, axis = _operands(v), _attrs(v)["axis"] % v.type.rank
+    if axis:
+        return np.concatenate([blocks.rows(x, lo, hi) for x in xs], axis)
+    pieces, at = [], 0
+    for x in xs:
+        n = shape_of(x)[0]
+        a, b = max(lo - at, 0), min(hi - at, n)
+        if a < b:
+            pieces.append(blocks.rows(x, a, b))
+        at += n
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else _none(v)
+
+
+def _reshape(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    (x,) = _operands(v)
+    out = (hi - lo, *shape_of(v)[1:])
+    width = int(np.prod(out[1:], dtype=np.int64))
+    if x.type.rank == 0 or not width or hi <= lo:
+        return blocks.whole(x).reshape(shape_of(v))[lo:hi]
+    inner = int(np.prod(shape_of(x)[1:], dtype=np.int64))
+    begin, end = lo * width, hi * width
+    first, last = begin // inner, -(-end // inner)
+    flat = blocks.rows(x, first, last).reshape(-1)
+    return flat[begin - first * inner : end - first * inner].reshape(out)
+
+
+def _transpose(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    (x,), perm = _operands(v), _attrs(v)["perm"]
+    if perm[0] == 0:
+        return blocks.rows(x, lo, hi).transpose(perm)
+    index = [slice(None)] * v.type.rank
+    index[perm[0]] = slice(lo, hi)
+    return blocks.whole(x)[tuple(index)].transpose(perm)
+
+
+def _broadcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    (x,) = _operands(v)
+    return np.broadcast_to(_aligned(blocks, x, v.type.rank, lo, hi), (hi - lo, *shape_of(v)[1:]))
+
+
+def _pack_panel(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Panel p holds rows [p * s, (p + 1) * s) of each of the parts."""
+    (w,), a = _operands(v), _attrs(v)
+    node = v.node
+    assert node is not None
+    parts, step = a["parts"], a["rows"] // a["parts"]
+    n = shape_of(w)[0] // parts
+    first, last = lo * step, min(hi * step, n)
+    pieces = [blocks.rows(w, b * n + first, b * n + last) for b in range(parts)]
+    return node.op.ref(np.concatenate(pieces) if parts > 1 else pieces[0], **a)
+
+
+def _none(v: Value) -> np.ndarray:
+    return np.zeros((0, *shape_of(v)[1:]), words(v.type.dtype))
+
+
+def _operands(v: Value) -> list[Value]:
+    assert v.node is not None
+    return v.node.operands
+
+
+def _attrs(v: Value) -> Mapping[str, Any]:
+    assert v.node is not None
+    return v.node.attrs
+
+
+Rule = Callable[[Blocks, Value, int, int], np.ndarray]
+_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "slice": _slice,
+        "concat": _concat,
+        "reshape": _reshape,
+        "transpose": _transpose,
+        "broadcast": _broadcast,
+        "cast": _cast,
+        "pack_panel": _pack_panel,
+    }
+)

@@ -1,0 +1,102 @@
+"""Writing files so that they survive a crash, one small operation at a time; what they mean is not its business.
+
+Every operation announces itself to `hook` first: a test stops the writer before the k-th.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmc.diagnostics import Diagnostic
+
+Hook = Callable[[str, Path], None]
+Write = Callable[[bytes | memoryview], None]
+
+
+def no_hook(operation: str, path: Path) -> None:
+    return
+
+
+class Files:
+    """Creates files below `root`. A file is on the disk when its `create` block ends; `sync` does it for folders."""
+
+    def __init__(self, root: Path, hook: Hook = no_hook) -> None:
+        self.root = root
+        self.hook = hook
+
+    def folder(self, name: str = "") -> None:
+        """Make a folder and those above it, up to the root."""
+        path = self.root / name
+        if not path.is_dir():
+            self.hook("mkdir", path)
+            with writing(path):
+                path.mkdir(parents=bool(name))
+
+    @contextmanager
+    def create(self, name: str, replace: bool = False) -> Iterator[Write]:
+        """A new file; the block gets a function that appends to it."""
+        path = self.root / name
+        if "/" in name:
+            self.folder(name.rpartition("/")[0])
+        self.hook("create", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
+        with writing(path):
+            fd = os.open(path, flags, 0o644)
+        try:
+
+            def write(data: bytes | memoryview) -> None:
+                self.hook("write", path)
+                view = memoryview(data)
+                with writing(path):
+                    while len(view):
+                        view = view[os.write(fd, view) :]
+
+            yield write
+            self.hook("fsync", path)
+            with writing(path):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def put(self, name: str, data: bytes, replace: bool = False) -> None:
+        """A whole small file."""
+        with self.create(name, replace) as write:
+            write(data)
+
+    def sync(self) -> None:
+        """The folders' entries, the root's last."""
+        inner = sorted((p for p in self.root.rglob("*") if p.is_dir()), reverse=True)
+        for path in [*inner, self.root]:
+            self.hook("fsync", path)
+            sync_folder(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.hook("rename", new)
+        with writing(new):
+            os.rename(old, new)
+        sync_folder(new.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that names in it are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The system's refusal as a Diagnostic E123."""
+    try:
+        yield
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        remedy = (
+            "make room on that disk, or write elsewhere with -o" if error.errno == 28 else "write elsewhere with -o"
+        )
+        raise Diagnostic("E123", f"cannot write {path}: {why}", remedy) from None

@@ -1,0 +1,126 @@
+"""The output path: its lock, what may be replaced there, and how a finished folder gets there at once."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import NAME
+
+from llmc.artifact.files import Files, sync_folder, writing
+from llmc.diagnostics import Diagnostic
+
+PART = "manifest.json.part"
+_AT_FDCWD, _EXCHANGE = -100, 2
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the path for one writer; Diagnostic E121 where another one has it."""
+    with writing(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.parent / f".{out.name}.lock"
+    while True:
+        with writing(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise Diagnostic("E121", f"{out} is being written by another process", "wait for it, or use -o") from None
+        if _same(fd, path):
+            break
+        os.close(fd)  # the holder before us removed the file between our open and our lock
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def check_free(out: Path, force: bool) -> None:
+    """Diagnostic E120 where something is at `out` that may not be replaced, E122 where it is no artifact."""
+    if not os.path.lexists(out) or _is_remains(out):
+        return
+    if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():
+        raise Diagnostic(
+            "E122", f"{out} exists and is not an artifact", "choose another -o; llmc removes nothing there"
+        )
+    if not force:
+        raise Diagnostic("E120", f"{out} exists", "add --force to replace it, or choose another -o")
+    foreign = foreign_files(out)
+    if foreign:
+        cause = f"{out} holds {len(foreign)} files that are not the artifact's, such as {foreign[0]}"
+        raise Diagnostic("E122", cause, "move them away, or choose another -o")
+
+
+def foreign_files(out: Path) -> list[str]:
+    """Files in an artifact's folder that its manifest does not list; LlmcError E122 where it cannot be read."""
+    try:
+        manifest = Folder(out).manifest()
+    except LlmcError as error:
+        cause = f"{out} has a manifest that cannot be read ({error.code})"
+        raise Diagnostic("E122", cause, f"remove it yourself: rm -r {out}") from None
+    known = {NAME, *manifest.files, *(w.file for w in manifest.weights.files)}
+    found = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
+    return [n for n in found if n not in known]
+
+
+def _is_remains(path: Path) -> bool:
+    """Whether a folder is what a killed writer left (or empty): nothing that anybody could open."""
+    if path.is_symlink() or not path.is_dir() or (path / NAME).exists():
+        return False
+    return (path / PART).is_file() or not any(path.iterdir())
+
+
+def sweep(out: Path) -> None:
+    """Remove what killed writers of `out` left beside it. Call it with the lock held."""
+    for path in out.parent.glob(f".{out.name}.tmp-*"):
+        if _is_remains(path) or (path / NAME).is_file():
+            shutil.rmtree(path)
+
+
+def publish(files: Files, out: Path) -> None:
+    """Move the finished folder `files.root`, whose manifest is still named `PART`, to `out`.
+
+    A reader of `out` sees nothing or an incomplete folder, then the new artifact; where one is replaced, the old
+    one and then the new one.
+    """
+    temp = files.root
+    if not os.path.lexists(out) or _is_remains(out):
+        if out.exists():
+            files.hook("remove", out)
+            shutil.rmtree(out)
+        files.rename(temp, out)
+        files.rename(out / PART, out / NAME)
+        return
+    files.rename(temp / PART, temp / NAME)
+    files.hook("exchange", out)
+    if not _exchange(temp, out):
+        aside = temp.with_name(temp.name + "-old")
+        os.rename(out, aside)
+        os.rename(temp, out)
+        temp = aside
+    sync_folder(out.parent)
+    files.hook("remove", temp)
+    shutil.rmtree(temp)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders at once; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0

@@ -1,0 +1,125 @@
+"""The weights graph streamed into safetensors files by blocks, on two threads, hashed on the way; never held whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llmc_runtime.format.hashing import BlockHasher
+from llmc_runtime.format.manifest import WeightFile
+from llmc_runtime.format.safetensors import PAD, TensorInfo, plan
+
+from llmc.artifact.blocks import Blocks, WeightSource, shape_of
+from llmc.artifact.files import Files
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Value
+
+TARGET = 8 << 20  # bytes of a block of rows
+SHARD = 4 << 30  # bytes after which a file is closed
+THREADS = 2
+
+Progress = Callable[[int, int], None]  # bytes written, of
+
+
+def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """(name, dtype, shape, bytes) of every output, in order; Diagnostic E124 where two have one name."""
+    out = [(v.name, v.type.dtype, shape_of(v), v.type.nbytes.const or 0) for v in graph.outputs]
+    names = [t[0] for t in out]
+    twice = next((n for n in names if names.count(n) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None or "" in names:
+        raise Diagnostic("E124", f"the weights graph has two outputs named {twice!r}", "name every output once")
+    return out
+
+
+def write_weights(
+    graph: Graph, source: WeightSource, files: Files, folder: str = "weights", progress: Progress | None = None
+) -> tuple[WeightFile, ...]:
+    """Evaluate `graph`'s outputs and write `folder`/00000.safetensors and so on, below `files.root`.
+
+    Peak memory beyond mapped files: some blocks of `TARGET` bytes, and one tensor where an op needs it whole.
+    """
+    values = {v.name: v for v in graph.outputs}
+    blocks = Blocks(graph, source)
+    shapes = weight_shapes(graph)
+    total, done, out = sum(t[3] for t in shapes), 0, []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for index, shard in enumerate(_shards(shapes)):
+            prefix, places, size = plan(shard)
+            hasher = BlockHasher()
+            name = f"{folder}/{index:05d}.safetensors"
+            with files.create(name) as write:
+                for piece in (memoryview(prefix), *_pieces(blocks, places, values, pool)):
+                    hasher.update(piece)
+                    write(piece)
+                    done += len(piece)
+                    if progress:
+                        progress(min(done, total), total)
+            out.append(WeightFile(name, size, hasher.finish()))
+    return tuple(out)
+
+
+def _shards(
+    shapes: Sequence[tuple[str, str, tuple[int, ...], int]],
+) -> Iterator[list[tuple[str, str, tuple[int, ...], int]]]:
+    shard: list[tuple[str, str, tuple[int, ...], int]] = []
+    size = 0
+    for t in shapes:
+        if shard and size + t[3] > SHARD:
+            yield shard
+            shard, size = [], 0
+        shard.append(t)
+        size += t[3]
+    if shard:
+        yield shard
+
+
+def _pieces(
+    blocks: Blocks, places: Sequence[TensorInfo], values: dict[str, Value], pool: ThreadPoolExecutor
+) -> Iterator[memoryview]:
+    """The bytes of every place in order, made ahead by the pool. What keeps a whole value runs alone."""
+    ahead: deque[Future[memoryview]] = deque()
+    for place in places:
+        if place.name.startswith(PAD):
+            ahead.append(pool.submit(_zeros, place.nbytes))
+            continue
+        v = values[place.name]
+        alone = blocks.holds_much(v)
+        if alone:
+            yield from (f.result() for f in _drain(ahead))
+            blocks.forget()
+        for lo, hi in _ranges(v):
+            ahead.append(pool.submit(_block, blocks, v, lo, hi))
+            while len(ahead) > THREADS:
+                yield ahead.popleft().result()
+        if alone:
+            yield from (f.result() for f in _drain(ahead))
+            blocks.forget()
+    yield from (f.result() for f in _drain(ahead))
+    blocks.forget()
+
+
+def _drain(ahead: deque[Future[memoryview]]) -> Iterator[Future[memoryview]]:
+    while ahead:
+        yield ahead.popleft()
+
+
+def _ranges(v: Value) -> Iterator[tuple[int, int]]:
+    """Row ranges of about `TARGET` bytes; a rank-0 value is one range."""
+    if v.type.rank == 0:
+        yield 0, 1
+        return
+    rows = shape_of(v)[0]
+    step = max(1, TARGET * rows // max(1, v.type.nbytes.const or 1))
+    for lo in range(0, rows, step):
+        yield lo, min(lo + step, rows)
+
+
+def _block(blocks: Blocks, v: Value, lo: int, hi: int) -> memoryview:
+    rows = blocks.rows(v, lo, hi) if v.type.rank else blocks.whole(v)
+    return memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+def _zeros(count: int) -> memoryview:
+    return memoryview(bytes(count))

@@ -1,0 +1,192 @@
+"""The artifact's folder, written so that it opens whole or not at all; what is in it was decided before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.fields import is_safe_name
+from llmc_runtime.format.hashing import sha256
+from llmc_runtime.format.manifest import (
+    FileInfo,
+    KernelFile,
+    Kv,
+    Limits,
+    Manifest,
+    Source,
+    State,
+    TargetInfo,
+    Weights,
+)
+from llmc_runtime.format.program import Program
+
+from llmc.artifact.blocks import WeightSource
+from llmc.artifact.files import Files, Hook, no_hook
+from llmc.artifact.place import PART, check_free, locked, publish, sweep
+from llmc.artifact.weights import Progress, write_weights
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class KernelBinary:
+    """A compiled kernel: its content hash, the shared object and the text it came from."""
+
+    hash: str
+    binary: bytes
+    source: str
+    entry: str
+    threads: int = 0
+    shared: int = 0
+    suffix: str = "so"
+    language: str = "cpp"
+    abi: str = "cpu-1"
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights to evaluate: the graph's outputs, named as the programs name them, from a source by checkpoint name."""
+
+    graph: Graph
+    source: WeightSource
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that an artifact is made of.
+
+    `weights`: PackedWeights, an int (random, from this seed) or None (packed later). `ir`: (pass, text) in order.
+    `reports`: file name below report/ -> JSON data or text. `tokenizer`: files to carry verbatim.
+    """
+
+    compiler: str
+    source: Source
+    target: TargetInfo
+    limits: Limits
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    page_size: int
+    states: Sequence[State]
+    kernels: Sequence[KernelBinary]
+    programs: Sequence[Program]
+    weights: PackedWeights | int | None
+    tokenizer: Sequence[Path] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    ir: Sequence[tuple[str, str]] = ()
+    reports: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_artifact(
+    out: str | Path, parts: Parts, *, force: bool = False, hook: Hook = no_hook, progress: Progress | None = None
+) -> Manifest:
+    """Write `parts` to the folder `out`, which appears whole or not at all.
+
+    Raises Diagnostic E120 (exists, no `force`), E121 (being written), E122 (something else is there), E123 (the
+    system refuses), E124 (weights), and what the weights' source raises; nothing is left behind then.
+    """
+    path = Path(os.path.abspath(out))
+    with locked(path):
+        check_free(path, force)
+        sweep(path)
+        with _temp(path, hook) as files:
+            files.put(PART, b"")
+            writer = _Writer(files)
+            manifest = writer.write(parts, progress)
+            files.put(PART, manifest.dump(), replace=True)
+            files.sync()
+            publish(files, path)
+    return Manifest.load(manifest.dump())
+
+
+@contextmanager
+def _temp(out: Path, hook: Hook) -> Iterator[Files]:
+    """A folder beside `out`, removed where the block fails."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
+    files.folder()
+    try:
+        yield files
+    except BaseException:
+        hook("remove", files.root)
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
+
+
+class _Writer:
+    """Puts the files down and remembers their hashes."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.hashes: dict[str, FileInfo] = {}
+
+    def put(self, name: str, data: bytes) -> str:
+        if not is_safe_name(name):
+            raise Diagnostic("E104", f"{name!r} is not a name that an artifact may hold", "rename the file")
+        self.files.put(name, data)
+        self.hashes[name] = FileInfo(sha256(data), len(data))
+        return name
+
+    def write(self, parts: Parts, progress: Progress | None) -> Manifest:
+        kernels = tuple(self._kernel(k) for k in parts.kernels)
+        programs = tuple(self.put(f"programs/{p.name}.json", _checked(p)) for p in parts.programs)
+        tokenizer = tuple(self.put(f"tokenizer/{t.name}", _bytes_of(t)) for t in parts.tokenizer)
+        for i, (name, text) in enumerate(parts.ir):
+            self.put(f"ir/{i:02d}-{name}.llir", text.encode())
+        for name, report in parts.reports.items():
+            text = report if isinstance(report, str) else json.dumps(report, indent=1, allow_nan=False) + "\n"
+            self.put(f"report/{name}", text.encode())
+        weights = self._weights(parts, progress)
+        return Manifest(
+            compiler=parts.compiler,
+            source=parts.source,
+            target=parts.target,
+            limits=parts.limits,
+            kv=kv_of(parts.states, parts.page_size),
+            vocab_size=parts.vocab_size,
+            eos_token_ids=tuple(parts.eos_token_ids),
+            generation=dict(parts.generation),
+            kernels=kernels,
+            states=tuple(parts.states),
+            programs=programs,
+            weights=weights,
+            tokenizer=tokenizer,
+            files=self.hashes,
+        )
+
+    def _kernel(self, k: KernelBinary) -> KernelFile:
+        binary = self.put(f"kernels/{k.hash}.{k.suffix}", k.binary)
+        source = self.put(f"kernels/{k.hash}.{k.language}", k.source.encode())
+        return KernelFile(k.hash, binary, source, k.entry, k.threads, k.shared, k.abi)
+
+    def _weights(self, parts: Parts, progress: Progress | None) -> Weights:
+        if parts.weights is None:
+            return Weights("none")
+        if isinstance(parts.weights, int):
+            return Weights("random", seed=parts.weights)
+        found = write_weights(parts.weights.graph, parts.weights.source, self.files, progress=progress)
+        return Weights("packed", found)
+
+
+def kv_of(states: Sequence[State], page_size: int) -> Kv:
+    """The KV geometry that the states imply: a page's bytes over all layers."""
+    kv = [s for s in states if s.role == "kv"]
+    return Kv(page_size, len(kv), sum(s.nbytes({"P": 1}) for s in kv), kv[0].dtype if kv else "")
+
+
+def _checked(program: Program) -> bytes:
+    """The program's file, after reading it back as the runtime will."""
+    data = program.dump()
+    Program.load(data, f"programs/{program.name}.json")
+    return data
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Diagnostic("E308", f"cannot read {path}: {os.strerror(error.errno or 0)}", "check the folder") from None
