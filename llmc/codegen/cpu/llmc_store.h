@@ -13,9 +13,8 @@ LLMC_INLINE float scalar(bf16 x) { return widen(x); }
 LLMC_INLINE float scalar(f16 x) { return widen(x); }
 LLMC_INLINE bool scalar(b8 x) { return x.u != 0; }
 template <class T> LLMC_INLINE int64_t scalar(T x) { return (int64_t)x; }
-LLMC_INLINE void put(float* p, float x) { *p = x; }
-LLMC_INLINE void put(bf16* p, float x) { narrow(p, x); }
-LLMC_INLINE void put(f16* p, float x) { narrow(p, x); }
+template <class X> LLMC_INLINE void put(bf16* p, X x) { narrow(p, (float)x); }
+template <class X> LLMC_INLINE void put(f16* p, X x) { narrow(p, (float)x); }
 template <class X> LLMC_INLINE void put(b8* p, X x) { p->u = x != 0; }
 template <class T, class X> LLMC_INLINE void put(T* p, X x) { *p = (T)x; }
 

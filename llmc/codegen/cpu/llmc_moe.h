@@ -1,0 +1,65 @@
+// Mixture of experts, plain: every thread takes a part of the tokens, groups it by expert and streams only the experts
+// that it needs, each weight row against several tokens at once.
+#ifndef LLMC_MOE_H
+#define LLMC_MOE_H
+#include "llmc_abi.h"
+#include "llmc_math.h"
+#include "llmc_store.h"
+namespace llmc {
+constexpr int64_t GROUP = 8;  // tokens that share one pass over an expert's weights
+// out[j] = w . x[j] for m <= GROUP vectors of f32 at a stride.
+template <class W>
+LLMC_INLINE void dots(float* out, const W* w, const float* x, int64_t stride, int64_t m, int64_t n) {
+  vf acc[GROUP];
+  for (int64_t j = 0; j < m; j++) acc[j] = splat(0.0f);
+  for (int64_t i = 0; i < n; i += VN) {
+    int part = n - i < VN ? (int)(n - i) : VN;
+    vf a = part == VN ? vload(w + i) : vload(w + i, part);
+    for (int64_t j = 0; j < m; j++) acc[j] = fma(a, vload(x + j * stride + i), acc[j]);
+  }
+  for (int64_t j = 0; j < m; j++) out[j] = hsum(acc[j]);
+}
+static inline int64_t padded(int64_t n) { return (n + VN - 1) / VN * VN; }
+template <class T, class I, class F, class W, class Act>
+static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, const F* weights, const W* gate_up,
+                       const W* down, int64_t t, int64_t k, int64_t d, int64_t inner, int64_t experts, Act act) {
+  int64_t lo, hi;
+  llmc_split(ctx, t, 1, &lo, &hi);
+  const int64_t pd = padded(d), pi = padded(inner);
+  float *xs = (float*)ctx->scratch, *hs = xs + GROUP * pd, *sum = hs + GROUP * pi;
+  for (int64_t first = lo; first < hi; first += GROUP) {
+    int64_t count = hi - first < GROUP ? hi - first : GROUP;
+    memset(sum, 0, count * pd * sizeof(float));
+    for (int64_t e = 0; e < experts; e++) {
+      int64_t who[GROUP], m = 0;
+      float scale[GROUP];
+      for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; c < k; c++)
+          if (idx[(first + j) * k + c] == (I)e) {
+            if (m && who[m - 1] == j) scale[m - 1] += scalar(weights[(first + j) * k + c]);
+            else who[m] = j, scale[m++] = scalar(weights[(first + j) * k + c]);
+          }
+      if (!m) continue;
+      memset(xs, 0, m * pd * sizeof(float));
+      memset(hs, 0, m * pi * sizeof(float));
+      for (int64_t j = 0; j < m; j++)
+        for (int64_t i = 0; i < d; i++) xs[j * pd + i] = scalar(x[(first + who[j]) * d + i]);
+      const W *gu = gate_up + e * 2 * inner * d, *dn = down + e * d * inner;
+      for (int64_t i = 0; i < inner; i++) {
+        float g[GROUP], u[GROUP];
+        dots(g, gu + i * d, xs, pd, m, d);
+        dots(u, gu + (inner + i) * d, xs, pd, m, d);
+        for (int64_t j = 0; j < m; j++) hs[j * pi + i] = act(splat(g[j]))[0] * u[j];
+      }
+      for (int64_t i = 0; i < d; i++) {
+        float o[GROUP];
+        dots(o, dn + i * inner, hs, pi, m, inner);
+        for (int64_t j = 0; j < m; j++) sum[who[j] * pd + i] += o[j] * scale[j];
+      }
+    }
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t i = 0; i < d; i++) put(y + (first + j) * d + i, sum[j * pd + i]);
+  }
+}
+}  // namespace llmc
+#endif

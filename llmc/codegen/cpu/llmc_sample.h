@@ -1,0 +1,214 @@
+// Penalties, masks, the draw and log-probabilities of rows of logits. The draw sorts no more than the ids that share
+// the first bits of the threshold's probability; it depends on (logits, parameters, seed, position) alone.
+#ifndef LLMC_SAMPLE_H
+#define LLMC_SAMPLE_H
+#include <math.h>
+#include "llmc_abi.h"
+#include "llmc_math.h"
+#include "llmc_reduce.h"
+#include "llmc_store.h"
+namespace llmc {
+enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
+enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN };
+
+template <class T>
+static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
+                                const int32_t* seen, const int32_t* counts, int64_t r, int64_t v, int64_t words) {
+  int64_t lo, hi;
+  llmc_split(ctx, v, 256, &lo, &hi);
+  for (int64_t i = 0; i < r; i++) {
+    const T* from = x + i * v;
+    float* to = y + i * v;
+    const float* f = fparams + (rows[i] < 0 ? 0 : rows[i]) * 8;
+    if (rows[i] < 0 || (f[REPETITION] == 1.0f && f[PRESENCE] == 0.0f && f[FREQUENCY] == 0.0f)) {
+      for (int64_t j = lo; j < hi; j++) to[j] = scalar(from[j]);
+      continue;
+    }
+    const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
+    for (int64_t j = lo; j < hi; j++) {
+      float a = scalar(from[j]);
+      int32_t n = count[j];
+      if (((uint32_t)bits[j / 32] >> (j % 32) & 1u) || n > 0) a = a > 0 ? a / f[REPETITION] : a * f[REPETITION];
+      to[j] = a - f[FREQUENCY] * (float)n - (n > 0 ? f[PRESENCE] : 0.0f);
+    }
+  }
+}
+static inline void row_mask_stops(const llmc_ctx* ctx, float* y, const float* x, const int32_t* rows,
+                                  const int32_t* qlens, const int32_t* length, const int32_t* iparams,
+                                  const int32_t* stops, int64_t r, int64_t v, int64_t width) {
+  int64_t lo, hi;
+  llmc_split(ctx, v, 256, &lo, &hi);
+  for (int64_t i = 0; i < r; i++) {
+    if (y != x) memcpy(y + i * v + lo, x + i * v + lo, (hi - lo) * sizeof(float));
+    int64_t row = rows[i];
+    if (row < 0 || length[row] + qlens[i] >= iparams[row * 8 + MIN_LEN]) continue;
+    for (int64_t s = 0; s < width; s++) {
+      int64_t id = stops[row * width + s];
+      if (id >= lo && id < hi) y[i * v + id] = -INFINITY;
+    }
+  }
+}
+static inline uint64_t mix64(uint64_t z) {  // splitmix64 (Steele, Lea, Flood 2014)
+  z += 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+static inline double uniform(uint64_t seed, uint64_t position) {
+  return (double)(mix64(mix64(seed) ^ position) >> 11) * 0x1p-53;
+}
+static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest index of the largest
+  vf top = splat(-INFINITY);
+  for (int64_t j = 0; j + VN <= n; j += VN) top = m_max(vload(x + j), top);
+  float best = hmax_nan(top);
+  for (int64_t j = n / VN * VN; j < n; j++) best = x[j] > best ? x[j] : best;
+  for (int64_t j = 0; j < n; j++)
+    if (x[j] == best || x[j] != x[j]) return j;
+  return 0;
+}
+struct Pick { float e; int32_t id; };                  // unnormalised probability
+struct Cut { float e; int32_t id; };                   // kept: larger, or equal with an id not above
+struct Mass { double sum; int64_t count; };
+static inline bool kept(Cut c, float e, int64_t id) { return e > c.e || (e == c.e && id <= c.id); }
+static inline bool before(Pick a, Pick b) { return a.e > b.e || (a.e == b.e && a.id < b.id); }
+static inline void sift(Pick* p, int64_t i, int64_t n) {
+  for (int64_t c; (c = 2 * i + 1) < n; i = c) {
+    if (c + 1 < n && before(p[c], p[c + 1])) c++;
+    if (!before(p[i], p[c])) return;
+    Pick t = p[i];
+    p[i] = p[c], p[c] = t;
+  }
+}
+static inline void sort_picks(Pick* p, int64_t n) {  // heap sort, largest first: the heap's root comes last
+  for (int64_t i = n / 2 - 1; i >= 0; i--) sift(p, i, n);
+  for (int64_t m = n - 1; m > 0; m--) {
+    Pick t = p[0];
+    p[0] = p[m], p[m] = t;
+    sift(p, 0, m);
+  }
+}
+constexpr int BUCKETS = 2048;  // by the first bits of e in [0, 1], which order as e does
+static inline int bucket(float e) { return (int)(f_bits(e) >> 19); }
+
+// One row's draw: e is scratch for v floats, hist for BUCKETS masses, picks for v picks.
+struct Draw {
+  const float* e;
+  int64_t v;
+  Mass* hist;
+  Pick* picks;
+  Cut cut;  // what stays so far
+
+  // Sums per bucket of what the cut keeps.
+  void measure() {
+    for (int b = 0; b < BUCKETS; b++) hist[b] = Mass{0.0, 0};
+    for (int64_t j = 0; j < v; j++)
+      if (kept(cut, e[j], j)) {
+        Mass& m = hist[bucket(e[j])];
+        m.sum += e[j];
+        m.count++;
+      }
+  }
+  int64_t sorted(int b) {
+    int64_t n = 0;
+    for (int64_t j = 0; j < v; j++)
+      if (bucket(e[j]) == b && kept(cut, e[j], j)) picks[n++] = Pick{e[j], (int32_t)j};
+    sort_picks(picks, n);
+    return n;
+  }
+  void top_k(int64_t k) {
+    measure();
+    int64_t have = 0;
+    for (int b = BUCKETS - 1; b >= 0; b--) {
+      if (have + hist[b].count < k) {
+        have += hist[b].count;
+        continue;
+      }
+      sorted(b);
+      cut = Cut{picks[k - have - 1].e, picks[k - have - 1].id};
+      return;
+    }
+  }
+  void top_p(double p) {
+    measure();
+    double total = 0, have = 0;
+    for (int b = 0; b < BUCKETS; b++) total += hist[b].sum;
+    for (int b = BUCKETS - 1; b >= 0; b--) {
+      if (!hist[b].count) continue;
+      if (have + hist[b].sum < p * total) {
+        have += hist[b].sum;
+        continue;
+      }
+      int64_t n = sorted(b), i = 0;
+      for (; i < n && (have < p * total || i == 0); i++) have += picks[i].e;
+      cut = Cut{picks[i - 1].e, picks[i - 1].id};
+      return;
+    }
+  }
+  int64_t draw(double u) {
+    double total = 0, at = 0;
+    int64_t last = 0;
+    for (int64_t j = 0; j < v; j++)
+      if (kept(cut, e[j], j)) total += e[j];
+    for (int64_t j = 0; j < v; j++)
+      if (kept(cut, e[j], j)) {
+        at += e[j];
+        last = j;
+        if (at > u * total) return j;
+      }
+    return last;
+  }
+};
+static inline int64_t sample_row(const float* x, int64_t v, const float* f, const int32_t* ip, int64_t position,
+                                 char* scratch) {
+  int64_t best = argmax_row(x, v);
+  if (f[TEMPERATURE] == 0.0f) return best;
+  Mass* hist = (Mass*)scratch;
+  float* e = (float*)(scratch + BUCKETS * sizeof(Mass));
+  Pick* picks = (Pick*)(e + (v + VN) / VN * VN);
+  float top = x[best], t = f[TEMPERATURE];
+  for (int64_t j = 0; j < v; j += VN) {
+    int n = v - j < VN ? (int)(v - j) : VN;
+    vstore(e + j, m_exp((vload(x + j, n) - top) / t), n);
+  }
+  Draw d{e, v, hist, picks, Cut{f[MIN_P] > 0 ? (f[MIN_P] < 1 ? f[MIN_P] : 1.0f) : 0.0f, INT32_MAX}};
+  if (ip[TOP_K] > 0 && ip[TOP_K] < v) d.top_k(ip[TOP_K]);
+  if (f[TOP_P] < 1.0f) d.top_p(f[TOP_P]);
+  uint64_t seed = (uint32_t)ip[SEED_LO] | (uint64_t)(uint32_t)ip[SEED_HI] << 32;
+  return d.draw(uniform(seed, (uint64_t)position));
+}
+static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x, const int32_t* rows,
+                              const int32_t* qlens, const int32_t* length, const float* fparams,
+                              const int32_t* iparams, int64_t r, int64_t v) {
+  int64_t lo, hi;
+  llmc_split(ctx, r, 1, &lo, &hi);
+  for (int64_t i = lo; i < hi; i++) {
+    int64_t row = rows[i];
+    ids[i] = row < 0 ? 0 : (int32_t)sample_row(x + i * v, v, fparams + row * 8, iparams + row * 8,
+                                               (int64_t)length[row] + qlens[i], ctx->scratch);
+  }
+}
+template <class T>
+static inline void row_logprobs(const llmc_ctx* ctx, float* logprob, int32_t* rank, int32_t* top_ids, float* top,
+                                const T* x, const int32_t* ids, int64_t r, int64_t v, int64_t k) {
+  int64_t lo, hi;
+  llmc_split(ctx, r, 1, &lo, &hi);
+  for (int64_t i = lo; i < hi; i++) {
+    const T* row = x + i * v;
+    top_of_row(row, v, k, top + i * k, top_ids + i * k);
+    float most = top[i * k];
+    double total = 0;
+    for (int64_t j = 0; j < v; j += VN) {
+      int n = v - j < VN ? (int)(v - j) : VN;
+      vf e = m_exp(vload(row + j, n) - most);
+      total += hsum(n == VN ? e : keep(e, 0.0f, Part{n}));
+    }
+    float lse = (float)log(total), own = scalar(row[ids[i]]);
+    int32_t above = 0;
+    for (int64_t j = 0; j < v; j++) above += scalar(row[j]) > own;
+    logprob[i] = (own - most) - lse;
+    rank[i] = above + 1;
+    for (int64_t j = 0; j < k; j++) top[i * k + j] = (top[i * k + j] - most) - lse;
+  }
+}
+}  // namespace llmc
+#endif

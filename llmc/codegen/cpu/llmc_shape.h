@@ -1,0 +1,59 @@
+// Moving elements: copies of row segments, strided copies, rows by index. T is any storage type, by size alone.
+#ifndef LLMC_SHAPE_H
+#define LLMC_SHAPE_H
+#include "llmc_abi.h"
+namespace llmc {
+// rows segments of `bytes` bytes each; threads cut the whole at multiples of 4 KiB, across segments.
+static inline void copy_rows(const llmc_ctx* ctx, char* dst, int64_t dst_step, const char* src, int64_t src_step,
+                             int64_t rows, int64_t bytes) {
+  int64_t lo, hi;
+  llmc_split(ctx, rows * bytes, 4096, &lo, &hi);
+  while (lo < hi) {
+    int64_t r = lo / bytes, at = lo % bytes, n = bytes - at < hi - lo ? bytes - at : hi - lo;
+    memcpy(dst + r * dst_step + at, src + r * src_step + at, n);
+    lo += n;
+  }
+}
+// y dense over `size`; element (i0, i1, ...) is x[sum of i * step].
+template <class T, int RANK>
+static inline void copy_strided(const llmc_ctx* ctx, T* y, const T* x, const int64_t* size, const int64_t* step) {
+  int64_t rows = 1, lo, hi, n = size[RANK - 1], s = step[RANK - 1];
+  for (int a = 0; a < RANK - 1; a++) rows *= size[a];
+  llmc_split(ctx, rows, 1, &lo, &hi);
+  for (int64_t r = lo; r < hi; r++) {
+    int64_t rest = r, off = 0;
+    for (int a = RANK - 2; a >= 0; a--) {
+      off += rest % size[a] * step[a];
+      rest /= size[a];
+    }
+    T* to = y + r * n;
+    const T* from = x + off;
+    if (s == 1) memcpy((void*)to, (const void*)from, n * sizeof(T));
+    else for (int64_t j = 0; j < n; j++) to[j] = from[j * s];
+  }
+}
+// y[i] = x[idx[i]], rows of `bytes` bytes; zeros where the index is negative.
+template <class I>
+static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const I* idx, int64_t count, int64_t bytes) {
+  int64_t lo, hi;
+  llmc_split(ctx, count * bytes, 1024, &lo, &hi);
+  while (lo < hi) {
+    int64_t r = lo / bytes, at = lo % bytes, n = bytes - at < hi - lo ? bytes - at : hi - lo;
+    if (idx[r] < 0) memset(y + r * bytes + at, 0, n);
+    else memcpy(y + r * bytes + at, x + (int64_t)idx[r] * bytes + at, n);
+    lo += n;
+  }
+}
+// y[o, j, i] = x[o, idx[o, j, i], i]
+template <class T, class I>
+static inline void gather(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t outer, int64_t n, int64_t k,
+                          int64_t inner) {
+  int64_t lo, hi;
+  llmc_split(ctx, outer * k * inner, 64, &lo, &hi);
+  for (int64_t p = lo; p < hi; p++) {
+    int64_t o = p / (k * inner), i = p % inner;
+    y[p] = x[(o * n + (int64_t)idx[p]) * inner + i];
+  }
+}
+}  // namespace llmc
+#endif

@@ -1,0 +1,151 @@
+"""Kernels that move elements: transpose, slice, concat, take, gather, iota, and the copy that a reshape may need."""
+
+from __future__ import annotations
+
+from llmc.codegen.cpu.base import INTS, CppKernel, Sizes, ctype, pointers, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+def item(node: Node, operand: int = 0) -> int:
+    """Bytes of one element of an operand."""
+    return DTYPES[node.operands[operand].type.dtype].bits // 8
+
+
+def raw(node: Node) -> str:
+    """An integer type as wide as the elements: moving them needs no more."""
+    return {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}[item(node)]
+
+
+class Copy(CppKernel):
+    """A reshape that cannot be an alias: its bytes."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        n = sizes(node.operands[0].type.nbytes)
+        return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
+
+
+def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
+    """A copy of the result's space from steps over the operand; axes that lie behind one another are merged."""
+    axes: list[tuple[Dim, Dim]] = []
+    for size, s in zip(node.result.type.shape, step, strict=True):
+        if size.const == 1:
+            continue
+        if axes and axes[-1][1] == s * size:
+            axes[-1] = (axes[-1][0] * size, s)
+        else:
+            axes.append((size, s))
+    axes = axes or [(D(1), D(1))]
+    t = raw(node)
+    return "\n".join(
+        [
+            f"const int64_t size[] = {{{', '.join(sizes(a) for a, _ in axes)}}};",
+            f"const int64_t step[] = {{{', '.join(sizes(s) for _, s in axes)}}};",
+            f"const {t}* x = (const {t}*)args[0] + {sizes(start)};",
+            f"copy_strided<{t}, {len(axes)}>(ctx, ({t}*)args[1], x, size, step);",
+        ]
+    )
+
+
+def steps(node: Node) -> list[Dim]:
+    """Elements between neighbours along each axis of operand 0."""
+    shape = node.operands[0].type.shape
+    return [product(shape[i + 1 :]) for i in range(len(shape))]
+
+
+class Transpose(CppKernel):
+    """Any permutation of axes."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        step = steps(node)
+        return strided(node, [step[p] for p in node.attrs["perm"]], D(0), sizes)
+
+
+class Slice(CppKernel):
+    """A range with a step along one axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        step = steps(node)
+        axis = node.attrs["axis"] % len(step)
+        start = node.attrs["start"] * step[axis]
+        step[axis] = step[axis] * node.attrs["step"]
+        return strided(node, step, start, sizes)
+
+
+class Concat(CppKernel):
+    """The operands' segments, one after the other along an axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        shape = node.result.type.shape
+        axis = node.attrs["axis"] % len(shape)
+        row = sizes(product(shape[axis:]) * item(node))
+        rows = sizes(product(shape[:axis]))
+        lines, at = [f"char* y = (char*)args[{len(node.operands)}];"], D(0)
+        for i, v in enumerate(node.operands):
+            n = product(v.type.shape[axis:]) * item(node)
+            src = f"(const char*)args[{i}], {sizes(n)}"
+            lines.append(f"copy_rows(ctx, y + {sizes(at)}, {row}, {src}, {rows}, {sizes(n)});")
+            at = at + n
+        return "\n".join(lines)
+
+
+class Take(CppKernel):
+    """Rows by index: embeddings and last tokens."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[1].type.dtype not in INTS:
+            return f"the index has dtype {node.operands[1].type.dtype}"
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        x, idx = (v.type for v in node.operands)
+        count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
+        i = ctype(idx)
+        return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
+
+
+class Gather(CppKernel):
+    """Elements by index along an axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        x, idx = (v.type for v in node.operands)
+        a = node.attrs["axis"] % x.rank
+        outer, n, k, inner = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
+        t, i = raw(node), ctype(idx)
+        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        return f"gather(ctx, {ptrs}, {sizes(outer)}, {sizes(n)}, {sizes(k)}, {sizes(inner)});"
+
+
+class Iota(CppKernel):
+    """0, 1, 2, ..."""
+
+    headers = ("llmc_abi.h", "llmc_store.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        n = sizes(node.result.type.shape[0])
+        split = f"int64_t lo, hi;\nllmc_split(ctx, {n}, 64, &lo, &hi);"
+        return f"{pointers(node)}\n{split}\nfor (int64_t i = lo; i < hi; i++) put(y0 + i, i);"
+
+
+COPY = Copy("cpu/copy", ("reshape",))
+TRANSPOSE = Transpose("cpu/transpose", ("transpose",))
+SLICE = Slice("cpu/slice", ("slice",))
+CONCAT = Concat("cpu/concat", ("concat",))
+TAKE = Take("cpu/take", ("take",))
+GATHER = Gather("cpu/gather", ("gather",))
+IOTA = Iota("cpu/iota", ("iota",))

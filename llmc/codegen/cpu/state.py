@@ -1,0 +1,112 @@
+"""Kernels over device rows and KV pages, sampling, and rotary embedding: one call of a C++ template each."""
+
+from __future__ import annotations
+
+from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, Sizes, pointers, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D, Dim
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+class Rope(CppKernel):
+    """Rotation of heads; in place where the heads are not read again."""
+
+    headers = ("llmc_abi.h", "llmc_rope.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[1].type.dtype != node.operands[2].type.dtype:
+            return "cos and sin have different dtypes"
+        return unsupported(node, FLOATS)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((0, 0),)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        t, heads, d = (sizes(s) for s in node.operands[0].type.shape)
+        h = sizes(node.operands[1].type.shape[1])
+        flag = "true" if node.attrs["interleaved"] else "false"
+        return f"{pointers(node)}\nrope(ctx, y0, x0, x1, x2, {t}, {heads}, {d}, {h}, {flag});"
+
+
+class RopeTables(CppKernel):
+    """cos and sin of position times frequency."""
+
+    headers = ("llmc_abi.h", "llmc_rope.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        freq, pos = (v.type.dtype for v in node.operands)
+        if freq not in FLOATS or pos not in INTS or node.attrs["dtype"] not in FLOATS:
+            return f"dtypes {freq}, {pos}, {node.attrs['dtype']} are not float, integer, float"
+        return None
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        t, h = (sizes(s) for s in node.results[0].type.shape)
+        return f"{pointers(node)}\nrope_tables(ctx, y0, y1, x0, x1, {t}, {h}, {node.attrs['scaling']!r}f);"
+
+
+class Rows(CppKernel):
+    """The row_* ops that only one thread works on, and kv_append."""
+
+    headers = ("llmc_abi.h", "llmc_state.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, "i32"))
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        shape = [[sizes(d) for d in v.type.shape] for v in node.operands]
+        p = [f"({'float' if v.type.dtype == 'f32' else 'int32_t'}*)args[{i}]" for i, v in enumerate(node.operands)]
+        n = len(p)
+        y = [f"(int32_t*)args[{n + i}]" for i in range(len(node.results))]
+        name = node.op.name
+        if name == "row_spans":
+            t = sizes(node.results[1].type.shape[0])
+            return f"row_spans(ctx, {y[0]}, {y[1]}, {y[2]}, {p[0]}, {p[1]}, {p[2]}, {shape[0][0]}, {t});"
+        if name == "row_ids":
+            return f"row_ids(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {shape[1][0]}, {shape[0][1]});"
+        if name == "row_slots":
+            where = f"{shape[1][0]}, {shape[0][1]}, {node.attrs['page']}"
+            return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {where});"
+        if name == "row_last":
+            return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
+        if name == "row_commit":
+            where = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
+            return f"row_commit(ctx, {', '.join(p)}, {where});"
+        t, g, _ = shape[1]
+        page, d = shape[0][3], shape[0][4]
+        return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
+
+
+class Sampling(CppKernel):
+    """Penalties, stop masks, the draw and log-probabilities."""
+
+    headers = ("llmc_abi.h", "llmc_sample.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, "i32"))
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        writes = node.op.name in ("row_penalize", "row_mask_stops") and node.operands[0].type.dtype == "f32"
+        return ((0, 0),) if writes else ()
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        v = node.operands[0].type.shape[1]
+        return v * 12 + (2048 * 16 + 256) if node.op.name == "row_sample" else D(0)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        r, v = (sizes(s) for s in node.operands[0].type.shape)
+        more = {
+            "row_penalize": lambda: f", {sizes(node.operands[3].type.shape[1])}",
+            "row_mask_stops": lambda: f", {sizes(node.operands[5].type.shape[1])}",
+            "row_logprobs": lambda: f", {node.attrs['k']}",
+            "row_sample": lambda: "",
+        }[node.op.name]()
+        ins = ", ".join(f"x{i}" for i in range(len(node.operands)))
+        outs = ", ".join(f"y{i}" for i in range(len(node.results)))
+        return f"{pointers(node)}\n{node.op.name}(ctx, {outs}, {ins}, {r}, {v}{more});"
+
+
+ROPE = Rope("cpu/rope", ("rope",))
+ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
+ROWS = Rows("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit", "kv_append"))
+SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask_stops", "row_sample", "row_logprobs"))

@@ -1,0 +1,29 @@
+"""The names of the CPU kernels and where they live; nothing is imported until a name is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_HERE = "llmc.codegen.cpu"
+KERNELS: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu/rows": f"{_HERE}.rows:ROWS",
+        "cpu/elements": f"{_HERE}.rows:ELEMENTS",
+        "cpu/copy": f"{_HERE}.shape:COPY",
+        "cpu/transpose": f"{_HERE}.shape:TRANSPOSE",
+        "cpu/slice": f"{_HERE}.shape:SLICE",
+        "cpu/concat": f"{_HERE}.shape:CONCAT",
+        "cpu/take": f"{_HERE}.shape:TAKE",
+        "cpu/gather": f"{_HERE}.shape:GATHER",
+        "cpu/iota": f"{_HERE}.shape:IOTA",
+        "cpu/reduce": f"{_HERE}.reduce:REDUCE",
+        "cpu/rope": f"{_HERE}.state:ROPE",
+        "cpu/rope_tables": f"{_HERE}.state:ROPE_TABLES",
+        "cpu/state": f"{_HERE}.state:ROWS",
+        "cpu/sample": f"{_HERE}.state:SAMPLING",
+        "cpu/matmul": f"{_HERE}.plain:MATMUL",
+        "cpu/prompt_attention": f"{_HERE}.plain:ATTENTION",
+        "cpu/moe": f"{_HERE}.plain:MOE",
+    }
+)
