@@ -1,0 +1,199 @@
+"""Pages and prefixes against a naive model: what is shared, what is evicted, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from llmc_runtime.kv.pages import PageError, PagePool
+from llmc_runtime.kv.prefix import PrefixCache
+
+from tests.runtime.audit import audit_pages
+
+SIZE = 2
+
+
+def cache(num_pages: int, size: int = SIZE) -> tuple[PagePool, PrefixCache]:
+    pool = PagePool(num_pages)
+    return pool, PrefixCache(pool, size, "model")
+
+
+def table(pool: PagePool, prefix: PrefixCache, tokens: list[int]) -> list[int]:
+    """A computed table of all full pages of `tokens`, published."""
+    chain = [prefix.root()]
+    hits = prefix.match(chain, [*tokens, 0])
+    for page in hits:
+        pool.share(page)
+    full = len(tokens) // prefix.page_size
+    pages = hits + pool.take(full - len(hits))
+    prefix.publish(chain, tokens, pages, len(hits), full)
+    return pages
+
+
+def test_pages_come_in_order_and_go_in_reverse() -> None:
+    pool = PagePool(5)
+    first = pool.take(3)
+    assert first == [0, 1, 2] and pool.num_free == 2 and pool.num_used == 3
+    pool.release(reversed(first))
+    assert pool.free_list() == [0, 1, 2, 3, 4], "unkept pages go to the head: the warmest is given out first"
+
+
+def test_a_page_is_free_when_its_last_table_lets_go() -> None:
+    pool = PagePool(2)
+    (page,) = pool.take(1)
+    pool.share(page)
+    pool.release([page])
+    assert pool.refs[page] == 1 and pool.num_free == 1
+    pool.release([page])
+    assert pool.num_free == 2
+    with pytest.raises(PageError, match=f"page {page} freed twice"):
+        pool.release([page])
+
+
+@pytest.mark.parametrize(
+    "act", [lambda p: p.take(3), lambda p: p.keep(1), lambda p: PagePool(0), lambda p: p.drop_all()]
+)
+def test_broken_promises_are_errors(act: Callable[[PagePool], object]) -> None:
+    pool = PagePool(2)
+    pool.take(1)
+    with pytest.raises(PageError):
+        act(pool)
+    audit_pages(pool, [[0]])
+
+
+def test_kept_pages_are_given_out_last_and_the_end_of_a_sequence_first() -> None:
+    pool, prefix = cache(6)
+    old = table(pool, prefix, [1, 2, 3, 4])
+    new = table(pool, prefix, [5, 6, 7, 8])
+    pool.release(reversed(old))
+    pool.release(reversed(new))
+    assert pool.free_list() == [4, 5, old[1], old[0], new[1], new[0]]
+    pool.take(3)
+    assert prefix.match([prefix.root()], [1, 2, 3, 4, 9]) == [old[0]], "the first page outlives the second"
+
+
+def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
+    pool, prefix = cache(4)
+    pages = table(pool, prefix, [1, 2, 3, 4])
+    root = prefix.root()
+    assert prefix.match([root], [1, 2, 3, 4]) == pages[:1]
+    assert prefix.match([root], [1, 2, 3, 4, 5]) == pages
+    assert prefix.match([root], [1, 2, 3]) == pages[:1]
+    assert prefix.match([root], [1, 2]) == []
+    assert prefix.match([root], [3, 4, 1, 2, 0]) == [], "the same pages in another order are another prefix"
+    assert prefix.match([root], [9, 9, 3, 4, 0]) == [], "a page counts only behind its parent"
+
+
+def test_salt_and_context_separate() -> None:
+    pool, prefix = cache(4)
+    table(pool, prefix, [1, 2])
+    assert prefix.match([prefix.root("salt")], [1, 2, 3]) == []
+    pairs = [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
+    assert len({PrefixCache(PagePool(1), 2, context).root(salt) for context, salt in pairs}) == 5
+
+
+def test_tokens_are_compared_so_a_forged_digest_hits_nothing() -> None:
+    pool, prefix = cache(4)
+    table(pool, prefix, [1, 2])
+    chain = [prefix.root()]
+    prefix.extend(chain, [1, 2], 1)
+    assert prefix.match(chain, [1, 2, 3])
+    assert prefix.match(chain, [7, 8, 3]) == [], "this chain claims the digest of other tokens"
+
+
+def test_the_second_copy_of_a_prefix_stays_private() -> None:
+    pool, prefix = cache(4)
+    chains = [[prefix.root()], [prefix.root()]]
+    one, two = pool.take(1), pool.take(1)
+    prefix.publish(chains[0], [1, 2], one, 0, 1)
+    prefix.publish(chains[1], [1, 2], two, 0, 1)
+    assert prefix.match([prefix.root()], [1, 2, 3]) == one and len(prefix) == 1
+    pool.release(two)
+    pool.release(one)
+    assert pool.free_list()[0] == two[0] and pool.free_list()[-1] == one[0]
+
+
+def test_reset_only_when_idle() -> None:
+    pool, prefix = cache(2)
+    pages = table(pool, prefix, [1, 2])
+    with pytest.raises(PageError, match="1 pages are in use"):
+        prefix.reset()
+    assert prefix.match([prefix.root()], [1, 2, 3]) == pages
+    pool.release(pages)
+    prefix.reset()
+    assert not len(prefix) and prefix.match([prefix.root()], [1, 2, 3]) == []
+    assert pool.take(2) and not len(prefix)
+
+
+def test_disabled_hits_nothing() -> None:
+    pool = PagePool(2)
+    prefix = PrefixCache(pool, SIZE, enabled=False)
+    prefix.publish([prefix.root()], [1, 2], pool.take(1), 0, 1)
+    assert prefix.match([prefix.root()], [1, 2, 3]) == [] and not any(pool.kept)
+
+
+class Sharing(RuleBasedStateMachine):
+    """Random tables over a small pool; `memory` is what each page truly holds, `public` what may be hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.prefix = cache(7)
+        self.tables: list[list[int]] = []
+        self.memory: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.public: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        salt=st.sampled_from(["", "s"]),
+        publish=st.booleans(),
+    )
+    def start(self, tokens: list[int], salt: str, publish: bool) -> None:
+        chain = [self.prefix.root(salt)]
+        hits = self.prefix.match(chain, tokens)
+        wanted = []
+        for stop in range(SIZE, len(tokens), SIZE):
+            if (salt, tuple(tokens[:stop])) not in self.public:
+                break
+            wanted.append(self.public[salt, tuple(tokens[:stop])])
+        assert hits == wanted and len(hits) * SIZE < len(tokens)
+        for index, page in enumerate(hits):
+            assert self.memory[page] == (salt, tuple(tokens[: (index + 1) * SIZE]))
+        need = -(-len(tokens) // SIZE) - len(hits)
+        if need + sum(not self.pool.refs[page] for page in hits) > self.pool.num_free:
+            return
+        for page in hits:
+            self.pool.share(page)
+        fresh = self.pool.take(need)
+        self.public = {key: page for key, page in self.public.items() if page not in fresh}
+        pages, full = hits + fresh, len(tokens) // SIZE
+        for index in range(len(hits), full):
+            self.memory[pages[index]] = (salt, tuple(tokens[: (index + 1) * SIZE]))
+        if publish:
+            self.prefix.publish(chain, tokens, pages, len(hits), full)
+            for index in range(len(hits), full):
+                self.public.setdefault((salt, tuple(tokens[: (index + 1) * SIZE])), pages[index])
+        self.tables.append(pages)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        pages = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.release(reversed(pages))
+
+    @precondition(lambda self: not self.tables)
+    @rule()
+    def reset(self) -> None:
+        self.prefix.reset()
+        self.public.clear()
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        audit_pages(self.pool, self.tables)
+        assert sorted(self.prefix.held()) == sorted(self.public.values())
+
+
+Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSharing = Sharing.TestCase

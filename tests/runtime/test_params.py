@@ -1,0 +1,89 @@
+"""SamplingParams accepts what vLLM's users write and refuses nonsense, naming field, value and range."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.step import RowParams
+
+HUGE = 10**5000  # too long for Python to print; its test names it by field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("n", 2), ("n", True),
+        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
+        ("temperature", None), ("temperature", True), ("temperature", 101),
+        ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", math.nan),
+        ("top_k", -2), ("top_k", 1.5), ("top_k", 2**31), ("top_k", None),
+        ("min_p", -0.01), ("min_p", 1.01),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e-9),
+        ("repetition_penalty", 1e9), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3),
+        ("frequency_penalty", math.nan),
+        ("seed", 2**64), ("seed", 1.0), ("seed", "7"),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.0),
+        ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None),
+        ("stop", ["a"] * 5), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3), ("stop", "x" * 1025),
+        ("stop", b"x"), ("stop", {"a": 1}), ("stop", "é" * 600),
+        ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", range(33)), ("stop_token_ids", 5),
+        ("stop_token_ids", [True]), ("stop_token_ids", [2**31]),
+        ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
+        ("ignore_eos", 1), ("include_stop_str_in_output", None), ("skip_special_tokens", "yes"), ("detokenize", 0),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(field: str, value: object) -> None:
+    with pytest.raises(LlmcError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    error = caught.value
+    assert error.code == "E601" and error.cause.startswith(f"{field} = ") and error.remedy.startswith(f"{field}: ")
+    assert len(str(error).splitlines()) <= 5 and len(str(error)) < 400
+
+
+@pytest.mark.parametrize("field", ["temperature", "seed", "max_tokens", "top_k", "n"])
+def test_a_number_too_long_to_print_is_refused(field: str) -> None:
+    with pytest.raises(LlmcError, match=f"{field} = <int: ValueError>"):
+        SamplingParams(**{field: HUGE})  # type: ignore[arg-type]
+
+
+def test_the_message_names_field_value_and_range() -> None:
+    with pytest.raises(LlmcError) as caught:
+        SamplingParams(top_p=1.5)
+    assert str(caught.value) == "LLMC-E601: top_p = 1.5 is not allowed\n  Try: top_p: a number above 0, up to 1"
+    with pytest.raises(LlmcError, match=r"min_tokens = 9 .*\n.*0 to max_tokens, 8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(LlmcError, match="detokenize = False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (1.0, 1.0, 0, 0.0, 16)
+    assert (params.stop, params.stop_token_ids, params.logprobs, params.seed) == ((), (), None, None)
+    assert params.detokenize and params.skip_special_tokens and not params.ignore_eos and not params.greedy
+
+
+def test_values_are_brought_into_one_form() -> None:
+    params = SamplingParams(temperature=0, top_p=0.5, top_k=9, min_p=0.1)
+    assert params.greedy and (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+    assert SamplingParams(temperature=1e-6).greedy
+    assert SamplingParams(temperature=0.001).temperature == 0.01
+    assert SamplingParams(top_k=-1).top_k == 0 and SamplingParams(seed=-1).seed is None
+    assert SamplingParams(stop="end").stop == ("end",) and SamplingParams(stop=None).stop == ()
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (3,)
+    assert isinstance(SamplingParams(temperature=1).temperature, float)
+    assert SamplingParams(max_tokens=None, min_tokens=50).max_tokens is None
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+    with pytest.raises(FrozenInstanceError):
+        params.top_p = 0.1  # type: ignore[misc]
+
+
+def test_the_rows_of_the_device() -> None:
+    row = RowParams(0.5, 0.9, 0.1, 1.1, 0.2, -0.2, 40, 0xFFFFFFFF_80000001, 3, True, (7, 9))
+    assert row.floats() == [0.5, 0.9, 0.1, 1.1, 0.2, -0.2, 0.0, 0.0]
+    assert row.ints(10) == [40, 0x80000001 - 2**32, -1, 10, 13, 1, 0, 0]
+    assert row.stop_row() == [7, 9, *[-1] * 30]
