@@ -1,0 +1,92 @@
+"""A scheduler, the fake device and the oracle behind one engine, for tests that drive steps by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmc_runtime.engine import Engine
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request, RequestDelta
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.step import Step, StepOutput
+
+from tests.runtime.audit import audit
+from tests.runtime.oracle import Expected
+from tests.runtime.simulator import make_device
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
+
+
+class Rig:
+    """An engine whose every plan is recorded and every token checked."""
+
+    def __init__(self, **sizes: Any) -> None:
+        defaults: dict[str, Any] = {
+            "num_pages": 64,
+            "page_size": 4,
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "vocab_size": 1000,
+            "watermark": 0.0,
+        }
+        self.config = SchedulerConfig(**{**defaults, **sizes})
+        self.device = make_device(self.config)
+        self.scheduler = Scheduler(self.config, lambda: 7)
+        self.engine = Engine(self.scheduler, self)
+        self.expected: dict[str, Expected] = {}
+        self.plans: list[Step] = []
+
+    def run(self, step: Step) -> StepOutput:
+        """The executor's side."""
+        self.plans.append(step)
+        return self.device.run(step)
+
+    def add(self, name: str, prompt: int | list[int], priority: int = 0, salt: str = "", **params: Any) -> Request:
+        """Queue a request; an int makes a prompt of that length that nobody shares."""
+        if isinstance(prompt, int):
+            start = 100 * len(name) + sum(map(ord, name))
+            prompt = [(start + 3 * i) % self.config.vocab_size for i in range(prompt)]
+        request = Request(name, prompt, SamplingParams(**{**GREEDY, **params}), priority, salt)
+        self.engine.add(request)
+        self.expected[name] = Expected(request, self.config)
+        return request
+
+    def abort(self, name: str) -> None:
+        """Abort a live request."""
+        assert self.engine.abort(name)
+        del self.expected[name]
+
+    def step(self) -> dict[str, RequestDelta]:
+        """One step, checked against the oracle and audited; the deltas by request."""
+        deltas = {delta.id: delta for delta in self.engine.step()}
+        assert self.engine.error is None, str(self.engine.error)
+        for name, delta in deltas.items():
+            token, finish, stop = self.expected[name].next()
+            assert (delta.new_token_ids, delta.finish_reason, delta.stop_reason) == ([token], finish, stop)
+            if finish:
+                del self.expected[name]
+        audit(self.scheduler, self.device, self.expected)
+        return deltas
+
+    def drain(self) -> list[str]:
+        """Step until idle; the requests in the order in which they ended."""
+        ended = []
+        while self.engine.has_work():
+            ended += [name for name, delta in self.step().items() if delta.finish_reason]
+        assert self.scheduler.pool.num_used == 0 and len(self.scheduler.free_rows) == self.config.max_num_seqs
+        return ended
+
+    def counts(self) -> dict[str, int]:
+        """Tokens that the last plan gave to each request that still runs."""
+        rows = {request.row: request.id for request in self.scheduler.running}
+        return {rows[work.row]: work.num_tokens for work in self.plans[-1].work if work.row in rows}
+
+    def running(self) -> list[str]:
+        """Names, in order."""
+        return [request.id for request in self.scheduler.running]
+
+    def waiting(self) -> list[str]:
+        """Names, in order."""
+        return [request.id for request in self.scheduler.waiting]

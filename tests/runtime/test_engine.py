@@ -1,0 +1,129 @@
+"""The engine under failures: who is told, who is not harmed, and what is still possible afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import Step, StepOutput
+
+from tests.runtime.rig import Rig
+
+
+class Broken:
+    """An executor that does one step wrong."""
+
+    def __init__(self, rig: Rig, at: int, wrong: Callable[[Step, StepOutput], StepOutput]) -> None:
+        self.rig, self.left, self.wrong = rig, at, wrong
+        rig.engine.executor = self
+
+    def run(self, step: Step) -> StepOutput:
+        self.left -= 1
+        output = self.rig.run(step)
+        return self.wrong(step, output) if self.left < 0 else output
+
+
+def raises(error: BaseException) -> Callable[[Step, StepOutput], StepOutput]:
+    def wrong(step: Step, output: StepOutput) -> StepOutput:
+        raise error
+
+    return wrong
+
+
+def rig_of_three() -> Rig:
+    rig = Rig(max_num_seqs=2)
+    for name in "abc":
+        rig.add(name, 5)
+    return rig
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (raises(OSError("out of luck")), "OSError: out of luck"),
+        (lambda step, output: step.reply([]), "2 rows ran, the executor answered for 0"),
+        (lambda step, output: step.reply([None] * 2), "answered token None"),
+        (lambda step, output: step.reply([5, 1000]), "request 'b': the executor answered token 1000"),
+        (lambda step, output: None, "AttributeError"),
+    ],
+)
+def test_a_broken_executor_ends_the_engine_and_everyone_is_told_once(
+    wrong: Callable[[Step, StepOutput], StepOutput], words: str
+) -> None:
+    rig = rig_of_three()
+    Broken(rig, 1, wrong)
+    rig.step()
+    deltas = rig.engine.step()
+    assert [(delta.id, delta.finish_reason) for delta in deltas] == [("a", "error"), ("b", "error"), ("c", "error")]
+    error = rig.engine.error
+    assert error is not None and error.code == "E608" and words in error.cause and all(d.error is error for d in deltas)
+    assert not rig.engine.has_work() and rig.engine.step() == []
+    assert not any(rig.engine.stats().values()) and rig.engine.counters.request_success["error"] == 3
+    with pytest.raises(LlmcError, match="E608"):
+        rig.engine.add(Request("d", [1]))
+    assert not rig.engine.abort("a")
+
+
+def test_an_error_of_ours_keeps_its_code() -> None:
+    rig = rig_of_three()
+    Broken(rig, 0, raises(LlmcError("E210", "the device is full", "use a smaller pool")))
+    assert all(delta.error is rig.engine.error for delta in rig.engine.step())
+    assert rig.engine.error is not None and rig.engine.error.code == "E210"
+
+
+def test_missing_logprobs_are_an_error() -> None:
+    rig = Rig()
+    rig.add("a", 3, logprobs=1)
+    Broken(rig, 0, lambda step, output: step.reply(output.tokens))
+    (delta,) = rig.engine.step()
+    assert delta.finish_reason == "error" and "no log-probabilities" in str(delta.error)
+
+
+def test_an_interrupt_costs_only_recomputation() -> None:
+    rig = rig_of_three()
+    broken = Broken(rig, 2, raises(KeyboardInterrupt()))
+    rig.step()
+    rig.step()
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.step()
+    assert rig.engine.error is None and rig.waiting() == ["a", "b", "c"]
+    broken.left = 100
+    assert rig.drain() == ["a", "b", "c"]
+
+
+def test_an_interrupt_outside_the_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of_three()
+    rig.step()
+    monkeypatch.setattr(rig.scheduler, "commit", lambda output: raises(KeyboardInterrupt())(Step(), output))
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.step()
+    assert rig.engine.error is not None and not rig.engine.has_work()
+
+
+def test_a_refused_request_harms_nobody() -> None:
+    rig = rig_of_three()
+    rig.step()
+    for prompt in ([], [10**9], [1] * 500):
+        with pytest.raises(LlmcError):
+            rig.engine.add(Request("bad", prompt))
+    assert rig.drain() == ["a", "b", "c"]
+
+
+def test_stats_and_counters() -> None:
+    rig = rig_of_three()
+    assert rig.engine.stats() == {"num_requests_running": 0, "num_requests_waiting": 3, "kv_cache_usage_perc": 0.0}
+    rig.step()
+    stats = rig.engine.stats()
+    assert stats == {"num_requests_running": 2, "num_requests_waiting": 1, "kv_cache_usage_perc": 4 / 64}
+    rig.drain()
+    found = rig.engine.counters.as_dict()
+    assert found["generation_tokens"] == 12 and found["prompt_tokens"] == 15 and found["num_steps"] == len(rig.plans)
+    assert found["num_scheduled_tokens"] == 15 + 9
+    assert found["request_success"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+
+
+def test_an_idle_engine_does_nothing() -> None:
+    rig = Rig()
+    assert rig.engine.step() == [] and rig.plans == [] and rig.engine.counters.num_steps == 0
