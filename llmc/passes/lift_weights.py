@@ -1,0 +1,106 @@
+"""What depends on weights alone moves to a graph of its own, @weights, which is evaluated once, when compiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Graph, Module, Node, Value
+
+from .base import Ctx, Pass
+from .facts import weight_only
+
+
+@dataclass(frozen=True)
+class LiftWeights(Pass):
+    """Move weight-only nodes of every entry point to @weights, equal ones once; the entry points read its outputs by
+    name. A weight that is used as it is passes through."""
+
+    name: ClassVar[str] = "lift-weights"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        entries = [g for g in m.graphs.values() if g.name != "weights"]
+        if not any(v.weight for g in entries for v in g.inputs) or "weights" in m.graphs or not ctx.spend():
+            return 0
+        lifted = _Lifted(Graph("weights"))
+        done = sum(_lift(g, lifted) for g in entries)
+        m.graphs["weights"] = lifted.graph
+        return done + 1
+
+
+class _Lifted:
+    """@weights under construction: equal nodes are one, and every output has a name of its own."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.inputs: dict[str, Value] = {}
+        self.nodes: dict[Any, Node] = {}
+        self.names: dict[Value, str] = {}
+        self.taken: set[str] = set()
+
+    def take(self, v: Value, done: dict[Value, Value]) -> Value:
+        """The value of @weights that equals `v` of an entry point, with all that it is made of."""
+        if v not in done:
+            if v.node is None:
+                done[v] = self.inputs.get(v.name) or self._input(v)
+            else:
+                self._node(v.node, done)
+        return done[v]
+
+    def _input(self, v: Value) -> Value:
+        self.inputs[v.name] = self.graph.input(v.name, v.type, weight=True)
+        return self.inputs[v.name]
+
+    def _node(self, n: Node, done: dict[Value, Value]) -> None:
+        operands = [self.take(v, done) for v in n.operands]
+        key = (n.op.name, tuple(map(id, operands)), repr(n.attrs))
+        if key not in self.nodes:
+            self.nodes[key] = self.graph.add(n.op, operands, n.attrs, loc=n.loc)
+        done.update(zip(n.results, self.nodes[key].results, strict=True))
+
+    def output(self, v: Value, inner: Value) -> str:
+        """The name under which `inner` leaves @weights; the checkpoint's own for a weight that passes through."""
+        if inner not in self.names:
+            base = inner.name if inner.node is None else f"{_origin(v)}.{v.node.op.name}" if v.node else inner.name
+            name, n = base, 1
+            while name in self.taken or (inner.node is not None and name in self.inputs):
+                n += 1
+                name = f"{base}.{n}"
+            self.taken.add(name)
+            self.names[inner] = inner.name = name
+            self.graph.outputs.append(inner)
+        return self.names[inner]
+
+
+def _origin(v: Value) -> str:
+    """The name of the first weight that a value is made of."""
+    while v.node is not None:
+        v = next((o for o in v.node.operands if _has_weight(o)), v.node.operands[0])
+    return v.name
+
+
+def _has_weight(v: Value) -> bool:
+    return v.weight if v.node is None else any(map(_has_weight, v.node.operands))
+
+
+def _lift(g: Graph, lifted: _Lifted) -> int:
+    """Move one entry point's weight-only nodes; answers how many left it."""
+    known = weight_only(g)
+    inside = [n for n in g.nodes if n.results[0] in known]
+    read = [v for v in known if any(u.results[0] not in known for u in v.uses) or any(v is o for o in g.outputs)]
+    order = {v: i for i, v in enumerate([*g.inputs, *(r for n in g.nodes for r in n.results)])}
+    done: dict[Value, Value] = {}
+    inputs = [v for v in g.inputs if not v.weight]
+    for v in sorted(read, key=order.__getitem__):
+        new = Value(v.type, lifted.output(v, lifted.take(v, done)), weight=True)
+        outside = [u for u in v.uses if u.results[0] not in known]
+        for user in set(outside):
+            user.operands = [new if o is v else o for o in user.operands]
+        new.uses = outside
+        v.uses = [u for u in v.uses if u.results[0] in known]
+        g.outputs = [new if o is v else o for o in g.outputs]
+        inputs.append(new)
+    g.inputs = inputs
+    for n in reversed(inside):
+        g.erase(n)
+    return len(inside)

@@ -1,0 +1,141 @@
+"""From a prompt to a serving step: attention over KV pages, device rows for inputs, sampling at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type, state, tensor
+
+from .base import Ctx, Pass
+
+STOPS = 32
+TOP_LOGPROBS = 20
+PAGES_MAX = 1 << 30
+ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class PageAttention(Pass):
+    """Turn @main(tokens, positions, last) -> logits into a step over device rows: ids and positions come from the rows'
+    states, attention appends to a paged KV pool and reads it, and the step ends in a sampled id per row. rows: device
+    rows; max_len: tokens of the longest sequence; page: tokens of a page; tokens: of one step (0: T's bound)."""
+
+    name: ClassVar[str] = "page-attention"
+    rows: int = 16
+    max_len: int = 2048
+    page: int = 16
+    tokens: int = 0
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        return sum(self._graph(m, g, ctx) for g in list(m.graphs.values()))
+
+    def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
+        inputs = {v.name: v for v in g.inputs}
+        if not {"tokens", "positions", "last"} <= inputs.keys():
+            return 0
+        if not ctx.spend():
+            return 0
+        _check(g)
+        m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
+        m.symbols["R"] = (1, self.rows)
+        m.symbols["P"] = (1, PAGES_MAX)
+        rows = _Rows(g, self, ctx.opset)
+        for name in ("tokens", "positions", "last"):
+            g.replace(inputs[name], rows.replacement[name])
+            g.inputs.remove(inputs[name])
+        pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
+        rows.sample(pools)
+        return 1 + len(pools)
+
+
+def _check(g: Graph) -> None:
+    layers: set[int] = set()
+    for n in g.nodes:
+        if n.op.name != "attention":
+            continue
+        if not n.attrs["causal"]:
+            raise Diagnostic("E430", "attention that looks ahead cannot be served token by token", "", node=n)
+        if n.attrs["layer"] in layers:
+            raise Diagnostic("E430", f"two attention nodes say they are layer {n.attrs['layer']}", "", node=n)
+        layers.add(n.attrs["layer"])
+    if len(g.outputs) != 1:
+        raise Diagnostic("E430", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "")
+
+
+class _Rows:
+    """The row states of one graph and the values that every step derives from them."""
+
+    def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef]):
+        self.g, self.options, self.ops = g, options, ops
+        vocab = g.outputs[0].type.shape[-1]
+        kept = list(g.inputs)
+        g.inputs.clear()
+        self.rows, self.qlens, self.emit = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens", "emit"))
+        n, length = options.rows, options.max_len
+        self.tokens = g.input("row.tokens", state("i32", n, length))
+        self.length = g.input("row.length", state("i32", n))
+        self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
+        self.fparams = g.input("row.fparams", state("f32", n, 8))
+        self.iparams = g.input("row.iparams", state("i32", n, 8))
+        self.stops = g.input("row.stops", state("i32", n, STOPS))
+        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
+        self.counts = g.input("row.counts", state("i32", n, vocab))
+        g.inputs += kept
+        b = Builder(g, ops, before=g.nodes.head)
+        self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
+        self.slots = b.row_slots(self.pages, token_row, self.positions, page=options.page)
+        self.replacement = {
+            "tokens": b.row_ids(self.tokens, token_row, self.positions),
+            "positions": self.positions,
+            "last": b.row_last(self.starts),
+        }
+
+    def attention(self, n: Node) -> Value:
+        """Replace one attention node; answers the newest version of its layer's pool."""
+        q, k, v, _, *sinks = n.operands
+        wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
+        if narrow > wide:
+            raise Diagnostic("E430", f"values are wider than keys ({narrow} against {wide})", "", node=n)
+        b = Builder(self.g, self.ops, before=n, loc=n.loc)
+        if narrow < wide:
+            v = _pad(b, v, wide)
+        pool = Type(k.type.dtype, (D("P"), D(2), k.type.shape[1], D(self.options.page), D(wide)), True)
+        kv = self.g.input(f"kv.{n.attrs['layer']}", pool)
+        newest: Value = b.kv_append(kv, k, v, self.slots)
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        out = b.paged_attention(q, newest, self.pages, self.rows, self.starts, self.positions, *sinks, **attrs)
+        if narrow < wide:
+            out = b.slice(out, axis=2, start=0, stop=narrow)
+        self.g.replace(n.result, out)
+        self.g.erase(n)
+        return newest
+
+    def sample(self, pools: list[Value]) -> None:
+        """Replace the logits by what a step answers: ids and log-probabilities, then every state's new version."""
+        b = Builder(self.g, self.ops, loc="sample")
+        (logits,) = self.g.outputs
+        vocab = logits.type.shape[-1]
+        if logits.type.rank != 2:
+            logits = b.reshape(logits, shape=[D("R"), vocab])
+        x = b.row_penalize(logits, self.rows, self.fparams, self.seen, self.counts)
+        x = b.row_mask_stops(x, self.rows, self.qlens, self.length, self.iparams, self.stops)
+        ids = b.row_sample(x, self.rows, self.qlens, self.length, self.fparams, self.iparams)
+        answers = [ids, *b.row_logprobs(logits, ids, k=min(TOP_LOGPROBS, int(vocab)))]
+        for v, name in zip(answers, ANSWERS, strict=True):
+            v.name = name
+        operands = (self.tokens, self.length, self.counts, self.rows, self.qlens, self.emit, ids)
+        self.g.outputs = [*answers, *b.row_commit(*operands), *pools]
+
+
+def _pad(b: Builder, v: Value, width: int) -> Value:
+    """Zeros behind the last axis, so that values fill a pool made for keys."""
+    t, heads, narrow = v.type.shape
+    zero = b.broadcast(b.constant(0.0, v.type.dtype), shape=[t, heads, D(width) - narrow])
+    out: Value = b.concat(v, zero, axis=2)
+    return out

@@ -1,0 +1,48 @@
+"""Entry points: one graph a way of being called, each with the symbols that tell its calls apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Module, Value
+
+from .base import Ctx, Pass
+
+
+@dataclass(frozen=True)
+class Specialize(Pass):
+    """Make @step (any rows, any tokens of each) and @decode (one token a row: T is R) of the serving graph @main."""
+
+    name: ClassVar[str] = "specialize"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        g = m.graphs.get("main")
+        if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
+            return 0
+        del m.graphs["main"]
+        g.name = "step"
+        m.graphs["step"] = g
+        m.graphs["decode"] = substituted(g, "decode", {"T": Dim.of("R")})
+        return 2
+
+
+def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
+    """A copy of the graph with symbols replaced by sizes in types and attributes; types are inferred anew."""
+    out = Graph(name)
+    values: dict[Value, Value] = {v: out.input(v.name, v.type.subs(env), v.weight) for v in g.inputs}
+    for n in g.nodes:
+        attrs = {k: _subs(v, env) for k, v in n.attrs.items()}
+        new = out.add(n.op, [values[v] for v in n.operands], attrs, loc=n.loc, names=[r.name for r in n.results])
+        new.choice = dict(n.choice)
+        values |= dict(zip(n.results, new.results, strict=True))
+    out.outputs = [values[v] for v in g.outputs]
+    return out
+
+
+def _subs(value: Any, env: Mapping[str, Dim]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_subs(v, env) for v in value)
+    return value.subs(env) if isinstance(value, Dim) else value
