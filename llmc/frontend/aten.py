@@ -1,4 +1,4 @@
-"""The table: every aten overload (and our own traced ops) we can lower, each with its row. A model adds rows, no code."""
+"""The table: every aten overload (and our own traced ops) that we lower, each with its row. It knows no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.ir.graph import Value
 
 from . import aten_math, aten_shape
 from .aten_math import Row
-from .lower import Call, IR_DTYPE
+from .lower import IR_DTYPE, Call
 
 
 def attention(

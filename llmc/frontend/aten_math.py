@@ -111,9 +111,7 @@ def matmul(c: Call, x: Value, y: Value) -> Value:
     if x.type.rank != y.type.rank or x.type.rank < 3:
         raise Unsupported(f"matmul of ranks {x.type.rank} and {y.type.rank}")
     batch = c.shape[:-2]
-    return c.b.matmul(
-        c.broadcast(x, (*batch, *x.type.shape[-2:])), c.broadcast(y, (*batch, *y.type.shape[-2:]))
-    )
+    return c.b.matmul(c.broadcast(x, (*batch, *x.type.shape[-2:])), c.broadcast(y, (*batch, *y.type.shape[-2:])))
 
 
 def layer_norm(

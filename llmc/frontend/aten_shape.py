@@ -159,7 +159,10 @@ _VIEWS = (
     "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
     "unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default",
 )  # fmt: skip
-_SAME = ("alias.default", "detach.default", "detach_.default", "contiguous.default", "clone.default", "lift_fresh_copy.default")
+_SAME = (
+    "alias.default", "detach.default", "detach_.default", "contiguous.default", "clone.default",
+    "lift_fresh_copy.default",
+)  # fmt: skip
 _CONVERT = (
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default", "float.default",
 )  # fmt: skip

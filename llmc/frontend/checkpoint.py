@@ -1,4 +1,4 @@
-"""The weights of a traced model, read by name and row from its folder; checked as a whole at opening, never loaded whole."""
+"""The weights of a traced model, read by name and row from its folder; all are checked at opening, none is loaded."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class Checkpoint:
         if extra:
             raise Diagnostic(
                 "E324",
-                f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: {some(extra)}",
+                f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: "
+                f"{some(extra)}",
                 "config.json and weights must be of one model; check its sizes and options",
             )
 

@@ -23,7 +23,7 @@ from .lower import Call, Sizes, Unsupported
 
 @dataclass(frozen=True)
 class Converted:
-    """The module (one graph, @main), its weights' names in order of use, and tied names -> the name that stands for them."""
+    """The module (one graph, @main), its weights' names in order of use, and tied names -> the name that they go by."""
 
     module: Module
     weights: tuple[str, ...]

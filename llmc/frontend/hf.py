@@ -1,4 +1,4 @@
-"""A Hugging Face folder in, a traced model out: the IR graph and the facts of its config. Weights stay where they are."""
+"""A Hugging Face folder in, a traced model out: the IR graph and the facts of its config. Weights stay in place."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _stored_dtype(config: Any) -> str:
 def _limit(config: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if not limit:
-        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add the longest sequence it was made for")
+        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
     return int(limit)
 
 
@@ -143,7 +143,8 @@ def _weights(module: Module, model: Any) -> dict[str, WeightInfo]:
 def _facts(
     source: Source, config: Any, module: Module, architecture: str, dtype: str, stored: str, longest: int
 ) -> Facts:
-    layers = sorted((n for n in module.graphs["main"].nodes if n.op.name == "attention"), key=lambda n: n.attrs["layer"])
+    found = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
+    layers = sorted(found, key=lambda n: n.attrs["layer"])
     generation = dict(source.generation)
     eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     ids = (eos,) if isinstance(eos, int) else tuple(eos or ())

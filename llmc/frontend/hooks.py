@@ -1,4 +1,4 @@
-"""Where attention, experts and rotary tables enter the trace: as single opaque ops with fake results, never computed."""
+"""Where attention, experts and rotary tables enter the trace: single opaque ops with fake results, never computed."""
 
 import types
 from dataclasses import dataclass
@@ -56,7 +56,9 @@ def _(x, idx, weights, gate_up, down, act):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("llmc::rope_tables", mutates_args=())
-def rope_tables(inv_freq: Tensor, positions: Tensor, scaling: float, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    inv_freq: Tensor, positions: Tensor, scaling: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """inv_freq [h], positions [1,T] -> cos and sin, each [1,T,h] (layout "half") or [1,T,2h] ("twice", "pairs")."""
     raise NotImplementedError("llmc::rope_tables is traced, never run")
 
@@ -136,5 +138,12 @@ def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 ACTIVATIONS = types.MappingProxyType(
-    {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+    {
+        "SiLUActivation": "silu",
+        "SiLU": "silu",
+        "GELUActivation": "gelu",
+        "GELUTanh": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+        "ReLU": "relu",
+    }
 )

@@ -1,4 +1,4 @@
-"""What a row of the aten table works with: the call's IR operands, its expected results and a few helpers; no table here."""
+"""What a row of the aten table works with: the call's operands, its expected results, a few helpers; no row is here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's names to a model's, by transformers' own renaming and conversion data; no rule of ours per model."""
+"""From a checkpoint's names to a model's, by transformers' own renaming and conversion data; no rule is ours."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _swap(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list
 
 def _unequal(target: str, parts: list[Part]) -> Diagnostic:
     shapes = sorted({str(list(p.shape)) for p in parts})
-    return Diagnostic("E325", f"{target} is put together from parts of shapes {some(shapes)}", "fetch the checkpoint again")
+    cause = f"{target} is put together from parts of shapes {some(shapes)}"
+    return Diagnostic("E325", cause, "fetch the checkpoint again")
 
 
 _OPERATIONS: Mapping[str, Any] = MappingProxyType(

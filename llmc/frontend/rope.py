@@ -1,4 +1,4 @@
-"""Rotary embeddings in the trace: every rope module becomes one op, its frequencies a computed buffer; no table is built."""
+"""Rotary embeddings in the trace: a rope module becomes one op, its frequencies a computed buffer; no table is made."""
 
 import copy
 import types
@@ -80,7 +80,7 @@ def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable
 
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
-    extra = {"layer_type": layer_type} if layer_type else {}
+    extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
     if kind == "default":
         return module.compute_default_rope_parameters(module.config, **extra)[0]
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):

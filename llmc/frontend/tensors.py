@@ -110,7 +110,7 @@ def _listed(folder: Path) -> dict[str, Path]:
     if missing:
         raise Diagnostic(
             "E322",
-            f"{INDEX} names {len(missing)} file{'s' * (len(missing) > 1)} that {folder} lacks: {', '.join(missing[:3])}",
+            f"{INDEX} names files that {folder} lacks: {some(missing)}",
             "fetch the missing files into the folder",
         )
     return {name: folder / f for name, f in entries.items()}
@@ -121,7 +121,7 @@ def _no_weights(folder: Path) -> Diagnostic:
     if old:
         return Diagnostic(
             "E320",
-            f"{folder} holds pickled weights only ({', '.join(old[:2])}), which are never opened: loading them runs code",
+            f"{folder} holds pickled weights only ({some(old)}), which are never opened: loading them runs code",
             "convert: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) in an environment you trust",
         )
     return Diagnostic("E320", f"{folder} has neither {SINGLE} nor {INDEX}", "fetch the model's weights into the folder")

@@ -1,0 +1,102 @@
+"""Small random configurations of real architectures: data for the parity tests, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture with a config. lengths: of the sequences that are packed into one flat batch."""
+
+    name: str
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (21, 16)
+    trace: dict[str, Any] = field(default_factory=dict)
+
+
+def rope(kind: str, **kw: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **kw}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LONG = rope(
+    "longrope",
+    factor=4.0,
+    original_max_position_embeddings=64,
+    short_factor=[1.0 + 0.1 * i for i in range(8)],
+    long_factor=[2.0 + 0.5 * i for i in range(8)],
+)
+
+# The architectures that must agree.
+LISTED = (
+    Case("llama", "llama", SMALL | LLAMA3, (77, 20)),
+    Case("llama-tied", "llama", SMALL | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    Case("qwen2", "qwen2", SMALL),
+    Case("qwen3", "qwen3", SMALL | {"head_dim": 24}),
+    Case("mistral", "mistral", SMALL | {"sliding_window": 8}),
+    Case("gemma2", "gemma2", SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    Case(
+        "gpt2",
+        "gpt2",
+        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
+    ),
+)
+
+# Others that come by data alone.
+UNLISTED = (
+    Case("qwen2-window", "qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    Case("phi3", "phi3", SMALL),
+    Case("olmo2", "olmo2", SMALL),
+    Case("gpt_neox", "gpt_neox", SMALL | {"rotary_pct": 0.5}),
+    Case("gpt_neox-serial", "gpt_neox", SMALL | {"use_parallel_residual": False}),
+    Case("stablelm", "stablelm", SMALL | {"qk_layernorm": False}),
+    Case(
+        "granite",
+        "granite",
+        SMALL | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.5},
+    ),
+    Case("smollm3", "smollm3", SMALL | {"no_rope_layers": [1, 0]}),
+    Case("starcoder2", "starcoder2", SMALL | {"sliding_window": 8}),
+    Case("cohere", "cohere", SMALL),
+    Case("glm4", "glm4", SMALL | {"head_dim": 16}),
+    Case("gemma", "gemma", SMALL | {"head_dim": 16}),
+    Case("gemma3_text", "gemma3_text", SMALL | {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8}),
+    Case("phi", "phi", SMALL),
+    Case(
+        "opt",
+        "opt",
+        {"vocab_size": 320, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 256, "word_embed_proj_dim": 64},
+    ),  # fmt: skip
+    Case("mixtral", "mixtral", SMALL | {"num_local_experts": 4}),
+    Case(
+        "qwen3_moe",
+        "qwen3_moe",
+        SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+)
+
+# Rope types, on llama. longrope's two sets of frequencies: short while max_positions fits the original length.
+ROPES = (
+    Case("rope-linear", "llama", SMALL | rope("linear", factor=4.0), (77,)),
+    Case("rope-dynamic", "llama", SMALL | rope("dynamic", factor=4.0), (77,)),
+    Case("rope-yarn", "llama", SMALL | rope("yarn", factor=8.0, original_max_position_embeddings=32), (77,)),
+    Case("rope-longrope-short", "llama", SMALL | LONG, (37,), {"max_positions": 64}),
+    Case("rope-longrope-long", "llama", SMALL | LONG, (77,), {"max_positions": 256}),
+)

@@ -1,0 +1,70 @@
+"""What the model tests share: random checkpoints, transformers' own logits, and the IR's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from models.cases import Case
+
+from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.export import quiet
+from llmc.frontend.hf import Traced
+from llmc.ir.graph import Module
+from llmc.ir.interp import run
+
+
+def build(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model with weights drawn so that no part is degenerate; eager attention."""
+    torch.manual_seed(seed)
+    with quiet():
+        config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    for name, p in model.named_parameters():
+        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        p.data.normal_(centre, 0.15)
+    return model.eval().to(dtype)
+
+
+def save(case: Case, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **kw: Any) -> Any:
+    """Build and save a checkpoint; answers the model."""
+    model = build(case, seed, dtype)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, **kw)
+    return model
+
+
+def prompts(lengths: tuple[int, ...], vocab: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, positions) of the sequences, packed into one flat axis."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, sum(lengths)).astype(np.int32)
+    return tokens, np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+
+
+def eager_logits(model: Any, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """transformers' logits of every token, each sequence run alone."""
+    out, at = [], 0
+    for n in lengths:
+        ids = torch.from_numpy(tokens[at : at + n].astype(np.int64))[None]
+        with torch.no_grad():
+            out.append(model(input_ids=ids, use_cache=False).logits[0].float().numpy())
+        at += n
+    return np.concatenate(out)
+
+
+def ir_logits(
+    module: Module, traced: Traced, checkpoint: Checkpoint, tokens: np.ndarray, positions: np.ndarray, last: np.ndarray
+) -> np.ndarray:
+    """@main's logits at the `last` tokens, by the reference interpreter."""
+    graph = module.graphs["main"]
+    fixed = {"tokens": tokens, "positions": positions, "last": last.astype(np.int32)}
+    inputs = [checkpoint.read(v.name) if v.weight else fixed[v.name] for v in graph.inputs]
+    (logits,) = run(graph, inputs)
+    return logits
+
+
+def relative_error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,0 +1,146 @@
+"""Weights are found and read row by row whatever the checkpoint's form: sharded, prefixed, tied, one tensor an expert."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from models.cases import LISTED, UNLISTED, Case
+from models.kit import eager_logits, ir_logits, prompts, relative_error, save
+from safetensors.numpy import load_file, save_file
+
+from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.hf import Traced, trace
+
+BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
+FILE = "model.safetensors"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Save the single file again with its tensors changed by a function of (name, array) -> {name: array}."""
+    tensors = load_file(folder / FILE)
+    save_file({k: v for name, x in tensors.items() for k, v in change(name, x).items()}, folder / FILE)
+
+
+def agrees(case: Case, model: Any, folder: Path) -> None:
+    traced = trace(folder)
+    tokens, positions = prompts((9,), 320)
+    with Checkpoint(traced) as checkpoint:
+        got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
+    assert relative_error(got, eager_logits(model, tokens, (9,))) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_sharded(name: str, tmp_path: Path) -> None:
+    model = save(BY_NAME[name], tmp_path, max_shard_size="60KB")
+    assert not (tmp_path / FILE).exists()
+    assert len(set(json.loads((tmp_path / f"{FILE}.index.json").read_text())["weight_map"].values())) > 1
+    agrees(BY_NAME[name], model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_without_the_base_models_prefix(name: str, tmp_path: Path) -> None:
+    """gpt2's own checkpoint names h.0..., not transformer.h.0...; a base model's has no lm_head."""
+    model = save(BY_NAME[name], tmp_path)
+    prefix = model.base_model_prefix + "."
+    rewrite(tmp_path, lambda n, x: {n.removeprefix(prefix): x})
+    agrees(BY_NAME[name], model, tmp_path)
+
+
+def test_old_checkpoints_store_masks_and_frequencies(tmp_path: Path) -> None:
+    model = save(BY_NAME["gpt2"], tmp_path)
+    mask = np.ones((1, 1, 4, 4), np.float32)
+    rewrite(tmp_path, lambda n, x: {n: x, **({"transformer.h.0.attn.bias": mask} if "wte" in n else {})})
+    agrees(BY_NAME["gpt2"], model, tmp_path)
+
+
+def test_tied_head_stored_under_either_name(tmp_path: Path) -> None:
+    case = BY_NAME["llama-tied"]
+    model = save(case, tmp_path)
+    assert trace(tmp_path).tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    rewrite(tmp_path, lambda n, x: {"lm_head.weight" if "embed" in n else n: x})
+    agrees(case, model, tmp_path)
+
+
+def test_one_tensor_an_expert(tmp_path: Path) -> None:
+    """Released mixtral and qwen3_moe checkpoints; save_pretrained writes that form too, so split is checked."""
+    for name, gate, down in (("mixtral", "w1", "w2"), ("qwen3_moe", "gate_proj", "down_proj")):
+        folder = tmp_path / name
+        model = save(BY_NAME[name], folder)
+        stored = load_file(folder / FILE)
+        assert any(f"experts.3.{gate}.weight" in n for n in stored)
+        traced = trace(folder)
+        experts = model.model.layers[1].mlp.experts
+        with Checkpoint(traced) as checkpoint:
+            path = "model.layers.1.mlp.experts"
+            rows = checkpoint.read(f"{path}.gate_up_proj", slice(1, 3))
+            np.testing.assert_array_equal(rows, experts.gate_up_proj.detach().numpy()[1:3])
+            whole = checkpoint.read(f"{path}.down_proj")
+            np.testing.assert_array_equal(whole, experts.down_proj.detach().numpy())
+            assert f"experts.0.{down}.weight and 3 more" in checkpoint.where(f"{path}.down_proj")
+
+
+@pytest.fixture(scope="module")
+def low(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Traced]:
+    folder = tmp_path_factory.mktemp("bf16")
+    model = save(BY_NAME["gemma2"], folder, dtype=torch.bfloat16)
+    return model, trace(folder)
+
+
+def test_rows_come_in_the_graphs_dtype(low: tuple[Any, Traced]) -> None:
+    model, traced = low
+    name = "model.layers.1.mlp.down_proj.weight"
+    want = model.get_parameter(name).detach().float().numpy()
+    with Checkpoint(traced) as checkpoint:
+        for rows in (None, slice(3, 17), slice(60, 500), slice(5, 5)):
+            got = checkpoint.read(name, rows)
+            assert got.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(got.astype(np.float32), want[rows or slice(None)])
+        with pytest.raises(ValueError, match="step 2"):
+            checkpoint.read(name, slice(0, 8, 2))
+    with Checkpoint(trace(traced.source.folder, dtype="f32")) as checkpoint:
+        got = checkpoint.read(name)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, want)
+
+
+def test_computed_buffers_are_weights_too(low: tuple[Any, Traced]) -> None:
+    _, traced = low
+    with Checkpoint(traced) as checkpoint:
+        freq = checkpoint.read("model.rotary_emb.inv_freq")
+        assert checkpoint.where("model.rotary_emb.inv_freq") == "computed"
+        np.testing.assert_allclose(freq, 10000.0 ** -(np.arange(0, 16, 2) / 16), rtol=1e-6)
+        assert freq.dtype == np.float32
+        scale = checkpoint.read("model.embed_tokens.embed_scale")
+        assert scale.shape == () and scale == 8.0
+        assert set(checkpoint.names) == set(traced.weights)
+
+
+def test_reading_rows_of_a_big_tensor_takes_little_memory(tmp_path: Path) -> None:
+    """Rows are copied from the mapped file: reading 1 MiB of 256 MiB grows anonymous memory by far less than 256 MiB."""
+    case = Case("wide", "llama", BY_NAME["llama"].config | {"vocab_size": 1 << 20, "tie_word_embeddings": True})
+    folder = tmp_path
+    save(Case("small", "llama", case.config | {"vocab_size": 320}), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 20}))
+    big = np.zeros((1 << 20, 64), np.float32)
+    rewrite(folder, lambda n, x: {n: big if "embed" in n else x})
+    del big
+    traced = trace(folder)
+    with Checkpoint(traced) as checkpoint:
+        before = anonymous()
+        held = [checkpoint.read("model.embed_tokens.weight", slice(i, i + 4096)) for i in (0, 1 << 19)]
+        grown = anonymous() - before
+    assert sum(x.nbytes for x in held) == 2 << 20
+    assert grown < 32 << 20
+
+
+def anonymous() -> int:
+    """Bytes of anonymous memory of this process."""
+    line = next(x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Anonymous:"))
+    return int(line.split()[1]) << 10
