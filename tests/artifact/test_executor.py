@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-
 from artifact import tiny
-from llmc.artifact.write import write_artifact
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu import CpuDevice
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work
+
+from llmc.artifact.write import write_artifact
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def executor(tmp_path: Path) -> Iterator[Executor]:
     made.close()
 
 
-def init(row: int, tokens: list[int], num_prompt: int, pages: list[int], computed: int = 0, **params: object) -> RowInit:
-    return RowInit(row, tokens, computed, num_prompt, RowParams(**params), pages)  # type: ignore[arg-type]
+def init(row: int, tokens: list[int], num_prompt: int, pages: list[int], computed: int = 0, **params: Any) -> RowInit:
+    return RowInit(row, tokens, computed, num_prompt, RowParams(**params), pages)
 
 
 def test_capacity_follows_the_budget(executor: Executor) -> None:
@@ -64,8 +65,8 @@ def test_a_row_is_rebuilt_whole(executor: Executor) -> None:
     tables = executor.rows._tables
     assert tables["counts"].view[2].sum() == 1
     tokens = [40, 33, 2, 1, 1, 63]
-    params = dict(temperature=0.5, top_k=7, seed=(1 << 63) + 5, min_tokens=2, stops=(9, 11), repetition_penalty=1.5)
-    executor.run(Step([init(2, tokens, 2, [6, 8], computed=4, **params)]))
+    params = {"temperature": 0.5, "top_k": 7, "seed": (1 << 63) + 5, "min_tokens": 2, "stops": (9, 11)}
+    executor.run(Step([init(2, tokens, 2, [6, 8], computed=4, repetition_penalty=1.5, **params)]))
     counts = np.zeros(tiny.V, np.int32)
     counts[[2, 63]], counts[1] = 1, 2
     np.testing.assert_array_equal(tables["counts"].view[2], counts)
@@ -77,12 +78,12 @@ def test_a_row_is_rebuilt_whole(executor: Executor) -> None:
 
 
 def test_a_step_that_no_program_serves(executor: Executor) -> None:
-    with pytest.raises(LlmcError, match="E614.*no program serves a step of 49 tokens in 1 rows"):
+    with pytest.raises(LlmcError, match=r"E614.*no program serves a step of 49 tokens in 1 rows"):
         executor.run(Step([], [], [Work(0, 49, True)]))
 
 
 def test_a_step_that_fails(executor: Executor) -> None:
-    with pytest.raises(LlmcError, match="E114.*program step failed: Invalid argument"):
+    with pytest.raises(LlmcError, match=r"E114.*program step failed: Invalid argument"):
         executor.run(Step([], [], [Work(0, 47, True)]))
 
 
@@ -92,7 +93,7 @@ def test_no_work_is_no_step(executor: Executor) -> None:
 
 def test_too_little_memory_for_a_page(tmp_path: Path) -> None:
     write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
-    with pytest.raises(LlmcError, match="E202.*15 B; a page of 4 tokens takes 16 B"):
+    with pytest.raises(LlmcError, match=r"E202.*15 B; a page of 4 tokens takes 16 B"):
         Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1), kv_bytes=15)
 
 

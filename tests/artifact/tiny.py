@@ -1,4 +1,4 @@
-"""A hand-made artifact for the tests: one C++ kernel that answers table[last token], a plain step unit, no compiler of ours.
+"""A hand-made artifact for the tests: one C++ kernel, a plain step unit, and nothing of our compiler but the writer.
 
 The toy has the states, inputs and outputs of a real one, so device, executor and folder are tried end to end.
 """
@@ -13,13 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from llmc_runtime.format import expr
+from llmc_runtime.format.manifest import Limits, Source, State, TargetInfo
+from llmc_runtime.format.program import Buffer, Launch, Program
 
 from llmc.artifact.write import KernelBinary, PackedWeights, Parts
 from llmc.ir.graph import Graph
 from llmc.ir.types import tensor
-from llmc_runtime.format import expr
-from llmc_runtime.format.manifest import Limits, Source, State, TargetInfo
-from llmc_runtime.format.program import Buffer, Launch, Program
 
 V, ROWS, MAXLEN, PAGE, TOP, TOKENS = 64, 4, 32, 4, 5, 48
 M = MAXLEN // PAGE
@@ -39,8 +39,8 @@ extern "C" void toy(const llmc_ctx* ctx, void* const* a, const int64_t* n) {
   for (int64_t i = 0; i < R; i++) {
     int32_t r = rows[i], len = length[r];
     int64_t sum = 0;  // the token at every position, read back through the pages
-    for (int q = 0; q < qlens[i]; q++) kv[pages[r * m + (len + q) / page] * page + (len + q) % page] = tokens[r * maxlen + len + q];
-    len += qlens[i];
+    for (int end = len + qlens[i]; len < end; len++)
+      kv[pages[r * m + len / page] * page + len % page] = tokens[r * maxlen + len];
     for (int p = 0; p < len; p++) sum += (p + 1) * (int64_t)kv[pages[r * m + p / page] * page + p % page];
     int32_t id = table[(sum + counts[r * V + 1]) % V];
     ids[i] = id; lp[i] = -0.5f * id; rank[i] = 1;
@@ -111,11 +111,13 @@ def _buffer(name: str, kind: str, dtype: str, *shape: object, alias: str | None 
 
 def program(name: str, kernel: str, unit: str, uniform: bool, tokens: int = TOKENS) -> Program:
     buffers = (
-        _buffer("rows", "input", "i32", "R"), _buffer("qlens", "input", "i32", "R"), _buffer("emit", "input", "i32", "R"),
+        _buffer("rows", "input", "i32", "R"), _buffer("qlens", "input", "i32", "R"),
+        _buffer("emit", "input", "i32", "R"),
         _buffer("tokens", "state", "i32", ROWS, MAXLEN), _buffer("length", "state", "i32", ROWS),
         _buffer("pages", "state", "i32", ROWS, M), _buffer("counts", "state", "i32", ROWS, V),
         _buffer("kv.0", "state", "f32", "P", PAGE), _buffer("table", "weight", "i32", V),
-        _buffer("ids", "output", "i32", "R"), _buffer("logprob", "output", "f32", "R"), _buffer("rank", "output", "i32", "R"),
+        _buffer("ids", "output", "i32", "R"), _buffer("logprob", "output", "f32", "R"),
+        _buffer("rank", "output", "i32", "R"),
         _buffer("top_ids", "output", "i32", "R", TOP), _buffer("top_logprobs", "output", "f32", "R", TOP),
         _buffer("length'", "state", "i32", ROWS, alias="length"),
     )  # fmt: skip
