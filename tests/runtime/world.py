@@ -36,7 +36,7 @@ class World:
 
     def _prompt(self, room: int) -> list[int]:
         rng = self.rng
-        most = room - 1 if rng.random() < 0.05 else max(1, 2 * room // 3)
+        most = room - 1 if rng.random() < 0.05 else max(1, room // rng.choice((2, 3, 6)))
         head: list[int] = []
         if rng.random() < 0.6:
             stem = rng.choice(self.stems)
@@ -80,15 +80,15 @@ def draw_world(seed: int) -> World:
     """A small world: tiny pools, short budgets, few rows, now and then a roomy one."""
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
-    rows = rng.choice((1, 2, 3, 4, 6, 8, 12))
+    rows = rng.choice((1, 2, 3, 4, 6, 8, 12, 16))
     longest = rng.choice((6, 16, 32, 32, 64))
-    tokens = rng.randint(longest, longest * (1 + rows // 2))  # of the pool: from starved to roomy
+    tokens = rng.randint(longest, longest * (1 + rows // rng.choice((1, 3))))  # of the pool: from starved to roomy
     config = SchedulerConfig(
         num_pages=max(2, tokens // page_size),
         page_size=page_size,
         max_model_len=rng.choice((longest, 2 * longest, 3 * longest)),
         max_num_seqs=rows,
-        max_num_batched_tokens=rng.choice((1, rows, 12, 16, 64, 64)),
+        max_num_batched_tokens=rng.choice((1, rows, 16, 32, 64, 64)),
         vocab_size=rng.choice((40, 64, 1000)),
         eos_token_ids=rng.choice(((), (1,), (1, 2, 3))),
         policy=rng.choice(("fcfs", "fcfs", "priority")),
@@ -97,7 +97,7 @@ def draw_world(seed: int) -> World:
         long_prefill_threshold=rng.choice((0, 0, 0, 3, 16)),
         context=f"artifact {seed}",
     )
-    world = World(rng, config, rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 6, 12, 24)), longest)
+    world = World(rng, config, rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
