@@ -1,0 +1,140 @@
+"""Paged attention on all four CPU levels beside the reference: ragged spans, shuffled pages, grouped heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import harness
+from kernels.harness import Case, compile_cases, run_case
+
+from llmc.codegen.cpu.attention import ATTENTION
+from llmc.ir.graph import Graph
+from llmc.ir.ops import OPS
+from llmc.ir.types import state, tensor
+from llmc.targets import cpu
+
+LEVELS = ("cpu:native", "cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:portable")
+PAGES, TABLE, ROWS = 40, 11, 6  # pages of the pool and of a row, device rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention node: storage, heads, and its attributes."""
+
+    name: str
+    q: str
+    kv: str
+    h: int
+    g: int
+    d: int
+    page: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    change: tuple[tuple[str, int], ...] = ()
+
+
+SHAPES = (
+    Shape("qwen", "bf16", "bf16", 14, 2, 64),
+    Shape("small-blocks", "bf16", "bf16", 4, 4, 40, 16, 0, 0.0, False, (("br", 24), ("kt", 32))),
+    Shape("odd", "bf16", "bf16", 6, 2, 33, 5),
+    Shape("window", "bf16", "bf16", 8, 1, 72, 8, 19, 0.0, False, (("kt", 32),)),
+    Shape("softcap", "f32", "f32", 4, 2, 48, 16, 0, 3.0, True),
+    Shape("mixed", "f32", "bf16", 3, 3, 17, 7, 40, 0.0, True, (("br", 48),)),
+    Shape("wide", "bf16", "f32", 2, 1, 130, 16),
+    Shape("sinks", "bf16", "bf16", 8, 2, 128, 16, 33, 2.0, True),
+)
+# (row, tokens already there, tokens of the step) of each span; -1 is a padding row
+STEPS = (
+    ((0, 0, 1),),
+    ((3, 150, 1), (1, 0, 1), (2, 63, 1), (5, 31, 1)),
+    ((4, 0, 97),),
+    ((2, 40, 61), (0, 99, 1), (-1, 0, 3), (1, 0, 17), (5, 7, 2)),
+)
+
+
+def build(s: Shape) -> Graph:
+    g = Graph("test")
+    operands = [
+        g.input("q", tensor(s.q, "T", s.h, s.d)),
+        g.input("kv", state(s.kv, PAGES, 2, s.g, s.page, s.d)),
+        g.input("pages", state("i32", ROWS, "M")),
+        g.input("rows", tensor("i32", "R")),
+        g.input("starts", tensor("i32", "R+1")),
+        g.input("positions", tensor("i32", "T")),
+    ]
+    if s.sinks:
+        operands.append(g.input("sinks", tensor("f32", s.h)))
+    attrs = {"scale": s.d**-0.5 * 1.5, "window": s.window, "softcap": s.softcap}
+    g.outputs = [g.add(OPS["paged_attention"], operands, attrs).result]
+    return g
+
+
+def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Inputs of a step; the pool is NaN wherever no token of a row lies, and every row's pages are scattered."""
+    spans = [n for _, _, n in step]
+    total = sum(spans) + pad
+    kv = np.full((PAGES, 2, s.g, s.page, s.d), np.nan, np.float32)
+    free = list(rng.permutation(PAGES))
+    pages = np.full((ROWS, PAGES), -7, np.int32)
+    positions = np.full(total, -1, np.int32)
+    starts = np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
+    for (row, held, n), at in zip(step, starts, strict=False):
+        if row < 0:
+            continue
+        positions[at : at + n] = held + np.arange(n)
+        need = -(-(held + n) // s.page)
+        pages[row, :need] = [free.pop() for _ in range(need)]
+        for t in range(held + n):
+            kv[pages[row, t // s.page], :, :, t % s.page] = rng.standard_normal((2, s.g, s.d))
+    out = [rng.standard_normal((total, s.h, s.d)).astype(np.float32), kv, pages]
+    out += [np.array([row for row, _, _ in step], np.int32), starts, positions]
+    return out + ([rng.standard_normal(s.h).astype(np.float32) * 2] if s.sinks else [])
+
+
+@pytest.fixture(autouse=True)
+def poison_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "POISON", 0xFF)  # as a float of any width: a result that nobody wrote shows
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
+    target = cpu.parse(request.param)
+    if not cpu.native().features >= target.features:
+        pytest.skip(f"this machine cannot run {target.name}")
+    cases = []
+    for s in SHAPES:
+        g = build(s)
+        (node,) = g.nodes
+        assert ATTENTION.reject(node, target) is None
+        schedule = ATTENTION.schedules(node, target)[0] | dict(s.change)
+        low = "bf16" in (s.q, s.kv)  # weights of the sum are rounded to bf16 as well
+        cases.append(Case(s.name, g, ATTENTION, schedule, [], atol=2e-2 if low else 2e-5))
+    functions = compile_cases(cases, target, tmp_path_factory.mktemp("attention"), parts=2)
+    return [(s, c, functions[c.name]) for s, c in zip(SHAPES, cases, strict=True)]
+
+
+@pytest.mark.parametrize("threads", (1, 3))
+@pytest.mark.parametrize("step", range(len(STEPS)))
+def test_attention_agrees_with_the_reference(
+    compiled: Sequence[tuple[Shape, Case, Any]], step: int, threads: int
+) -> None:
+    rng = np.random.default_rng(step)
+    for s, case, (source, function) in compiled:
+        fits = [(r, min(held, s.page * 9 - n), n) for r, held, n in STEPS[step] if n <= s.page * 9]
+        while sum(-(-(held + n) // s.page) for _, held, n in fits) > PAGES:
+            fits = fits[1:]
+        inputs = draw(s, fits, step, rng)
+        run_case(replace(case, inputs=inputs), source, function, threads)
+
+
+def test_what_the_kernel_refuses() -> None:
+    target = cpu.parse("cpu:x86-64-v3")
+    (node,) = build(replace(SHAPES[0], h=15)).nodes
+    assert "evenly" in str(ATTENTION.reject(node, target))
+    (node,) = build(replace(SHAPES[0], d=257)).nodes
+    assert "above 256" in str(ATTENTION.reject(node, target))
