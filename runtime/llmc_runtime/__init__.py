@@ -1,1 +1,46 @@
-"""The runtime: opens an artifact and serves it. It compiles nothing and knows no torch."""
+"""The runtime: opens an artifact and serves it. It compiles nothing and knows no torch.
+
+    from llmc_runtime import LLM, SamplingParams
+    llm = LLM("model.llmc")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)
+
+Names are imported when they are first used, so that `import llmc_runtime` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmc_runtime.format.errors import LlmcError
+    from llmc_runtime.llm import LLM
+    from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
+    from llmc_runtime.sched.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_FACE = MappingProxyType(
+    {
+        "LLM": "llmc_runtime.llm",
+        "SamplingParams": "llmc_runtime.sched.params",
+        "RequestOutput": "llmc_runtime.outputs",
+        "CompletionOutput": "llmc_runtime.outputs",
+        "Logprob": "llmc_runtime.outputs",
+        "Piece": "llmc_runtime.outputs",
+        "LlmcError": "llmc_runtime.format.errors",
+    }
+)
+
+__all__ = ["LLM", "CompletionOutput", "LlmcError", "Logprob", "Piece", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module 'llmc_runtime' has no attribute {name!r}")
+    return getattr(importlib.import_module(_FACE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})

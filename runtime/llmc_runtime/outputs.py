@@ -100,6 +100,11 @@ class Collector:
         """Whether nothing will be added."""
         return self.finish_reason is not None
 
+    @property
+    def fresh(self) -> bool:
+        """Whether there are tokens that no piece has told of yet."""
+        return len(self.token_ids) > self._given
+
     def take(self, delta: RequestDelta) -> bool:
         """Add a delta; True if a stop string ended the request, which the engine then has to be told."""
         if self.finished:

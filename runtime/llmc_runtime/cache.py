@@ -1,0 +1,223 @@
+"""Where compiled models are kept: found by what they were made of, built once by the compiler as a subprocess.
+
+It compiles nothing itself and imports the standard library alone. An entry's key covers the contents of the source
+files, the options, the machine where the target is "native", and the compiler's own files; never paths or times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+
+MANIFEST = "manifest.json"
+CONFIG = "config.json"
+_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
+_NOT_SOURCE = frozenset({"requirements.txt"})
+_TAIL = 5
+
+Say = Callable[[str], None]
+
+
+def default_root(environ: Mapping[str, str] | None = None) -> Path:
+    """$LLMC_CACHE, else $XDG_CACHE_HOME/llmc, else ~/.cache/llmc; `environ` is the caller's, where it has one."""
+    environ = environ or {}
+    if environ.get("LLMC_CACHE"):
+        return Path(environ["LLMC_CACHE"])
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "llmc"
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether a folder calls itself an artifact."""
+    return (path / MANIFEST).is_file()
+
+
+def is_model(path: Path) -> bool:
+    """Whether a folder looks like a Hugging Face model."""
+    return (path / CONFIG).is_file() and not is_artifact(path)
+
+
+def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> Path:
+    """The artifact made of the model folder `source`, compiled now if the cache has none.
+
+    `options` are those of `llmc compile`, by name without dashes. `say` is told what happens. LlmcError E640 where the
+    compiler is not installed, E641 where it fails, E642 where the cache cannot be written.
+    """
+    source = source.resolve()
+    try:
+        (root / "artifacts").mkdir(parents=True, exist_ok=True)
+        key = artifact_key(source, options, root)
+        entry = root / "artifacts" / f"{source.name[:40]}-{key[:32]}.llmc"
+        if is_artifact(entry):
+            say(f"using {entry}, compiled from {source}")
+            return entry
+        with _locked(root / "artifacts" / f".{entry.name}.lock"):
+            if not is_artifact(entry):
+                _build(source, options, root, entry, say)
+    except OSError as e:
+        raise LlmcError(
+            "E642", f"the cache {root} cannot be used: {e.strerror or e}", "free space there, or name another folder"
+        ) from e
+    return entry
+
+
+def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
+    """The interpreter's arguments that compile `source` into `output`; -P: the working directory is no package."""
+    flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+    return ["-P", "-m", "llmc.cli", "compile", str(source), "-o", str(output), *flags, "--cache", str(root)]
+
+
+def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
+    """The key, in hex: equal where and only where compiling again would use the same input."""
+    machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
+    facts = {
+        "files": source_hashes(source, root),
+        "options": dict(sorted(options.items())),
+        "machine": machine,
+        "compiler": _package_hash("llmc") + _package_hash("llmc_runtime.format"),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def source_hashes(source: Path, root: Path) -> dict[str, str]:
+    """sha256 by name of the files a compile reads; unchanged big files are not read twice (size, times and inode)."""
+    files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
+    files += sorted((source / "additional_chat_templates").glob("*.jinja"))
+    memo_file = root / "hashes.json"
+    memo = _read_memo(memo_file)
+    stats = {p: _identity(p) for p in files}
+    missing = [p for p in files if memo.get(str(p), ("", ""))[0] != stats[p]]
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(missing, pool.map(_file_hash, missing)))
+    if missing:
+        memo.update({str(p): (stats[p], found[p]) for p in missing})
+        _write(memo_file, json.dumps(memo, indent=0).encode())
+    return {p.relative_to(source).as_posix(): memo[str(p)][1] for p in files}
+
+
+def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, say: Say) -> None:
+    """Compile beside the entry and rename: a killed build leaves nothing that opens. The caller holds the lock."""
+    for stale in entry.parent.glob(f".{entry.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    require_compiler()
+    partial = entry.parent / f".{entry.name}.{os.getpid()}.tmp"
+    command = compile_command(source, partial, options, root)
+    by_hand = compile_command(source, Path("model.llmc"), options, root)
+    say(f"{source} is not compiled yet; compiling it into {entry} (once)")
+    say("the same by hand: llmc " + " ".join(by_hand[3:-2]))
+    try:
+        _run([sys.executable, *command], source)
+        if entry.exists():
+            shutil.rmtree(entry)
+        os.rename(partial, entry)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_compiler() -> None:
+    """LlmcError E640 unless the compiler and what it needs are installed here; nothing is imported."""
+    lacking = [name for name in ("llmc", "torch", "transformers") if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise LlmcError(
+            "E640",
+            f"the model is not compiled, and the compiler is not installed here ({', '.join(lacking)} missing)",
+            "pip install 'llmc-aot[compile]', or compile elsewhere (llmc compile MODEL -o model.llmc) and open that",
+        )
+
+
+def _run(command: Sequence[str], source: Path) -> None:
+    """Run the compiler, its output to our stderr line by line. LlmcError E641 with its last lines if it fails."""
+    tail: list[str] = []
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            sys.stderr.write(line)
+            tail = [*tail[1 - _TAIL :], line.rstrip()]
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        said = next((line for line in reversed(tail) if line.startswith("LLMC-E")), "")
+        raise LlmcError(
+            "E641",
+            f"compiling {source} failed with exit code {code}" + (f": {said}" if said else ""),
+            "see the compiler's lines above; llmc compile MODEL -o DIR -v shows more",
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _identity(path: Path) -> str:
+    s = path.stat()
+    return f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}"
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_memo(path: Path) -> dict[str, tuple[str, str]]:
+    """What the last runs hashed; a damaged memo is as good as none."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return {str(k): (str(v[0]), str(v[1])) for k, v in rows.items() if Path(k).exists()}
+    except (OSError, ValueError, AttributeError, IndexError, TypeError, KeyError):
+        return {}
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _package_hash(name: str) -> str:
+    """One hash over the files of an installed package, without importing it; empty where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    folders = (spec.submodule_search_locations or []) if spec else []
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest() if folders else ""
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("flags", "Features")
+    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(wanted)), "")

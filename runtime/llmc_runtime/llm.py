@@ -1,0 +1,365 @@
+"""LLM: an open model as an object of a program, for prompts in lists, chats and streams; it serves no network.
+
+One thread at a time may use an LLM. Requests of open streams and of `generate` share the engine's steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime import cache
+from llmc_runtime.engine import Engine
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.outputs import Collector, Piece, RequestOutput
+from llmc_runtime.prompts import Prompt, as_params, as_prompt, as_prompts, default_params, numbered
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.text.chat import ChatTemplate, choose_template
+from llmc_runtime.text.tokenizer import Tokenizer
+
+
+class LLM:
+    """A compiled model, opened.
+
+    `model`: an artifact, or a Hugging Face folder, which is then compiled first (once; kept under `cache_dir`,
+    ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for that compile,
+    as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
+
+    kv_cache_memory_bytes  of the KV cache (None: half of the free memory, at most what all rows can use)
+    threads                of the CPU target (None: physical cores)
+    seed                   draws the seeds of requests that bring none; the same seed, the same draws
+    chat_template          a template's text, or the name of one of the model's own
+    verify                 check the hashes of the weights while opening
+    say                    is told, in one line each, what happens (by default printed to stderr)
+
+    Raises LlmcError: E1xx artifact, E2xx memory and limits, E64x compiling.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kv_cache_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        chat_template: str | None = None,
+        target: str = "cpu:native",
+        dtype: str = "auto",
+        cache_dir: str | Path | None = None,
+        verify: bool = True,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        from llmc_runtime.artifact import open_artifact
+
+        self._say = say or _to_stderr
+        sizes = {
+            "max-model-len": max_model_len,
+            "max-num-seqs": max_num_seqs,
+            "max-num-batched-tokens": max_num_batched_tokens,
+        }
+        options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
+        path = resolve(model, options, Path(cache_dir) if cache_dir else cache.default_root(), self._say)
+        artifact = open_artifact(path, verify=verify, threads=threads)
+        self.model = str(path)
+        tokenizer = Tokenizer.open(artifact.tokenizer_dir) if artifact.manifest.tokenizer else None
+        from llmc_runtime.open import Limits, open_engine
+
+        limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)
+        opened = open_engine(
+            artifact,
+            limits,
+            threads=threads,
+            seeds=random.Random(seed).getrandbits,
+            eos=() if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+            prefix_caching=enable_prefix_caching,
+            policy=scheduling_policy,
+        )
+        self._close = opened.close
+        self._say(opened.summary)
+        self._start(opened.engine, tokenizer, artifact.manifest.generation, chat_template)
+
+    @classmethod
+    def over(
+        cls,
+        engine: Engine,
+        tokenizer: Tokenizer | None = None,
+        generation: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> LLM:
+        """An LLM over an engine made elsewhere: a simulated device, a test."""
+        self = cls.__new__(cls)
+        self.model, self._say, self._close = "", _to_stderr, lambda: None
+        self._start(engine, tokenizer, generation or {}, chat_template)
+        return self
+
+    def _start(
+        self, engine: Engine, tokenizer: Tokenizer | None, generation: Mapping[str, Any], template: str | None
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.generation = generation
+        self._chat_template = template
+        self._templates: dict[str, ChatTemplate] = {}
+        self._live: dict[str, Collector] = {}
+        self._ids = itertools.count()
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The limits in force: max_model_len, max_num_seqs, pool size, vocabulary."""
+        return self.engine.scheduler.config
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. LlmcError E620 where the artifact has none."""
+        if self.tokenizer is None:
+            raise LlmcError("E620", "the artifact has no tokenizer", "pass token ids, or compile with tokenizer.json")
+        return self.tokenizer
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """What is used where none are given: the model's generation_config.json, as transformers reads it."""
+        return default_params(self.generation, max_tokens=max_tokens)
+
+    def _chat_params(self) -> SamplingParams:
+        return self.get_default_sampling_params(max_tokens=None)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one or many prompts; the outputs in their order.
+
+        A prompt is a text, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}. If any of them, or
+        its parameters, cannot be served, LlmcError E6xx names it and nothing runs.
+        """
+        ready = as_prompts(prompts, self.tokenizer)
+        params = as_params(sampling_params, len(ready), self.get_default_sampling_params)
+        return self._run(ready, params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"} dicts) or a list of them.
+
+        `template` goes to the model's chat template: tools, add_generation_prompt, continue_final_message,
+        chat_template (a name or a text), and variables of its own. Without parameters an answer may fill the context.
+        """
+        several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+        chats = list(messages) if several else [messages]
+        ready = []
+        for i, one in enumerate(chats):
+            try:
+                ready.append(self.chat_prompt(one, **template))
+            except LlmcError as e:
+                raise numbered(e, i, len(chats)) from e
+        params = as_params(sampling_params, len(ready), self._chat_params)
+        return self._run(ready, params, use_tqdm, None)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Stream:
+        """Continue one prompt; iterate over the result for its pieces as they are known."""
+        params = as_params(sampling_params, 1, self.get_default_sampling_params)
+        return self._stream(as_prompt(prompt, self.tokenizer), params[0])
+
+    def stream_chat(self, messages: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Stream:
+        """Answer one conversation, piece by piece; `template` as in `chat`."""
+        params = as_params(sampling_params, 1, self._chat_params)
+        return self._stream(self.chat_prompt(messages, **template), params[0])
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be used without giving a template."""
+        return bool(self._chat_template or (self.tokenizer and self.tokenizer.chat_templates))
+
+    def chat_prompt(self, messages: Any, *, chat_template: str | None = None, **template: Any) -> Prompt:
+        """The prompt that the chat template makes of `messages`. LlmcError E620, E630 to E634."""
+        tokenizer = self.get_tokenizer()
+        wanted = chat_template or self._chat_template
+        text = choose_template(tokenizer.chat_templates, wanted, template.get("tools"))
+        if text not in self._templates:
+            self._templates[text] = ChatTemplate(text, tokenizer.named_tokens)
+        rendered = self._templates[text].render(messages, **template)
+        return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
+
+    def close(self) -> None:
+        """Give memory and threads back; the LLM cannot be used afterwards."""
+        for request_id in list(self._live):
+            self._drop(request_id)
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priority: Sequence[int] | None
+    ) -> list[RequestOutput]:
+        if priority is not None and len(priority) != len(prompts):
+            raise LlmcError("E625", f"{len(prompts)} prompts, but {len(priority)} priorities", "pass one each")
+        mine: list[Collector] = []
+        try:
+            for i, (prompt, wanted) in enumerate(zip(prompts, params)):
+                try:
+                    mine.append(self._add(prompt, wanted, priority[i] if priority is not None else 0))
+                except LlmcError as e:
+                    raise numbered(e, i, len(prompts)) from e
+            with _Bar(len(prompts), use_tqdm) as bar:
+                while any(not c.finished for c in mine):
+                    self._step()
+                    bar.show(mine)
+        finally:
+            for collector in mine:
+                self._drop(collector.request_id)
+        _raise_first(mine)
+        return [c.output() for c in mine]
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Stream:
+        collector = self._add(prompt, params, 0)
+        return Stream(collector, self._step, self._drop)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int) -> Collector:
+        if params.stop and self.tokenizer is None:
+            raise LlmcError("E620", "stop strings need the tokenizer, which the artifact lacks", "use stop_token_ids")
+        request_id = str(next(self._ids))
+        self.engine.add(Request(request_id, prompt.ids, params, priority))
+        collector = Collector(request_id, prompt.text, prompt.ids, params, self.tokenizer)
+        self._live[request_id] = collector
+        return collector
+
+    def _step(self) -> None:
+        """One step of the engine, for whoever has requests in it."""
+        for delta in self.engine.step():
+            collector = self._live.get(delta.id)
+            if collector is None:
+                continue
+            if collector.take(delta):
+                self.engine.abort(delta.id)
+            if collector.finished:
+                del self._live[delta.id]
+
+    def _drop(self, request_id: str) -> None:
+        """Forget a request, finished or not."""
+        collector = self._live.pop(request_id, None)
+        if collector is not None:
+            self.engine.abort(request_id)
+            collector.abort()
+
+
+class Stream:
+    """One request in progress: iterate for its pieces. Closing it (or losing it) ends the request."""
+
+    def __init__(self, collector: Collector, step: Callable[[], None], drop: Callable[[str], None]) -> None:
+        self._collector, self._step, self._drop = collector, step, drop
+        self._done = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        collector = self._collector
+        while not self._done:
+            try:
+                while not collector.finished and not collector.fresh:
+                    self._step()
+            except BaseException:
+                self.close()
+                raise
+            self._done = collector.finished
+            _raise_first([collector])
+            return collector.piece()
+        raise StopIteration
+
+    @property
+    def output(self) -> RequestOutput:
+        """Everything so far, the prompt included."""
+        return self._collector.output()
+
+    def close(self) -> None:
+        """End the request now."""
+        self._drop(self._collector.request_id)
+        self._done = True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def resolve(model: str | Path, options: Mapping[str, str], root: Path, say: Callable[[str], None]) -> Path:
+    """The artifact that `model` is, or that it compiles to. LlmcError E101 where it is neither, E64x from the cache."""
+    path = Path(model)
+    if cache.is_artifact(path):
+        return path
+    if cache.is_model(path):
+        return cache.compiled(path, options, root, say)
+    if not path.exists():
+        cause, remedy = f"there is no folder {path}", "check the path; models are not downloaded"
+    else:
+        cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"
+        remedy = "an artifact whose compile was killed has no manifest: llmc compile MODEL -o DIR again"
+    raise LlmcError("E101", cause, remedy)
+
+
+def _raise_first(collectors: Iterable[Collector]) -> None:
+    for collector in collectors:
+        if collector.error is not None:
+            raise collector.error
+
+
+def _to_stderr(line: str) -> None:
+    print(f"llmc: {line}", file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """The progress bar of `generate` on stderr: prompts done, and tokens per second in and out."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._done = 0
+        self._began = time.perf_counter()
+        self._bar: Any = None
+        if shown and total:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
+
+    def show(self, collectors: Sequence[Collector]) -> None:
+        """Bring the bar up to date."""
+        if self._bar is None:
+            return
+        done = sum(c.finished for c in collectors)
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        read = sum(len(c.prompt_ids) for c in collectors if c.token_ids)
+        written = sum(len(c.token_ids) for c in collectors)
+        speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
+        self._bar.set_postfix_str(speeds, refresh=False)
+        self._bar.update(done - self._done)
+        self._done = done
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,97 @@
+"""From an open artifact to a running engine: device, executor, scheduler, one caller's limits; it knows no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device
+from llmc_runtime.engine import Engine
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a caller asks for; None: what the artifact was compiled for. Nothing can be raised above that."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine that can run, one line about it, and how to give everything back."""
+
+    engine: Engine
+    summary: str
+    close: Callable[[], None]
+
+
+def open_engine(
+    artifact: Artifact,
+    limits: Limits,
+    *,
+    threads: int | None = None,
+    seeds: Callable[[int], int],
+    eos: Sequence[int] = (),
+    prefix_caching: bool = True,
+    policy: str = "fcfs",
+) -> Opened:
+    """Load the artifact onto its device.
+
+    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's. LlmcError E112 (device), E2xx (memory).
+    """
+    manifest = artifact.manifest
+    device = open_device(artifact, threads)
+    try:
+        executor = Executor(artifact, device, limits.kv_bytes)
+        ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
+        config = SchedulerConfig(
+            num_pages=executor.capacity.pages,
+            page_size=manifest.kv.page_size,
+            max_model_len=_limit("max_model_len", limits.max_model_len, manifest.limits.max_model_len),
+            max_num_seqs=_limit("max_num_seqs", limits.max_num_seqs, manifest.limits.max_num_seqs),
+            max_num_batched_tokens=_limit(
+                "max_num_batched_tokens", limits.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
+            ),
+            vocab_size=manifest.vocab_size,
+            eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
+            policy=policy,
+            prefix_caching=prefix_caching,
+            context=artifact.digest,
+        )
+        engine = Engine(Scheduler(config, lambda: seeds(64)), executor)
+    except BaseException:
+        device.close()
+        raise
+    return Opened(engine, f"{manifest.target.name}, {executor.capacity}", executor.close)
+
+
+def open_device(artifact: Artifact, threads: int | None) -> Device:
+    """The device that the artifact was compiled for. LlmcError E112 where this runtime knows none."""
+    family = artifact.manifest.target.name.partition(":")[0]
+    if family == "cpu":
+        from llmc_runtime.device.cpu import CpuDevice
+
+        return CpuDevice(threads)
+    cause = f"the artifact is for {artifact.manifest.target.name}; this runtime has no device of that kind"
+    raise LlmcError("E112", cause, "recompile for this machine: llmc compile MODEL --target cpu:native")
+
+
+def _limit(name: str, wanted: int | None, compiled: int) -> int:
+    if wanted is None:
+        return compiled
+    if not isinstance(wanted, int) or not 1 <= wanted <= compiled:
+        flag = "--" + name.replace("_", "-")
+        raise LlmcError(
+            "E204",
+            f"{name} = {wanted!r}; the artifact was compiled for 1 to {compiled}",
+            f"a value up to {compiled}, or compile again with a larger {flag}",
+        )
+    return wanted
