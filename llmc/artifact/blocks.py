@@ -22,7 +22,7 @@ from llmc.ir.scalar import parse_expr, walk
 # A value smaller than this is held whole without a second thought.
 SMALL = 64 << 20
 # Whole values kept for later rows, oldest dropped first; the newest always stays.
-KEEP = 256 << 20
+KEEP = 64 << 20
 _WORDS: Mapping[int, np.dtype] = MappingProxyType({b: np.dtype(f"u{b}") for b in (1, 2, 4, 8)})
 
 
@@ -94,8 +94,6 @@ class Blocks:
 
     def whole(self, v: Value) -> np.ndarray:
         """All of a value, computed once."""
-        if v.node is None:
-            return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
         with self._guard:
             lock = self._locks.setdefault(v, threading.Lock())
         with lock:
@@ -139,7 +137,8 @@ class Blocks:
 
     def _compute(self, v: Value) -> np.ndarray:
         node = v.node
-        assert node is not None
+        if node is None:
+            return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
         rule = _RULES.get(node.op.name)
         if v.type.rank and (rule or (node.op.scalar is not None and _by_rows(node))):
             return (rule or _pointwise)(self, v, 0, shape_of(v)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 from llmc_runtime.format.hashing import BlockHasher
@@ -16,7 +17,7 @@ from llmc.artifact.files import Files
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
 
-TARGET = 8 << 20  # bytes of a block of rows
+TARGET = 4 << 20  # bytes of a block of rows
 SHARD = 4 << 30  # bytes after which a file is closed
 THREADS = 2
 
@@ -50,7 +51,7 @@ def write_weights(
             hasher = BlockHasher()
             name = f"{folder}/{index:05d}.safetensors"
             with files.create(name) as write:
-                for piece in (memoryview(prefix), *_pieces(blocks, places, values, pool)):
+                for piece in chain((memoryview(prefix),), _pieces(blocks, places, values, pool)):
                     hasher.update(piece)
                     write(piece)
                     done += len(piece)

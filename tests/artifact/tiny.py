@@ -123,8 +123,9 @@ def program(name: str, kernel: str, unit: str, uniform: bool, tokens: int = TOKE
     )  # fmt: skip
     sizes = tuple(expr.of(str(s)) for s in ("R", MAXLEN, M, V, PAGE, TOP))
     launch = Launch(kernel, "toy", tuple(range(14)), sizes, loc="model.toy", op="toy", bytes=expr.parse("T*8"))
-    symbols = {"T": (1, tokens), "R": (1, ROWS), "P": (1, 1 << 20)}
-    serves = {"T": (1, tokens), "R": (1, ROWS)}
+    sizes_of = {"T": (1, tokens), "R": (1, ROWS)}
+    symbols = {**sizes_of, "P": (1, 1 << 20)}
+    serves = {"R": (1, ROWS)} if uniform else sizes_of
     return Program(name, symbols, serves, buffers, (launch,), 0, uniform, (unit, "llmc_run"))
 
 

@@ -26,13 +26,12 @@ _ALIGN = 4096
 class _Bound:
     """A program with its buffers in place.
 
-    `symbols` are its values in order, T and R at the two indices; `width`: how many likeliest ids it tells.
+    `symbols` are its values in order, those of a step at the indices of `slots`; `width`: likeliest ids.
     """
 
     program: Program
     symbols: np.ndarray
-    t: int
-    r: int
+    slots: tuple[tuple[str, int], ...]
     run: Run
     width: int
 
@@ -106,7 +105,8 @@ class Executor:
         env = {"T": tokens, "R": rows}
         for bound in self._programs:
             if bound.program.fits(env):
-                bound.symbols[bound.t], bound.symbols[bound.r] = tokens, rows
+                for name, index in bound.slots:
+                    bound.symbols[index] = env[name]
                 return bound
         served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self._programs)
         cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
@@ -159,8 +159,9 @@ class Executor:
 
     def _bind(self, program: Program) -> _Bound:
         names = list(program.symbols)
-        if "T" not in names or "R" not in names:
-            raise LlmcError("E113", f"program {program.name} lacks the symbols T and R", REMEDY)
+        unbound = set(names) - {"T", "R", *self._env}
+        if unbound:
+            raise LlmcError("E113", f"program {program.name} has the unknown symbol {min(unbound)}", REMEDY)
         low, high = program.symbols.get("P", (0, 1 << 62))
         if not low <= self.capacity.pages <= high:
             cause = f"program {program.name} takes {low} to {high} KV pages, not {self.capacity.pages}"
@@ -170,7 +171,8 @@ class Executor:
         addresses = [self._address(b, by_name) for b in program.buffers]
         run = self.device.bind(program, addresses, symbols)
         width = by_name["top_ids"].shape[-1](self._env) if "top_ids" in by_name else 0
-        return _Bound(program, symbols, names.index("T"), names.index("R"), run, width)
+        slots = tuple((n, i) for i, n in enumerate(names) if n not in self._env)
+        return _Bound(program, symbols, slots, run, width)
 
     def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
         for _ in by_name:

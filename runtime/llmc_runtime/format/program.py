@@ -245,8 +245,6 @@ def _check(p: Program, where: str) -> None:
         raise damaged(where, "two buffers have one name")
     if not set(p.serves) <= known:
         raise damaged(where, "'serves' names a symbol that the program lacks")
-    if p.uniform and not {"T", "R"} <= known:
-        raise damaged(where, "a uniform program needs the symbols T and R")
     for i, b in enumerate(p.buffers):
         place = f"{where}.buffers[{i}]"
         for e in (*b.shape, b.bytes):
