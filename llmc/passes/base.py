@@ -24,7 +24,7 @@ class Ctx:
 
     opset: Mapping[str, OpDef]
     target: Any = None
-    kernels: Mapping[str, Any] = NOBODY
+    kernels: Mapping[str, Any] = field(default_factory=lambda: NOBODY)
     fuel: int = -1
     only: str = ""
     notes: dict[str, None] = field(default_factory=dict)

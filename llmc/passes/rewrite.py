@@ -14,7 +14,7 @@ attribute, or binds it (`eps=p.eps`). The inner nodes of a match may have no rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -128,6 +128,7 @@ class Match:
         return self.bound.get(name, default)
 
 
+Build = Callable[[Any], Value]
 State = tuple[Bound, tuple[tuple[Node, bool], ...]]
 
 
@@ -178,7 +179,9 @@ def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
     for key, want in p.attrs:
         got = n.attrs.get(key)
         if isinstance(want, Var):
-            bound[want.name] = got
+            if bound.setdefault(want.name, got) != got:
+                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[want.name]}")
+                return
         elif got != want:
             t.fail(len(inner), f"{p.op} has {key}={got}, not {want}")
             return
@@ -275,7 +278,7 @@ class Simplify:
 
     name: str
     roots: tuple[str, ...]
-    find: Callable[[Node], Callable[[Any], Value] | None]
+    find: Callable[[Node], Build | None]
 
     def attempt(self, g: Graph, node: Node, ctx: Ctx) -> Callable[[Any], Sequence[Value]] | None:
         build = self.find(node)
@@ -339,8 +342,3 @@ def sweep(g: Graph, n: Node) -> int:
             g.erase(n)
             gone += 1
     return gone
-
-
-def attrs_of(n: Node, **changes: Any) -> Mapping[str, Any]:
-    """The node's attributes with some replaced."""
-    return {**n.attrs, **changes}

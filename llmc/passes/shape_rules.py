@@ -1,0 +1,181 @@
+"""Simplifications of ops that move elements: no-op moves go, chains become one; nothing is computed differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Node, Value
+from llmc.ir.ops.common import broadcast_shapes
+from llmc.ir.signature import Mismatch
+
+from .facts import const_value, held, is_pointwise, made_by, widens
+from .rewrite import Build, Simplify
+
+
+def _same(v: Value) -> Build:
+    return lambda b: v
+
+
+def axis_of(n: Node) -> int:
+    """The node's `axis` attribute, counted from the front of its first operand."""
+    return int(n.attrs["axis"]) % n.operands[0].type.rank
+
+
+def _cast(n: Node) -> Build | None:
+    (x,), dtype = n.operands, n.attrs["dtype"]
+    if x.type.dtype == dtype:
+        return _same(x)
+    if made_by(x, "constant") and (value := const_value(x)) is not None:
+        return lambda b: b.constant(held(value, dtype), dtype)
+    inner = made_by(x, "cast")
+    if inner and widens(inner.operands[0].type.dtype, x.type.dtype):
+        source = inner.operands[0]
+        return _same(source) if source.type.dtype == dtype else lambda b: b.cast(source, dtype=dtype)
+    return None
+
+
+def _reshape(n: Node) -> Build | None:
+    (x,), shape = n.operands, n.attrs["shape"]
+    if x.type.shape == shape:
+        return _same(x)
+    if inner := made_by(x, "reshape"):
+        return lambda b: b.reshape(inner.operands[0], shape=shape)
+    inner = made_by(x, "cast")
+    if inner and (below := made_by(inner.operands[0], "reshape")) and below.operands[0].type.shape == shape:
+        return lambda b: b.cast(below.operands[0], dtype=x.type.dtype)
+    return None
+
+
+def _transpose(n: Node) -> Build | None:
+    (x,), perm = n.operands, n.attrs["perm"]
+    if perm == tuple(range(len(perm))):
+        return _same(x)
+    if inner := made_by(x, "transpose"):
+        both = tuple(inner.attrs["perm"][p] for p in perm)
+        return lambda b: b.transpose(inner.operands[0], perm=both)
+    moved = [p for p in perm if x.type.shape[p].const != 1]
+    if moved == sorted(moved):  # only axes of size 1 change places
+        return lambda b: b.reshape(x, shape=n.result.type.shape)
+    return None
+
+
+def _broadcast(n: Node) -> Build | None:
+    (x,), shape = n.operands, n.attrs["shape"]
+    if x.type.shape == shape:
+        return _same(x)
+    if inner := made_by(x, "broadcast"):
+        return lambda b: b.broadcast(inner.operands[0], shape=shape)
+    if (below := _below_front(x)) is not None:
+        return lambda b: b.broadcast(below, shape=shape)
+    return None
+
+
+def _below_front(v: Value) -> Value | None:
+    """What a reshape that only puts axes of size 1 in front reads; None for any other value."""
+    n = made_by(v, "reshape")
+    if n is None:
+        return None
+    inner = n.operands[0].type.shape
+    extra = len(v.type.shape) - len(inner)
+    adds = extra > 0 and v.type.shape[extra:] == inner and all(d.const == 1 for d in v.type.shape[:extra])
+    return n.operands[0] if adds else None
+
+
+def _operand_broadcasts(n: Node) -> Build | None:
+    """A pointwise op broadcasts by itself: it reads below broadcasts and unit axes in front, where its type stays."""
+    if not is_pointwise(n):
+        return None
+    operands = list(n.operands)
+    for i, v in enumerate(n.operands):
+        wide = made_by(v, "broadcast")
+        below = wide.operands[0] if wide else _below_front(v)
+        if below is None:
+            continue
+        trial = [*operands[:i], below, *operands[i + 1 :]]
+        try:
+            types = n.op.infer_types([t.type for t in trial], n.attrs)
+        except Mismatch:
+            continue
+        if types[0] == n.result.type and broadcast_shapes([t.type.shape for t in trial]) == n.result.type.shape:
+            operands = trial
+    if operands == n.operands:
+        return None
+    return lambda b: b.emit(n.op, operands, n.attrs)
+
+
+def _slice(n: Node) -> Build | None:
+    (x,), axis = n.operands, axis_of(n)
+    start, stop, step = n.attrs["start"], n.attrs["stop"], n.attrs["step"]
+    if step == 1 and start == 0 and stop == x.type.shape[axis]:
+        return _same(x)
+    inner = made_by(x, "slice")
+    if inner and axis_of(inner) == axis and inner.attrs["step"] == 1:
+        base = inner.attrs["start"]
+        source = inner.operands[0]
+        return lambda b: b.slice(source, axis=axis, start=base + start, stop=base + stop, step=step)
+    inner = made_by(x, "concat")
+    if inner and axis_of(inner) == axis:
+        return _slice_of_concat(inner.operands, axis, start, stop, step)
+    return None
+
+
+def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, step: int) -> Build | None:
+    """A slice that lies in one part reads that part; one that takes several whole parts joins those."""
+    edges = [Dim.of(0)]
+    for v in parts:
+        edges.append(edges[-1] + v.type.shape[axis])
+    if step == 1 and start in edges and stop in edges:
+        chosen = parts[edges.index(start) : edges.index(stop)]
+        if len(chosen) == 1:
+            return _same(chosen[0])
+        return (lambda b: b.concat(*chosen, axis=axis)) if chosen else None
+    for v, lo, hi in zip(parts, edges, edges[1:], strict=False):
+        bounds = [d.const for d in (lo, hi, start, stop)]
+        if None not in bounds and bounds[0] <= bounds[2] and bounds[3] <= bounds[1]:  # type: ignore[operator]
+            return lambda b: b.slice(v, axis=axis, start=start - lo, stop=stop - lo, step=step)
+    return None
+
+
+def _concat(n: Node) -> Build | None:
+    axis = axis_of(n)
+    if len(n.operands) == 1:
+        return _same(n.operands[0])
+    if (whole := _whole_of_slices(n.operands, axis)) is not None:
+        return _same(whole)
+    nested = [made_by(v, "concat") for v in n.operands]
+    if any(c and axis_of(c) == axis and len(v.uses) == 1 for c, v in zip(nested, n.operands, strict=True)):
+        flat: list[Value] = []
+        for c, v in zip(nested, n.operands, strict=True):
+            flat += c.operands if c and axis_of(c) == axis else [v]
+        return lambda b: b.concat(*flat, axis=axis)
+    return None
+
+
+def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:
+    """The value whose consecutive slices the parts are, all of it."""
+    first = made_by(parts[0], "slice")
+    if first is None:
+        return None
+    x, at = first.operands[0], Dim.of(0)
+    for v in parts:
+        s = made_by(v, "slice")
+        if s is None or s.operands[0] is not x or axis_of(s) != axis or s.attrs["step"] != 1 or s.attrs["start"] != at:
+            return None
+        at = s.attrs["stop"]
+    return x if at == x.type.shape[axis] else None
+
+
+MOVES = (
+    Simplify("cast", ("cast",), _cast),
+    Simplify("reshape", ("reshape",), _reshape),
+    Simplify("transpose", ("transpose",), _transpose),
+    Simplify("broadcast", ("broadcast",), _broadcast),
+    Simplify("slice", ("slice",), _slice),
+    Simplify("concat", ("concat",), _concat),
+)
+
+
+def broadcast_rule(roots: Sequence[str]) -> Simplify:
+    """The rule that lets pointwise ops (named by `roots`) read below broadcasts."""
+    return Simplify("operand-broadcast", tuple(roots), _operand_broadcasts)
