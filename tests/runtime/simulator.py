@@ -9,6 +9,7 @@ failure prints the command that replays its episode.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -279,7 +280,8 @@ def main() -> int:
         return 1
     seconds = time.monotonic() - start
     print(", ".join(f"{count} {name}" for name, count in total.items()))
-    print(f"{seconds:.1f} s, {1e6 * seconds * options.jobs / total['steps']:.0f} us a step and process")
+    cpu = sum(os.times()[:4])
+    print(f"{seconds:.1f} s, {cpu:.1f} s of CPU, {1e6 * cpu / total['steps']:.0f} us of CPU a step")
     return 0
 
 
