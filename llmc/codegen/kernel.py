@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.ir.dim import Dim, D
-from llmc.ir.graph import Node
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
@@ -59,6 +60,10 @@ class Kernel:
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         """Operand index -> packed layout of a weight operand; operands left out are plain row-major."""
         return {}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        """Put the node's weights into the layouts that `layouts` names: replace it by one that reads layout ops."""
+        raise NotImplementedError
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         """The source of the node under a schedule: pure and deterministic."""

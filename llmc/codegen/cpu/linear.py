@@ -124,6 +124,9 @@ class Linear(CppKernel):
         p = Problem.of(node)
         return {1: f"pack_panel{{rows={schedule['rows']}, pair={p.pair}, parts={p.parts}}}"}
 
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        pack_node(g, node, schedule, target, ops)
+
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         p = Problem.of(node)
         return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)

@@ -94,7 +94,7 @@ void llmc_work(llmc_pool* p, llmc_thread* t) {
   int64_t last = ns ? llmc_now() : 0;
   for (int i = 0; i < s->count; i++) {
     const llmc_launch& l = s->launches[i];
-    p->kernels[i](&t->ctx, p->args + l.args, p->sizes + l.sizes);
+    ((llmc_kernel)p->kernels[i])(&t->ctx, p->args + l.args, p->sizes + l.sizes);
     if (p->n > 1 && (l.sync || i + 1 == s->count || p->ns)) llmc_barrier(p, t);
     if (ns) {
       int64_t now = llmc_now();

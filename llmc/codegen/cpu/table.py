@@ -10,6 +10,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
     {
         "cpu/rows": f"{_HERE}.rows:ROWS",
         "cpu/elements": f"{_HERE}.rows:ELEMENTS",
+        "cpu/linear": f"{_HERE}.linear:LINEAR",
+        "cpu/attention": f"{_HERE}.attention:ATTENTION",
         "cpu/copy": f"{_HERE}.shape:COPY",
         "cpu/transpose": f"{_HERE}.shape:TRANSPOSE",
         "cpu/slice": f"{_HERE}.shape:SLICE",

@@ -1,0 +1,249 @@
+"""Where values live: aliases, in-place results and arena offsets, written on the nodes as data; it emits no code.
+
+A state's next version and a reshape are aliases. A result may take over the memory of an operand that dies with it,
+where the kernel says that it may. Sizes are taken at the symbols' upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.passes.base import Ctx, Pass
+
+ALIGN = 256
+WEIGHTS = "weights"  # the graph that is evaluated at compile time and never launched
+InPlace = Callable[[Node], tuple[tuple[int, int], ...]]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One value's place: bytes [offset, offset + nbytes) of the arena, from node `first` to node `last`."""
+
+    name: str
+    type: str
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+    loc: str
+
+    def data(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Storage:
+    """Which values share memory: `root` of every value, and the kind of every root.
+
+    Kinds: input, weight, state, output, arena. `copies` are reshapes that must move bytes, because their result is
+    an output and their operand is not theirs to give away.
+    """
+
+    def __init__(self, g: Graph):
+        self.root: dict[Value, Value] = {}
+        self.kind: dict[Value, str] = {}
+        self.copies: set[Node] = set()
+        outputs = set(g.outputs)
+        for v in g.inputs:
+            self.root[v] = v
+            self.kind[v] = "state" if v.type.state else "weight" if v.weight else "input"
+        claimed: set[Value] = set()
+        for n in g.nodes:
+            states = iter(n.op.writes)
+            slots = [s.name for s in n.op.operands]
+            for r in n.results:
+                if r.type.state:
+                    self.root[r] = self.root[n.operands[slots.index(next(states))]]
+                elif n.op.name == "reshape" and self._gives(n, r, outputs, claimed):
+                    self.root[r] = self.root[n.operands[0]]
+                else:
+                    self.root[r] = r
+                    self.kind[r] = "arena"
+                    if n.op.name == "reshape":
+                        self.copies.add(n)
+                if r in outputs and not r.type.state:
+                    claimed.add(self.root[r])
+                    self.kind[self.root[r]] = "output"
+        for v in g.outputs:
+            if not v.type.state and self.kind[self.root[v]] != "output":
+                cause = f"@{g.name} returns its input %{v.name} unchanged"
+                raise Diagnostic("E440", cause, "return a value that the graph computes")
+
+    def _gives(self, n: Node, r: Value, outputs: set[Value], claimed: set[Value]) -> bool:
+        """Whether a reshape may be a mere name for its operand's memory."""
+        root = self.root[n.operands[0]]
+        return r not in outputs or (self.kind[root] == "arena" and root not in outputs and root not in claimed)
+
+
+def launched(n: Node, storage: Storage) -> bool:
+    """Whether the node runs at all."""
+    return n.op.name != "reshape" or n in storage.copies
+
+
+class Arena:
+    """Free ranges below a high-water mark, best fit; all sizes are multiples of ALIGN."""
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []
+        self.top = 0
+
+    def take(self, nbytes: int) -> int:
+        fits = [(size, at) for at, size in self.free if size >= nbytes]
+        if fits:
+            size, at = min(fits)
+            self.free.remove((at, size))
+            if size > nbytes:
+                self.free.append((at + nbytes, size - nbytes))
+            return at
+        at, size = max(self.free, default=(self.top, 0))
+        if at + size != self.top:
+            at, size = self.top, 0
+        elif size:
+            self.free.remove((at, size))
+        self.top = at + nbytes
+        return at
+
+    def give(self, at: int, nbytes: int) -> None:
+        for other in [f for f in self.free if f[0] + f[1] == at or at + nbytes == f[0]]:
+            self.free.remove(other)
+            at, nbytes = min(at, other[0]), nbytes + other[1]
+        self.free.append((at, nbytes))
+
+
+def top_bytes(v: Value, symbols: Mapping[str, tuple[int, int]]) -> int:
+    """The value's bytes at the upper bounds, rounded up to ALIGN."""
+    return max(ALIGN, -(-v.type.nbytes.bounds(symbols)[1] // ALIGN) * ALIGN)
+
+
+def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlace = lambda n: ()) -> list[Slot]:
+    """Arena slots of every root of kind arena, in order of definition."""
+    storage = Storage(g)
+    nodes = list(g.nodes)
+    last = _last_uses(nodes, storage)
+    arena, at = Arena(), dict[Value, int]()
+    slots: list[Slot] = []
+    for i, n in enumerate(nodes):
+        taken = _take_over(n, i, storage, last, at, symbols, inplace(n) if n.choice else ())
+        own = [r for r in n.results if storage.root[r] is r and storage.kind[r] == "arena"]
+        for r in own:
+            size = top_bytes(r, symbols)
+            at[r] = at[taken[r]] if r in taken else arena.take(size)
+            slots.append(Slot(r.name, str(r.type), at[r], size, i, last.get(r, i), n.loc))
+        dying = {storage.root[v] for v in [*n.operands, *n.results]}
+        for v in sorted((v for v in dying if v in at and last.get(v, i) <= i), key=lambda v: at[v]):
+            if v not in taken.values():
+                arena.give(at[v], top_bytes(v, symbols))
+    return slots
+
+
+def _last_uses(nodes: list[Node], storage: Storage) -> dict[Value, int]:
+    last: dict[Value, int] = {}
+    for i, n in enumerate(nodes):
+        for v in [*n.operands, *n.results]:
+            last[storage.root[v]] = i
+    return last
+
+
+def _take_over(
+    n: Node,
+    i: int,
+    storage: Storage,
+    last: dict[Value, int],
+    at: dict[Value, int],
+    symbols: Mapping[str, tuple[int, int]],
+    pairs: tuple[tuple[int, int], ...],
+) -> dict[Value, Value]:
+    """Results that live on in the memory of an operand: it dies here, is read once, and is as large."""
+    roots = [storage.root[v] for v in n.operands]
+    out: dict[Value, Value] = {}
+    for operand, result in pairs:
+        v, r = roots[operand], n.results[result]
+        mine = storage.root[r] is r and storage.kind[r] == "arena" and r not in out
+        free = v in at and last[v] == i and roots.count(v) == 1 and v not in out.values()
+        if mine and free and top_bytes(v, symbols) == top_bytes(r, symbols):
+            out[r] = v
+    return out
+
+
+def overlaps(slots: list[Slot]) -> list[tuple[Slot, Slot]]:
+    """Pairs of slots that are live at once and share bytes. A result that takes over an operand's memory begins at
+    the node where the operand ends, at the same offset: that is no overlap."""
+    out = []
+    for i, a in enumerate(slots):
+        for b in slots[i + 1 :]:
+            in_time = a.first <= b.last and b.first <= a.last
+            in_space = a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+            handed_on = a.last == b.first and a.offset == b.offset and a.nbytes == b.nbytes and a.first < b.first
+            if in_time and in_space and not handed_on:
+                out.append((a, b))
+    return out
+
+
+def report(m: Module) -> dict[str, Any]:
+    """The plan of every launched graph as data: arena bytes and slots, largest first."""
+    out = {}
+    for name, g in m.graphs.items():
+        if name == WEIGHTS:
+            continue
+        slots = read_slots(g, m.symbols)
+        total = max((s.offset + s.nbytes for s in slots), default=0)
+        ranked = sorted(slots, key=lambda s: (-s.nbytes, s.offset, s.first))
+        out[name] = {"arena_bytes": total, "values": len(slots), "slots": [s.data() for s in ranked]}
+    return out
+
+
+def read_slots(g: Graph, symbols: Mapping[str, tuple[int, int]]) -> list[Slot]:
+    """The slots that the pass `memory` wrote on the nodes; Diagnostic where a node lacks its own."""
+    storage = Storage(g)
+    nodes = list(g.nodes)
+    last = _last_uses(nodes, storage)
+    out = []
+    for i, n in enumerate(nodes):
+        places = n.choice.get("arena", ())
+        for k, r in enumerate(n.results):
+            if storage.root[r] is r and storage.kind[r] == "arena":
+                if k >= len(places) or places[k] < 0:
+                    raise Diagnostic("E441", f"%{r.name} has no place in memory", "run the pass `memory` last", node=n)
+                out.append(Slot(r.name, str(r.type), places[k], top_bytes(r, symbols), i, last.get(r, i), n.loc))
+    return out
+
+
+class Memory(Pass):
+    """Give every value an offset in the arena, as `arena=[...]` on the node that makes it."""
+
+    name: ClassVar[str] = "memory"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        changes = 0
+        for g in m.graphs.values():
+            if g.name != WEIGHTS:
+                changes += self._graph(g, m.symbols, ctx)
+        return changes
+
+    def _graph(self, g: Graph, symbols: Mapping[str, tuple[int, int]], ctx: Ctx) -> int:
+        def inplace(n: Node) -> tuple[tuple[int, int], ...]:
+            kernel = ctx.kernels.get(n.choice.get("kernel", ""))
+            return kernel.inplace(n, schedule_of(n)) if kernel else ()
+
+        storage = Storage(g)
+        slots = iter(plan_graph(g, symbols, inplace))
+        changes = 0
+        for n in g.nodes:
+            mine = [storage.root[r] is r and storage.kind[r] == "arena" for r in n.results]
+            if any(mine) and "kernel" not in n.choice:
+                remedy = "run the passes `select` and `lift-weights` before `memory`"
+                raise Diagnostic("E433", "it has no kernel, and so no place in a program", remedy, node=n)
+            places = tuple(next(slots).offset if own else -1 for own in mine)
+            before = n.choice.pop("arena", None)
+            if any(mine):
+                n.choice["arena"] = places
+            changes += before != n.choice.get("arena")
+        return changes
+
+
+def schedule_of(n: Node) -> dict[str, Any]:
+    """The schedule that `select` wrote on the node, without the kernel's name and the places."""
+    return {k: v for k, v in n.choice.items() if k not in ("kernel", "arena")}

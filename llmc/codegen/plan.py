@@ -1,0 +1,183 @@
+"""From a graph whose kernels and places are chosen to a Program: buffers, launches, size text; it compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc.codegen.cpu.program import LaunchTable, StepTable
+from llmc.codegen.kernel import Kernel, Source
+from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
+from llmc.diagnostics import Diagnostic
+from llmc.ir.cost import node_cost
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.targets.target import Target
+from llmc_runtime.format.program import Program
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The nodes of a graph that run, in order, each with its source."""
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    sources: tuple[Source, ...]
+
+
+def emit_graph(g: Graph, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]) -> Emitted:
+    """Sources of the nodes that run; `done` carries those already emitted from one graph to the next."""
+    storage = Storage(g)
+    nodes, sources = [], []
+    for n in g.nodes:
+        if not launched(n, storage):
+            continue
+        if not n.choice.get("kernel"):
+            raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=n)
+        schedule = schedule_of(n)
+        types = tuple(v.type for v in [*n.operands, *n.results])
+        key = (n.op.name, types, repr(n.attrs), n.choice["kernel"], repr(schedule))
+        if key not in done:
+            done[key] = kernels[n.choice["kernel"]].emit(n, schedule, target)
+        nodes.append(n)
+        sources.append(done[key])
+    return Emitted(g, tuple(nodes), tuple(sources))
+
+
+@dataclass
+class Buffers:
+    """The buffer list of a program, one entry a root."""
+
+    graph: Graph
+    storage: Storage
+    symbols: Mapping[str, tuple[int, int]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    index: dict[Value, int] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    def add_all(self) -> int:
+        """Fill the list; answer the arena's bytes."""
+        for v in self.graph.inputs:
+            self._add(v, v, self.storage.kind[v], 0)
+        for v in self.graph.outputs:
+            root = self.storage.root[v]
+            if not v.type.state and root not in self.index:
+                self._add(root, v, "output", 0)
+        arena = 0
+        slots = iter(read_slots(self.graph, self.symbols))
+        for n in self.graph.nodes:
+            for r in n.results:
+                if self.storage.root[r] is r and self.storage.kind[r] == "arena":
+                    s = next(slots)
+                    self._add(r, r, "arena", s.offset)
+                    arena = max(arena, s.offset + s.nbytes)
+        return arena
+
+    def _add(self, root: Value, shown: Value, kind: str, offset: int) -> None:
+        t = shown.type
+        name = shown.name or f"v{len(self.rows)}"
+        while name in self.names:
+            name = f"{name}.{len(self.rows)}"
+        self.names.add(name)
+        self.index[root] = len(self.rows)
+        self.rows.append(
+            {
+                "name": name, "kind": kind, "dtype": t.dtype, "shape": [str(d) for d in t.shape], "offset": offset,
+                "bytes": str(t.nbytes), "alias": None,
+            }
+        )  # fmt: skip
+
+    def of(self, v: Value) -> int:
+        return self.index[self.storage.root[v]]
+
+
+class Hazards:
+    """Which launches must wait for earlier ones: those that touch bytes which another one writes."""
+
+    def __init__(self, buffers: Buffers):
+        self.buffers = buffers
+        self.reads: list[tuple[Any, int, int]] = []
+        self.writes: list[tuple[Any, int, int]] = []
+
+    def region(self, v: Value) -> tuple[Any, int, int]:
+        """(memory, begin, end): arena values share one memory, every other root is its own."""
+        root = self.buffers.storage.root[v]
+        row = self.buffers.rows[self.buffers.index[root]]
+        if row["kind"] != "arena":
+            return row["name"], 0, 1
+        return "", row["offset"], row["offset"] + top_bytes(root, self.buffers.symbols)
+
+    def meets(self, n: Node) -> bool:
+        """Whether a barrier must lie before the node; afterwards the node is among those not waited for."""
+        read, write = [self.region(v) for v in n.operands], [self.region(v) for v in n.results]
+        clash = _touch(read, self.writes) or _touch(write, self.writes) or _touch(write, self.reads)
+        if clash:
+            self.reads, self.writes = [], []
+        self.reads += read
+        self.writes += write
+        return clash
+
+
+def _touch(some: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, int, int]]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def step_table(e: Emitted, m: Module) -> tuple[StepTable, Buffers, int]:
+    """The launch tables of a graph, its buffers and its arena bytes."""
+    buffers = Buffers(e.graph, Storage(e.graph), m.symbols)
+    arena = buffers.add_all()
+    hazards = Hazards(buffers)
+    waits = [hazards.meets(n) for n in e.nodes]
+    launches = [
+        LaunchTable(tuple(buffers.of(v) for v in [*n.operands, *n.results]), s.sizes, sync)
+        for n, s, sync in zip(e.nodes, e.sources, [*waits[1:], True])
+    ]
+    scratch = max((s.scratch.bounds(m.symbols)[1] for s in e.sources), default=0)
+    return StepTable(e.graph.name, tuple(m.symbols), tuple(launches), scratch), buffers, arena
+
+
+def program(e: Emitted, m: Module, hashes: Sequence[str], step: tuple[str, str], serves: Mapping[str, Any]) -> Program:
+    """The Program; `hashes` are the kernels' keys in launch order, `step` the step unit's (key, entry)."""
+    table, buffers, arena = step_table(e, m)
+    uniform = bool(serves.get("uniform", 0))
+    data = {
+        "name": e.graph.name,
+        "symbols": {s: list(r) for s, r in m.symbols.items()},
+        "serves": {s: list(r) for s, r in serves.items() if s != "uniform"},
+        "uniform": int(uniform),
+        "buffers": buffers.rows,
+        "arena_bytes": arena,
+        "launches": [
+            _launch(n, s, x, h) for n, s, x, h in zip(e.nodes, e.sources, table.launches, hashes, strict=True)
+        ],
+        "step": {"kernel": step[0], "entry": step[1]},
+        "ranks": 1,
+    }
+    return Program.read(data, f"program {e.graph.name}")
+
+
+def _launch(n: Node, s: Source, x: LaunchTable, key: str) -> dict[str, Any]:
+    flops, moved = node_cost(n)
+    return {
+        "kernel": key, "entry": s.entry, "grid": ["1", "1", "1"], "threads": s.threads, "shared": s.shared,
+        "args": list(x.args), "sizes": [str(d) for d in x.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops),
+        "bytes": str(moved),
+    }  # fmt: skip
+
+
+def serves_of(g: Graph, m: Module) -> dict[str, Any]:
+    """The steps that a graph is for: all sizes in their bounds; a graph without T runs one token a row."""
+    used: set[str] = set()
+    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
+        for d in v.type.shape:
+            used |= d.symbols
+    out: dict[str, Any] = {s: list(r) for s, r in m.symbols.items() if s in ("T", "R")}
+    if "R" in used and "T" not in used and "T" in m.symbols:
+        out["T"], out["uniform"] = list(m.symbols["R"]), 1
+    return out
+
+
+def size_symbols(dims: Sequence[Dim]) -> set[str]:
+    """Symbols that some sizes need."""
+    return set().union(*(d.symbols for d in dims)) if dims else set()

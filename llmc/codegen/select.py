@@ -1,0 +1,164 @@
+"""Choosing kernels: the pass `select` writes kernel and schedule on nodes, `pack` gives weights the layout they want.
+
+Neither emits code. The choice is by measurement where a tuning record has one, else by each kernel's cost rule; all
+entry points agree on one layout a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.memory import WEIGHTS
+from llmc.codegen.tuning import Tuning
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.passes.base import Ctx, Pass
+from llmc.targets.target import Target
+
+TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes that the cost rule prices nodes at, inside their bounds
+
+
+def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
+    """(values made from weights alone, values that need an input of the step). Constants are in neither."""
+    weights, inputs = set[Value](), set[Value]()
+    for v in g.inputs:
+        (weights if v.weight else inputs).add(v)
+    for n in g.nodes:
+        if any(v in inputs for v in n.operands):
+            inputs.update(n.results)
+        elif any(v in weights for v in n.operands):
+            weights.update(n.results)
+    return weights, inputs
+
+
+def typical(m: Module) -> dict[str, int]:
+    """A size for every symbol."""
+    want = dict(TYPICAL)
+    return {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One way to run a node."""
+
+    kernel: Kernel
+    schedule: Schedule
+    us: float
+    measured: bool
+
+    def layouts(self, node: Node, target: Target) -> dict[int, str]:
+        return self.kernel.layouts(node, self.schedule, target)
+
+
+def offers(node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning) -> list[Offer]:
+    """Every kernel x schedule that fits, best first; a Diagnostic with every kernel's reason where none does."""
+    out: list[Offer] = []
+    reasons: list[str] = []
+    for name in kernels:
+        kernel = kernels[name]
+        if kernel.language not in target.languages or not kernel.claims(node):
+            continue
+        if why := kernel.reject(node, target):
+            reasons.append(f"{kernel.name}: {why}")
+            continue
+        for schedule in kernel.schedules(node, target):
+            us = tuning.lookup(node, kernel.name, schedule, target)
+            guess = kernel.cost_us(node, schedule, target, env) if us is None else us
+            out.append(Offer(kernel, schedule, guess, us is not None))
+    if not out:
+        found = "; ".join(reasons) or f"no kernel of target {target.name} is for the op {node.op.name!r}"
+        raise Diagnostic("E430", f"no kernel fits: {found}", "see `llmc ops`, or write a Kernel (DEVELOPING.md)", node=node)
+    return sorted(out, key=lambda o: (not o.measured, o.us))
+
+
+def launched_graphs(m: Module) -> Iterator[Graph]:
+    """The graphs that become programs."""
+    return (g for name, g in m.graphs.items() if name != WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Select(Pass):
+    """Write kernel and schedule on every node that runs. tuning: a file of measurements that decide where they can."""
+
+    tuning: str = ""
+    name: ClassVar[str] = "select"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        target = _target(ctx)
+        tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning()
+        env = typical(m)
+        agreed: dict[str, str] = {}
+        cache: dict[str, list[Offer]] = {}
+        count = 0
+        for g in launched_graphs(m):
+            weights, _ = depends_on(g)
+            for n in g.nodes:
+                if n.choice or all(r in weights for r in n.results):
+                    continue
+                key = _key(n, g)
+                if key not in cache:
+                    cache[key] = offers(n, ctx.kernels, target, env, tuning)
+                best = _agreeing(n, cache[key], agreed, target)
+                n.choice = {"kernel": best.kernel.name, **best.schedule}
+                count += 1
+        return count
+
+
+def _target(ctx: Ctx) -> Target:
+    if ctx.target is None:
+        raise Diagnostic("E431", "this pass needs a target", "name one: --target cpu:native")
+    return ctx.target
+
+
+def _key(n: Node, g: Graph) -> str:
+    """Nodes with equal keys have equal offers: op, types, attributes, and which operands are weights."""
+    from llmc.ir.digest import node_digest
+
+    known = "".join("w" if v.weight or v.node is not None and not v.node.choice else "x" for v in n.operands)
+    return node_digest(n) + known
+
+
+def _agreeing(n: Node, found: list[Offer], agreed: dict[str, str], target: Target) -> Offer:
+    """The best offer whose layouts are those that earlier users of the same weights chose; it sets them for later."""
+    for o in found:
+        wants = {_origin(n.operands[i]): text for i, text in o.layouts(n, target).items()}
+        if all(agreed.setdefault(w, text) == text for w, text in wants.items()):
+            return o
+    return found[0]
+
+
+def _origin(v: Value) -> str:
+    """A weight's identity across entry points: its name, or that of the value computed from weights."""
+    if v.node is None:
+        return v.name
+    inner = ",".join(_origin(x) for x in v.node.operands)
+    return f"{v.node.op.name}({inner}){sorted((k, str(a)) for k, a in v.node.attrs.items())}"
+
+
+@dataclass(frozen=True)
+class Pack(Pass):
+    """Put a layout op in front of every weight operand whose kernel wants one."""
+
+    name: ClassVar[str] = "pack"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        target, count = _target(ctx), 0
+        for g in launched_graphs(m):
+            for n in list(g.nodes):
+                kernel = ctx.kernels.get(n.choice.get("kernel", ""))
+                if kernel is None:
+                    continue
+                schedule = {k: v for k, v in n.choice.items() if k != "kernel"}
+                if kernel.layouts(n, schedule, target):
+                    kernel.pack(g, n, schedule, target, ctx.opset)
+                    count += 1
+        return count
+
+
+def explain(offered: list[Offer]) -> list[dict[str, Any]]:
+    """The offers as data, for people who ask why a kernel was chosen."""
+    return [{"kernel": o.kernel.name, **o.schedule, "us": o.us, "measured": o.measured} for o in offered]
