@@ -1,0 +1,43 @@
+"""Our own extension: what llmc itself offers, by name; it enters by the door that every package uses."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from llmc.codegen.cpu.table import KERNELS
+from llmc.extension import Extension
+from llmc.targets.cpu import PIPELINE
+
+PASSES = MappingProxyType(
+    {
+        "canonicalize": "llmc.passes.canonicalize:Canonicalize",
+        "fuse-norm": "llmc.passes.fuse_norm:FuseNorm",
+        "fuse-rope": "llmc.passes.fuse_rope:FuseRope",
+        "page-attention": "llmc.passes.page_attention:PageAttention",
+        "fuse-linear": "llmc.passes.fuse_linear:FuseLinear",
+        "fold": "llmc.passes.fold:Fold",
+        "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
+        "specialize": "llmc.passes.specialize:Specialize",
+        "select": "llmc.codegen.select:Select",
+        "pack": "llmc.codegen.select:Pack",
+        "lift-weights": "llmc.passes.lift_weights:LiftWeights",
+        "cse": "llmc.passes.cse:Cse",
+        "dce": "llmc.passes.dce:Dce",
+        "memory": "llmc.codegen.memory:Memory",
+    }
+)
+
+EXTENSION = Extension(
+    name="llmc",
+    passes=PASSES,
+    kernels=KERNELS,
+    targets=MappingProxyType(
+        {
+            "cpu:native": "llmc.targets.cpu:native",
+            "cpu:x86-64-v3": "llmc.targets.cpu:x86_64_v3",
+            "cpu:x86-64-v4": "llmc.targets.cpu:x86_64_v4",
+            "cpu:portable": "llmc.targets.cpu:portable",
+        }
+    ),
+    pipelines=MappingProxyType({"serve": PIPELINE}),
+)
