@@ -39,7 +39,8 @@ class PagedAttention(CppKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
-        return [{"nv": 2, "mr": mr, "br": 192, "kt": 128}]
+        wide = (heads(node)[3] or 0) > 128  # a tile of keys and values stays in L2
+        return [{"nv": 2, "mr": mr, "br": 192, "kt": 128 if wide else 256}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         s, d = schedule, heads(node)[3] or 1

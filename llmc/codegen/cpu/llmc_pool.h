@@ -71,7 +71,7 @@ inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int& spin) {
     }
     llmc_relax();
   }
-  spin = spin > 128 ? spin / 2 : spin;
+  spin = spin > 512 ? spin / 2 : spin;
   if (llmc_get(w) == old) llmc_sleep(w, count, old);
 }
 inline void llmc_barrier(llmc_pool* p, llmc_thread* t) {
