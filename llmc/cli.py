@@ -103,6 +103,9 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
     p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")
     p.add_argument("--no-cache", action="store_true", help="build everything anew, keep nothing")
+    p.add_argument(
+        "--no-reuse", action="store_true", help="use cached kernels, but neither use nor keep a whole artifact"
+    )
 
 
 def _opt_arguments(sub: Any) -> None:
@@ -172,6 +175,7 @@ def _options(args: argparse.Namespace) -> Any:
         max_num_batched_tokens=args.max_num_batched_tokens,
         pipeline=args.pipeline or "",
         cache=None if args.no_cache else (args.cache or default_cache()),
+        reuse=not args.no_reuse,
     )
 
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from llmc_runtime.format.cache_key import artifact_key
 from llmc_runtime.format.errors import LlmcError
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
-_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
-_NOT_SOURCE = frozenset({"requirements.txt"})
 _TAIL = 5
 
 Say = Callable[[str], None]
@@ -76,35 +72,8 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
 def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
     """The interpreter's arguments that compile `source` into `output`; -P: the working directory is no package."""
     flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-    return ["-P", "-m", "llmc.cli", "compile", str(source), "-o", str(output), *flags, "--cache", str(root)]
-
-
-def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
-    """The key, in hex: equal where and only where compiling again would use the same input."""
-    machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
-    facts = {
-        "files": source_hashes(source, root),
-        "options": dict(sorted(options.items())),
-        "machine": machine,
-        "compiler": _package_hash("llmc") + _package_hash("llmc_runtime.format"),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def source_hashes(source: Path, root: Path) -> dict[str, str]:
-    """sha256 by name of the files a compile reads; unchanged big files are not read twice (size, times and inode)."""
-    files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
-    files += sorted((source / "additional_chat_templates").glob("*.jinja"))
-    memo_file = root / "hashes.json"
-    memo = _read_memo(memo_file)
-    stats = {p: _identity(p) for p in files}
-    missing = [p for p in files if memo.get(str(p), ("", ""))[0] != stats[p]]
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(missing, pool.map(_file_hash, missing)))
-    if missing:
-        memo.update({str(p): (stats[p], found[p]) for p in missing})
-        _write(memo_file, json.dumps(memo, indent=0).encode())
-    return {p.relative_to(source).as_posix(): memo[str(p)][1] for p in files}
+    kept = ["--cache", str(root), "--no-reuse"]
+    return ["-P", "-m", "llmc.cli", "compile", str(source), "-o", str(output), *flags, *kept]
 
 
 def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, say: Say) -> None:
@@ -116,7 +85,7 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
     command = compile_command(source, partial, options, root)
     by_hand = compile_command(source, Path("model.llmc"), options, root)
     say(f"{source} is not compiled yet; compiling it into {entry} (once)")
-    say("the same by hand: llmc " + " ".join(by_hand[3:-2]))
+    say("the same by hand: llmc " + " ".join(by_hand[3:-3]))
     try:
         _run([sys.executable, *command], source)
         if entry.exists():
@@ -172,52 +141,3 @@ def _locked(path: Path) -> Iterator[None]:
     with open(path, "w", encoding="ascii") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _identity(path: Path) -> str:
-    s = path.stat()
-    return f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}"
-
-
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_memo(path: Path) -> dict[str, tuple[str, str]]:
-    """What the last runs hashed; a damaged memo is as good as none."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return {str(k): (str(v[0]), str(v[1])) for k, v in rows.items() if Path(k).exists()}
-    except (OSError, ValueError, AttributeError, IndexError, TypeError, KeyError):
-        return {}
-
-
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    partial.write_bytes(data)
-    os.replace(partial, path)
-
-
-def _package_hash(name: str) -> str:
-    """One hash over the files of an installed package, without importing it; empty where it is not installed."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        spec = None
-    folders = (spec.submodule_search_locations or []) if spec else []
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest() if folders else ""
-
-
-def _cpu_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    wanted = ("flags", "Features")
-    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(wanted)), "")

@@ -1,0 +1,319 @@
+"""The whole trip, one line a stage: trace, passes, kernels, weights, folder; each stage lives in its own room."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from llmc_runtime.format.expr import parse as parse_size
+from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
+
+from llmc import __version__
+from llmc.extension import Registry, load
+from llmc.ir.graph import Module
+from llmc.ir.text import show
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.spec import override, parse_pipeline, run_pipeline
+from llmc.targets.target import Target
+
+DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
+MOST_LEN = 32768
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. max_model_len: tokens of the longest sequence (None: the model's own, at most 32768);
+    max_num_seqs: device rows; max_num_batched_tokens: tokens of one step; pipeline: passes, "" for the target's; cache:
+    a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too."""
+
+    target: str = "cpu:native"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    pipeline: str = ""
+    cache: Path | None = None
+    reuse: bool = True
+
+
+@dataclass
+class Summary:
+    """What a compile did: seconds a stage, and what came out."""
+
+    output: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
+
+    def text(self) -> str:
+        total = sum(self.seconds.values())
+        stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
+        facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
+        return "\n".join(
+            [f"{self.output} in {total:.1f} s ({stages})", *facts, f"next: llmc-run {self.output} --prompt 'Hello'"]
+        )
+
+
+class Console:
+    """Progress as lines on a stream; on a terminal a running stage rewrites its line."""
+
+    def __init__(self, out: IO[str] | None = None):
+        self.out = out or sys.stderr
+        self.live = self.out.isatty()
+        self.shown = 0.0
+
+    def note(self, text: str) -> None:
+        self.out.write(f"{text}\n")
+        self.out.flush()
+
+    def stage(self, name: str, detail: str, seconds: float) -> None:
+        self._clear()
+        self.note(f"[{seconds:6.1f} s] {name}: {detail}")
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        """`done` of `of`; shown at most five times a second, and only on a terminal."""
+        now = time.monotonic()
+        if not self.live or now - self.shown < 0.2:
+            return
+        self.shown = now
+        self.out.write(f"\r\x1b[K  {name}: {_amount(done, unit)} of {_amount(of, unit)}")
+        self.out.flush()
+
+    def _clear(self) -> None:
+        if self.live:
+            self.out.write("\r\x1b[K")
+
+
+class Quiet(Console):
+    """No progress at all."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        pass
+
+    def _clear(self) -> None:
+        pass
+
+
+def _amount(n: int, unit: str) -> str:
+    return f"{n / 1e6:.0f} MB" if unit == "B" else f"{n}{unit}"
+
+
+def compile_model(
+    model: str | Path,
+    output: str | Path,
+    options: Options | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> Summary:
+    """Compile the Hugging Face folder `model` into the artifact folder `output`.
+
+    Raises Diagnostic (E3xx model and checkpoint, E4xx passes, E5xx toolchain, E12x the folder); nothing is left behind
+    then. An equal compile in the cache is linked instead of repeated.
+    """
+    from llmc.reuse import Reuse
+
+    trip = _Trip(Path(model), Path(output), options or Options(), force, console or Quiet())
+    reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, _key_options(trip.options))
+    found = reuse.find()
+    if found is not None:
+        reuse.place(found, trip.output, force)
+        trip.done("reuse", f"an equal artifact from {found}")
+        trip.summary.facts |= facts_of(trip.output)
+        return trip.summary
+    manifest = trip.run()
+    reuse.keep(trip.output)
+    trip.summary.facts |= facts_of(trip.output, manifest)
+    return trip.summary
+
+
+def _key_options(o: Options) -> Mapping[str, Any]:
+    from llmc.targets.cpu import parse as parse_target
+
+    target = parse_target(o.target, load().targets)
+    fixed = {k: v for k, v in vars(o).items() if k not in ("cache", "reuse")}
+    return {**fixed, "features": sorted(target.features), "arch": target.arch}
+
+
+class _Trip:
+    """One compile: the stages in order, their seconds, and what each hands to the next."""
+
+    def __init__(self, model: Path, output: Path, options: Options, force: bool, console: Console):
+        self.model, self.output, self.options, self.force, self.console = model, output, options, force, console
+        self.summary = Summary(str(output))
+        self.clock = time.perf_counter()
+        self.ir: list[tuple[str, str]] = []
+
+    def done(self, stage: str, detail: str) -> None:
+        now = time.perf_counter()
+        self.summary.seconds[stage] = now - self.clock
+        self.console.stage(stage, detail, now - self.clock)
+        self.clock = now
+
+    def note(self, text: str) -> None:
+        self.summary.notes.append(text)
+        self.console.note(f"note: {text}")
+
+    def run(self) -> Manifest:
+        from llmc.artifact.place import check_free
+        from llmc.frontend.checkpoint import Checkpoint
+
+        check_free(self.output.absolute(), self.force)
+        registry = load()
+        target = self.target(registry)
+        traced = self.trace()
+        with Checkpoint(traced) as checkpoint:
+            self.optimise(traced.module, registry, target, traced.facts.max_positions)
+            built = self.build(traced.module, registry, target)
+            return self.write(traced, checkpoint, target, built)
+
+    def target(self, registry: Registry) -> Target:
+        from llmc.targets.cpu import parse as parse_target
+
+        return parse_target(self.options.target, registry.targets)
+
+    def trace(self) -> Any:
+        from llmc.frontend.hf import trace
+
+        wanted = dict(DTYPES).get(self.options.dtype)
+        o = self.options
+        traced = trace(
+            self.model,
+            wanted or _stored(self.model, self.note),
+            o.max_model_len,
+            o.max_num_batched_tokens,
+            o.max_num_seqs,
+        )
+        if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
+            self.note(
+                f"the model allows {traced.facts.max_positions} positions, compiled for {MOST_LEN}; override with --max-model-len"
+            )
+            traced = replace(traced, facts=replace(traced.facts, max_positions=MOST_LEN))
+        self.ir.append(("traced", show(traced.module)))
+        f = traced.facts
+        self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
+        return traced
+
+    def passes(self, registry: Registry, target: Target, max_len: int) -> list[Pass]:
+        text = self.options.pipeline or target.pipeline
+        named = {"serve": target.pipeline, **registry.pipelines}
+        passes = parse_pipeline(text, registry.passes, named)
+        o = self.options
+        sizes = {
+            "rows": o.max_num_seqs,
+            "max_len": max_len,
+            "page": target.page_size,
+            "tokens": o.max_num_batched_tokens,
+        }
+        return override(passes, "page-attention", **sizes)
+
+    def optimise(self, module: Module, registry: Registry, target: Target, max_len: int) -> None:
+        ctx = Ctx(registry.opset(), target, registry.kernels)
+        counts: list[str] = []
+
+        def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
+            self.ir.append((p.name, show(m)))
+            counts.append(f"{p.name} {changes}")
+
+        run_pipeline(module, self.passes(registry, target, max_len), ctx, observe)
+        self.done("passes", ", ".join(counts))
+
+    def build(self, module: Module, registry: Registry, target: Target) -> Any:
+        from tempfile import TemporaryDirectory
+
+        from llmc.codegen.driver import build
+
+        def progress(done: int, of: int, what: str) -> None:
+            self.console.part("kernels", done, of)
+
+        with TemporaryDirectory(prefix="llmc-") as scratch:
+            cache = self.options.cache / "kernels" if self.options.cache else Path(scratch)
+            cache.mkdir(parents=True, exist_ok=True)
+            built = build(module, target, cache, registry.kernels, progress)
+        launches = sum(len(p.launches) for p in built.programs)
+        self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
+        return built
+
+    def write(self, traced: Any, checkpoint: Any, target: Target, built: Any) -> Manifest:
+        from llmc.artifact.write import KernelBinary, PackedWeights, Parts, write_artifact
+
+        module, facts, o = traced.module, traced.facts, self.options
+        kernels = [
+            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared) for k in built.kernels.values()
+        ]
+        parts = Parts(
+            compiler=f"llmc {__version__}",
+            source=self.source(traced, checkpoint),
+            target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
+            limits=Limits(facts.max_positions, o.max_num_seqs, o.max_num_batched_tokens),
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            page_size=target.page_size,
+            states=states_of(module),
+            kernels=kernels,
+            programs=built.programs,
+            weights=PackedWeights(module.graphs["weights"], checkpoint),
+            tokenizer=traced.source.tokenizer_files,
+            generation=facts.generation,
+            ir=self.ir,
+            reports={"memory.json": built.memory, "summary.json": self.summary.as_json()},
+        )
+        manifest = write_artifact(
+            self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
+        )
+        self.done("weights", f"{sum(w.bytes for w in manifest.weights.files) / 1e6:.1f} MB packed and hashed")
+        return manifest
+
+    def source(self, traced: Any, checkpoint: Any) -> Source:
+        """Name and hashes of the model's small files; the packed weights have hashes of their own."""
+        from llmc_runtime.format.hashing import sha256
+
+        small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
+        return Source("hf", traced.source.folder.resolve().name, "", small)
+
+
+def _stored(model: Path, note: Any) -> str | None:
+    """float16 checkpoints are compiled as bfloat16: the CPU kernels multiply in it, and its range is wider."""
+    from llmc.frontend.source import open_source
+
+    config = open_source(model).config
+    if config.get("dtype", config.get("torch_dtype")) == "float16":
+        note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
+        return "bf16"
+    return None
+
+
+def states_of(m: Module) -> tuple[State, ...]:
+    """The states of the entry points: what the runtime keeps between steps."""
+    found: dict[str, State] = {}
+    for g in m.graphs.values():
+        for v in g.inputs:
+            if v.type.state:
+                role = "kv" if v.name.startswith("kv.") else v.name.removeprefix("row.")
+                shape = tuple(parse_size(str(d)) for d in v.type.shape)
+                found[v.name] = State(v.name, v.type.dtype, shape, role)
+    return tuple(found.values())
+
+
+def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+    """What a person wants to know of a finished artifact."""
+    m = manifest or Manifest.load((output / "manifest.json").read_bytes())
+    size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
+    per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
+    return {
+        "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
+        "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
+        "kernels": len(m.kernels),
+        "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
+        f"{m.limits.max_num_batched_tokens} tokens a step",
+        "kv_cache": f"{per_token / 1024:.1f} KiB a token, {per_token * m.limits.max_model_len / 2**20:.0f} MiB a sequence",
+    }

@@ -1,0 +1,97 @@
+"""Whole artifacts in the cache: found by what they were made of, linked instead of copied; it compiles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.cache_key import artifact_key
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import NAME
+
+from llmc.artifact.files import Files
+from llmc.artifact.place import PART, check_free, locked, publish, sweep
+
+
+class Reuse:
+    """The cache entry of one compile: `model` under `options`. With no cache folder it finds and keeps nothing."""
+
+    def __init__(self, cache: Path | None, model: Path, options: Mapping[str, Any]):
+        self.entry: Path | None = None
+        if cache is None or not model.is_dir():
+            return
+        (cache / "reuse").mkdir(parents=True, exist_ok=True)
+        key = artifact_key(model, {k: json.dumps(v) for k, v in options.items()}, cache)
+        self.entry = cache / "reuse" / f"{key[:40]}.llmc"
+
+    def find(self) -> Path | None:
+        """The entry, where it is there and every hash of it holds."""
+        return self.entry if self.entry is not None and intact(self.entry) else None
+
+    def place(self, found: Path, out: Path, force: bool) -> None:
+        """Put the entry's files at `out`, as a compile would: whole or not at all, under its lock."""
+        path = Path(os.path.abspath(out))
+        with locked(path):
+            check_free(path, force)
+            sweep(path)
+            link_folder(found, path)
+
+    def keep(self, artifact: Path) -> None:
+        """Remember a finished artifact; a cache that cannot be written costs nothing but the reuse."""
+        if self.entry is None:
+            return
+        try:
+            with locked(self.entry):
+                sweep(self.entry)
+                if self.entry.exists():
+                    shutil.rmtree(self.entry)
+                link_folder(artifact, self.entry)
+        except (OSError, LlmcError):
+            return
+
+
+def intact(path: Path) -> bool:
+    """Whether a folder is an artifact whose every size and hash holds."""
+    if not (path / NAME).is_file():
+        return False
+    try:
+        folder = Folder(path)
+        m = folder.manifest()
+        wrong = [*folder.sizes(m)] or [*folder.check_small(m.files)]
+        for file in () if wrong else m.weights.files:
+            wrong += folder.check_weights(file, folder.map(file.file), 2)
+    except (OSError, LlmcError):
+        return False
+    return not wrong
+
+
+def link_folder(source: Path, out: Path) -> None:
+    """Hard links of every file (copies across file systems), the manifest last; the caller holds the lock of `out`."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    files.folder()
+    try:
+        for path in sorted(source.rglob("*")):
+            name = path.relative_to(source)
+            if path.is_dir():
+                (files.root / name).mkdir(parents=True, exist_ok=True)
+            elif name.as_posix() not in (NAME, PART):
+                (files.root / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(path, files.root / name)
+        files.put(PART, (source / NAME).read_bytes())
+        files.sync()
+        publish(files, out)
+    except BaseException:
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copyfile(old, new)

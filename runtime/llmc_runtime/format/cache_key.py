@@ -1,0 +1,95 @@
+"""What a compile is made of, as one key: equal where and only where compiling again would use the same input.
+
+The key covers the contents of the source files, the options, the machine where the target is "native", and the
+compiler's own files; never paths or times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
+_NOT_SOURCE = frozenset({"requirements.txt"})
+
+
+def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
+    """The key, in hex: equal where and only where compiling again would use the same input."""
+    machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
+    facts = {
+        "files": source_hashes(source, root),
+        "options": dict(sorted(options.items())),
+        "machine": machine,
+        "compiler": _package_hash("llmc") + _package_hash("llmc_runtime.format"),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def source_hashes(source: Path, root: Path) -> dict[str, str]:
+    """sha256 by name of the files a compile reads; unchanged big files are not read twice (size, times and inode)."""
+    files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
+    files += sorted((source / "additional_chat_templates").glob("*.jinja"))
+    memo_file = root / "hashes.json"
+    memo = _read_memo(memo_file)
+    stats = {p: _identity(p) for p in files}
+    missing = [p for p in files if memo.get(str(p), ("", ""))[0] != stats[p]]
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(missing, pool.map(_file_hash, missing)))
+    if missing:
+        memo.update({str(p): (stats[p], found[p]) for p in missing})
+        _write(memo_file, json.dumps(memo, indent=0).encode())
+    return {p.relative_to(source).as_posix(): memo[str(p)][1] for p in files}
+
+
+def _identity(path: Path) -> str:
+    s = path.stat()
+    return f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}"
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_memo(path: Path) -> dict[str, tuple[str, str]]:
+    """What the last runs hashed; a damaged memo is as good as none."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return {str(k): (str(v[0]), str(v[1])) for k, v in rows.items() if Path(k).exists()}
+    except (OSError, ValueError, AttributeError, IndexError, TypeError, KeyError):
+        return {}
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _package_hash(name: str) -> str:
+    """One hash over the files of an installed package, without importing it; empty where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    folders = (spec.submodule_search_locations or []) if spec else []
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest() if folders else ""
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("flags", "Features")
+    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(wanted)), "")
