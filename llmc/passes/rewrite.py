@@ -1,4 +1,4 @@
-"""Local rewrites as data: a pattern, a small function that builds the replacement, and the reason when it nearly fitted.
+"""Local rewrites as data: a pattern, a small function that builds the replacement, the reason when it nearly fitted.
 
 Patterns are written with the ops' own names, matched from the root up, in both orders of a commuting op:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from llmc.ir.graph import Builder, Graph, Node, Value
 
@@ -69,7 +69,7 @@ class Either:
     options: tuple[Pattern, ...]
 
 
-Pattern = Union[Var, Op, Const, Through, Either]
+Pattern = Var | Op | Const | Through | Either
 
 
 class Pat:
@@ -274,7 +274,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Simplify:
-    """A rewrite whose pattern is a function: `find(node)` answers None, or what builds the new results with a Builder."""
+    """A rewrite whose pattern is a function: `find(node)` answers None, or what builds the new value with a Builder."""
 
     name: str
     roots: tuple[str, ...]
@@ -285,7 +285,7 @@ class Simplify:
         return None if build is None else lambda b: [build(b)]
 
 
-Rule = Union[Rewrite, Simplify]
+Rule = Rewrite | Simplify
 
 
 def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, rounds: int = 100) -> int:

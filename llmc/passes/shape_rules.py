@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node, Value
 from llmc.ir.ops.common import broadcast_shapes
 from llmc.ir.signature import Mismatch
@@ -166,6 +167,24 @@ def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:
     return x if at == x.type.shape[axis] else None
 
 
+def _move_narrow(n: Node) -> Build | None:
+    """A move behind a widening cast moves the narrow elements; one before a narrowing cast, likewise."""
+    (x,) = n.operands
+    if n.op.name in ("reshape", "transpose"):
+        inner = made_by(x, "cast")
+        if inner is None or len(x.uses) != 1 or not _narrower(inner.operands[0], x):
+            return None
+        return lambda b: b.cast(b.emit(n.op, inner.operands, n.attrs), dtype=x.type.dtype)
+    move = made_by(x, "reshape", "transpose")
+    if move is None or len(x.uses) != 1 or not _narrower(n.result, x):
+        return None
+    return lambda b: b.emit(move.op, (b.cast(move.operands[0], dtype=n.attrs["dtype"]),), move.attrs)
+
+
+def _narrower(a: Value, b: Value) -> bool:
+    return DTYPES[a.type.dtype].bits < DTYPES[b.type.dtype].bits
+
+
 MOVES = (
     Simplify("cast", ("cast",), _cast),
     Simplify("reshape", ("reshape",), _reshape),
@@ -173,6 +192,7 @@ MOVES = (
     Simplify("broadcast", ("broadcast",), _broadcast),
     Simplify("slice", ("slice",), _slice),
     Simplify("concat", ("concat",), _concat),
+    Simplify("move-narrow", ("reshape", "transpose", "cast"), _move_narrow),
 )
 
 

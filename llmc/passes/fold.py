@@ -1,0 +1,119 @@
+"""Scalar factors move to where they cost nothing: weights, norms' gains, attention's scale. Codes are left alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Graph, Module, Node, Value
+
+from .base import Ctx, Pass
+from .facts import const_value, depends_on_weights_alone, made_by
+from .rewrite import Build, Match, Pat, Rewrite, Rule, Simplify, apply, const, through
+
+p = Pat()
+MOVES = ("transpose", "reshape", "rope", "cast")
+
+
+def _power_of_two(c: float) -> bool:
+    return c != 0 and math.isfinite(c) and math.frexp(abs(c))[0] == 0.5
+
+
+def _into_weight(m: Match) -> str | None:
+    w, c = m["w"], m["c"]
+    if w.type.format is not None:
+        return f"the weight has codes ({w.type.format.name})"
+    if not depends_on_weights_alone(w):
+        return "the second operand is not a weight"
+    if w.type.dtype not in ("f32", "f64") and not _power_of_two(c):
+        return f"{w.type.dtype} cannot hold the weight times {c:g} exactly"
+    if m.root.result.type.dtype != m["x"].type.dtype:
+        return f"its result is {m.root.result.type.dtype}"
+    return None
+
+
+def _into_gain(m: Match) -> str | None:
+    same = m.root.result.type.dtype == m["x"].type.dtype
+    return None if same else f"its result is {m.root.result.type.dtype}"
+
+
+def _scaled(b: Any, w: Value, c: float, dtype: str) -> Value:
+    w = w if w.type.dtype == dtype else b.cast(w, dtype=dtype)
+    out: Value = b.mul(w, b.constant(c, dtype))
+    return out
+
+
+RULES: tuple[Rule, ...] = (
+    Rewrite(
+        "scale-weight",
+        p.mul(p.linear(p.x, p.w), const("c")),
+        lambda b, m: b.linear(m["x"], _scaled(b, m["w"], m["c"], m["w"].type.dtype)),
+        _into_weight,
+        near=1,
+    ),
+    Rewrite(
+        "scale-gain",
+        p.mul(through(p.rms_norm(p.x, p.w, eps=p.eps)), const("c")),
+        lambda b, m: b.rms_norm(m["x"], _scaled(b, m["w"], m["c"], "f32"), eps=m["eps"]),
+        _into_gain,
+        near=2,
+    ),
+)
+
+
+def _scale_of(v: Value) -> tuple[float, list[Node], Node] | None:
+    """(factor, moves between, the mul): the query or key is a multiple of something only it reads."""
+    moves: list[Node] = []
+    while (n := made_by(v, *MOVES)) and len(v.uses) == 1:
+        moves.append(n)
+        v = n.operands[0]
+    n = made_by(v, "mul")
+    if n is None or len(v.uses) != 1:
+        return None
+    for x, c in (n.operands, n.operands[::-1]):
+        value = const_value(c)
+        if value and math.isfinite(value) and x.type == v.type:
+            return value, moves, n
+    return None
+
+
+def _attention(n: Node) -> Build | None:
+    """attention(c*q, k) is attention(q, k) with c in its scale; where q is rotated or moved on the way, too."""
+    sides = (0, 1) if n.op.name == "attention" else (0,)
+    return next((build for i in sides if (build := _scaled_side(n, i))), None)
+
+
+def _scaled_side(n: Node, index: int) -> Build | None:
+    found = _scale_of(n.operands[index])
+    if found is None:
+        return None
+    factor, moves, mul = found
+    source = mul.operands[0] if const_value(mul.operands[1]) is not None else mul.operands[1]
+
+    def build(b: Any) -> Value:
+        v = source
+        for move in reversed(moves):
+            v = b.emit(move.op, (v, *move.operands[1:]), move.attrs)
+        operands = [*n.operands[:index], v, *n.operands[index + 1 :]]
+        out: Value = b.emit(n.op, operands, {**n.attrs, "scale": n.attrs["scale"] * factor})
+        return out
+
+    return build
+
+
+ATTENTION = Simplify("scale-attention", ("attention", "paged_attention"), _attention)
+
+
+@dataclass(frozen=True)
+class Fold(Pass):
+    """Fold scalar multipliers: of a query into the attention's scale, of a norm into its gain, of a product into its
+    weight. A weight is scaled only where its dtype holds the result exactly; one that has codes never is."""
+
+    name: ClassVar[str] = "fold"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        return sum(self.graph(g, ctx) for g in m.graphs.values())
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        return apply(g, (ATTENTION, *RULES), ctx)
