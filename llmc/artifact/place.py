@@ -18,6 +18,7 @@ from llmc.artifact.files import Files, sync_folder, writing
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
+CANARY = "canary.json"
 _AT_FDCWD, _EXCHANGE = -100, 2
 
 
@@ -26,7 +27,7 @@ def locked(out: Path) -> Iterator[None]:
     """Hold the path for one writer; Diagnostic E121 where another one has it."""
     with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    path = out.parent / f".{out.name}.lock"
+    path = out.parent / f".{out.name}.writing"
     while True:
         with writing(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -75,7 +76,7 @@ def foreign_files(out: Path) -> list[str]:
     except LlmcError as error:
         cause = f"{out} has a manifest that cannot be read ({error.code})"
         raise Diagnostic("E122", cause, f"remove it yourself: rm -r {out}") from None
-    known = {NAME, *manifest.files, *(w.file for w in manifest.weights.files)}
+    known = {NAME, PART, CANARY, *manifest.files, *(w.file for w in manifest.weights.files)}
     found = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
     return [n for n in found if n not in known]
 

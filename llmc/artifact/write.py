@@ -33,6 +33,8 @@ from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 
+TEMPLATES = "additional_chat_templates"
+
 
 @dataclass(frozen=True)
 class KernelBinary:
@@ -134,7 +136,7 @@ class _Writer:
     def write(self, parts: Parts, progress: Progress | None) -> Manifest:
         kernels = tuple(self._kernel(k) for k in parts.kernels)
         programs = tuple(self.put(f"programs/{p.name}.json", _checked(p)) for p in parts.programs)
-        tokenizer = tuple(self.put(f"tokenizer/{t.name}", _bytes_of(t)) for t in parts.tokenizer)
+        tokenizer = tuple(self.put(f"tokenizer/{_tokenizer_name(t)}", _bytes_of(t)) for t in parts.tokenizer)
         for i, (name, text) in enumerate(parts.ir):
             self.put(f"ir/{i:02d}-{name}.llir", text.encode())
         for name, report in parts.reports.items():
@@ -183,6 +185,12 @@ def _checked(program: Program) -> bytes:
     data = program.dump()
     Program.load(data, f"programs/{program.name}.json")
     return data
+
+
+def _tokenizer_name(path: Path) -> str:
+    """The file's name in the model folder: further chat templates lie in a folder of their own."""
+    inner = path.parent.name == TEMPLATES
+    return f"{TEMPLATES}/{path.name}" if inner else path.name
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -166,7 +166,7 @@ def test_a_note_inside_an_artifact_is_kept(tmp_path: Path) -> None:
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    fd = os.open(tmp_path / ".toy.llmc.lock", os.O_RDWR | os.O_CREAT)
+    fd = os.open(tmp_path / ".toy.llmc.writing", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     refuse(tmp_path / "toy.llmc", "E121")
     os.close(fd)

@@ -1,0 +1,38 @@
+"""Adding one small file (the canary) to a finished artifact that opens at every moment; nothing else is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.hashing import sha256
+from llmc_runtime.format.manifest import NAME, FileInfo, Manifest
+
+from llmc.artifact.files import Files, Hook, no_hook
+from llmc.artifact.place import PART, locked
+
+
+def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> Manifest:
+    """Write or replace `name` at the artifact's top level. Diagnostic E121, E123; LlmcError where it does not open.
+
+    The manifest first forgets the file, then the file is written, then the manifest lists it.
+    """
+    path = Path(os.path.abspath(out))
+    with locked(path):
+        manifest = Folder(path).manifest()
+        files = Files(path, hook)
+        others = {n: i for n, i in manifest.files.items() if n != name}
+        if name in manifest.files:
+            _replace(files, manifest, others)
+        files.put(name, data, replace=True)
+        return _replace(files, manifest, {**others, name: FileInfo(sha256(data), len(data))})
+
+
+def _replace(files: Files, manifest: Manifest, listed: Mapping[str, FileInfo]) -> Manifest:
+    data = replace(manifest, files=listed).dump()
+    files.put(PART, data, replace=True)
+    files.rename(files.root / PART, files.root / NAME)
+    return Manifest.load(data)

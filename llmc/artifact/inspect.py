@@ -1,0 +1,148 @@
+"""What is inside an artifact, as plain data and as text; it checks names and sizes, and runs nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.fields import load_json
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.program import Program
+
+from llmc.artifact.report import memory
+
+ROOFLINE = "report/roofline.json"
+
+
+def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 10) -> dict[str, Any]:
+    """Everything of interest. `kv_bytes` sizes the KV pool (default: every row at full length).
+
+    `kernels`: how many of the largest by predicted time. Raises LlmcError E101 to E108.
+    """
+    folder = Folder(path)
+    m = folder.manifest()
+    for error in folder.sizes(m):
+        raise error
+    for error in folder.check_small(m.files):
+        raise error
+    programs = [Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs]
+    weights = sum(w.bytes for w in m.weights.files)
+    report = load_json(folder.read(ROOFLINE, m.files[ROOFLINE].bytes), ROOFLINE) if ROOFLINE in m.files else {}
+    return {
+        "artifact": str(path),
+        "digest": m.digest,
+        "format": f"{m.format[0]}.{m.format[1]}",
+        "compiler": m.compiler,
+        "source": {"kind": m.source.kind, "name": m.source.name, "revision": m.source.revision},
+        "target": {"name": m.target.name, "arch": m.target.arch, "features": list(m.target.features)},
+        "limits": dict(vars(m.limits)),
+        "vocab_size": m.vocab_size,
+        "generation": dict(m.generation),
+        "canary": "canary.json" in m.files,
+        "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
+        "bytes": weights + sum(i.bytes for i in m.files.values()),
+        "folders": _folders(m),
+        "programs": [_program(p) for p in programs],
+        "memory": memory(programs, m.states, weights),
+        "kv": kv_capacity(m, kv_bytes),
+        "kernels": {"count": len(m.kernels), "largest": _largest(m, report, kernels)},
+        "predicted_us": {n: {"sizes": p["sizes"], "us": p["us"]} for n, p in report.get("programs", {}).items()},
+    }
+
+
+def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
+    """The pool that `kv_bytes` buys; None: what all rows at full length use. More than that is never taken."""
+    per_sequence = -(-m.limits.max_model_len // m.kv.page_size)
+    useful = per_sequence * m.limits.max_num_seqs
+    size = m.kv.bytes_per_page
+    pages = useful if kv_bytes is None or not size else min(useful, kv_bytes // size)
+    return {
+        "dtype": m.kv.dtype,
+        "layers": m.kv.layers,
+        "page_size": m.kv.page_size,
+        "bytes_per_page": size,
+        "bytes_per_token": size // m.kv.page_size if m.kv.page_size else 0,
+        "bytes": pages * size,
+        "pages": pages,
+        "tokens": pages * m.kv.page_size,
+        "full_sequences": round(pages / per_sequence, 2),
+        "bytes_for_all_rows": useful * size,
+    }
+
+
+def _folders(m: Manifest) -> dict[str, Any]:
+    out: dict[str, dict[str, int]] = defaultdict(lambda: {"files": 0, "bytes": 0})
+    sizes = {n: i.bytes for n, i in m.files.items()} | {w.file: w.bytes for w in m.weights.files}
+    for name, size in sizes.items():
+        part = out[name.partition("/")[0] if "/" in name else "."]
+        part["files"] += 1
+        part["bytes"] += size
+    return dict(out)
+
+
+def _program(p: Program) -> dict[str, Any]:
+    serves = {s: list(r) for s, r in p.serves.items()}
+    kinds = [x.op for x in p.launches]
+    return {"name": p.name, "serves": serves, "launches": len(kinds), "arena_bytes": p.arena_bytes, "ranks": p.ranks}
+
+
+def _largest(m: Manifest, report: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Kernels by predicted microseconds over all launches of a program, largest first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for program, told in report.get("programs", {}).items():
+        for x in told["launches"]:
+            row = found.setdefault(
+                (program, x["kernel"]),
+                {"program": program, "op": x["op"], "kernel": x["kernel"], "loc": x["loc"], "launches": 0, "us": 0.0},
+            )
+            row["launches"] += 1
+            row["us"] = round(row["us"] + x["us"], 3)
+    sources = {k.hash: k.source for k in m.kernels}
+    ranked = sorted(found.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))[:count]
+    return [{**r, "source": sources.get(r["kernel"], "")} for r in ranked]
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The data of `inspect_artifact` as a page of text."""
+    source, target, limits, kv, mem = (found[k] for k in ("source", "target", "limits", "kv", "memory"))
+    revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
+    features = f" ({len(target['features'])} CPU features)" if target["features"] else ""
+    arena = max(mem["arena_bytes"].values(), default=0)
+    lines = [
+        f"{found['artifact']}: {source['name']}{revision}, {_size(found['bytes'])}, digest {found['digest'][:16]}",
+        f"  compiled by llmc {found['compiler']}, format {found['format']}, for {target['name']}{features}",
+        f"  limits    {limits['max_model_len']} tokens a sequence, {limits['max_num_seqs']} sequences, "
+        f"{limits['max_num_batched_tokens']} tokens a step; vocabulary {found['vocab_size']}",
+        f"  weights   {found['weights']['mode']}, {_size(mem['weights_bytes'])} in {found['weights']['files']} files",
+        f"  memory    arena {_size(arena)}, states {_size(sum(mem['state_bytes'].values()))}, plus the KV pool",
+        f"  KV pool   {_size(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
+        f"({kv['dtype']}, {kv['layers']} layers, {_size(kv['bytes_per_token'])} a token), "
+        f"{kv['full_sequences']:g} full sequences",
+        f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
+    ]
+    lines += [_program_line(p, found["predicted_us"].get(p["name"])) for p in found["programs"]]
+    largest = found["kernels"]["largest"]
+    lines.append(f"  kernels   {found['kernels']['count']}" + (", the largest by predicted time:" if largest else ""))
+    for r in largest:
+        lines.append(f"    {r['us']:>10.1f} us  {r['program']:<8} {r['launches']:>4} x {r['op']:<18} {r['source']}")
+    return "\n".join(lines)
+
+
+def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> str:
+    serves = ", ".join(f"{s} {lo}..{hi}" for s, (lo, hi) in p["serves"].items())
+    line = f"  program   {p['name']} for {serves}: {p['launches']} launches, arena {_size(p['arena_bytes'])}"
+    if predicted:
+        at = ", ".join(f"{s}={n}" for s, n in predicted["sizes"].items() if s != "P")
+        line += f"; predicted {predicted['us'] / 1000:.3f} ms at {at}"
+    return line
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"

@@ -1,0 +1,61 @@
+"""What the compiler predicts of its programs, as data for report/: arithmetic on launches; nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmc_runtime.format.manifest import State
+from llmc_runtime.format.program import Launch, Program
+
+from llmc.targets.target import Target
+
+
+def machine(target: Target) -> dict[str, Any]:
+    """The peaks that predictions divide by."""
+    return {
+        "name": target.name,
+        "flops": dict(target.peaks),
+        "bandwidth": target.bandwidth,
+        "launch_us": target.launch_us,
+    }
+
+
+def roofline(programs: Sequence[Program], target: Target, page_size: int = 16) -> dict[str, Any]:
+    """report/roofline.json: for every program, at typical sizes, the predicted microseconds of each launch."""
+    peaks = machine(target)
+    return {"machine": peaks, "programs": {p.name: predict(p, peaks, typical(p)) for p in programs}}
+
+
+def typical(p: Program) -> dict[str, int]:
+    """One decoded row, or one row of up to 512 tokens; a pool of 256 pages."""
+    top = p.top()
+    tokens = 1 if p.uniform else min(512, top.get("T", 1))
+    pages = min(256, top.get("P", 256))
+    return {s: {"T": tokens, "R": 1, "P": pages}.get(s, high) for s, high in top.items()}
+
+
+def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """A program's launches at `sizes`: the larger of arithmetic and traffic, plus the cost of a launch."""
+    rows = [_launch(p, x, peaks, sizes) for x in p.launches]
+    return {"sizes": dict(sizes), "us": round(sum(r["us"] for r in rows), 3), "launches": rows}
+
+
+def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    flops, moved = (e(sizes) if e is not None else 0 for e in (x.flops, x.bytes))
+    dtypes = [p.buffers[a].dtype for a in x.args]
+    peak = next((peaks["flops"][d] for d in dtypes if d in peaks["flops"]), peaks["flops"]["f32"])
+    us = max(flops / peak, moved / peaks["bandwidth"]) * 1e6 + peaks["launch_us"]
+    return {"op": x.op, "loc": x.loc, "kernel": x.kernel, "us": round(us, 3), "flops": flops, "bytes": moved}
+
+
+def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
+    """report/memory.json: bytes of weights, arena and states; a page of the KV pool counted once."""
+    fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
+    paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
+    return {
+        "weights_bytes": weights,
+        "arena_bytes": {p.name: p.arena_bytes for p in programs},
+        "state_bytes": fixed,
+        "kv_bytes_per_page": paged,
+    }

@@ -1,0 +1,105 @@
+"""Checking an artifact on this machine: every hash, every kernel, the canary recorded or compared; it mends nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.exec import canary as canaries
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.load import load_executor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import Manifest
+
+from llmc.artifact.amend import put_file
+
+THREADS = 4
+
+
+def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> dict[str, Any]:
+    """Check everything and answer what was found; "ok" says whether all is well, "problems" lists what is not.
+
+    record: run the artifact and write its canary (replacing one). canary: compare with the recorded one. An artifact
+    whose manifest cannot be read raises LlmcError E101 to E104.
+    """
+    begin = time.monotonic()
+    folder = Folder(path)
+    manifest = folder.manifest()
+    problems = check_files(folder, manifest)
+    found: dict[str, Any] = {
+        "artifact": str(path),
+        "digest": manifest.digest,
+        "files": len(manifest.files) + len(manifest.weights.files),
+        "bytes": sum(i.bytes for i in manifest.files.values()) + sum(w.bytes for w in manifest.weights.files),
+        "canary": {"state": "recorded" if canaries.NAME in manifest.files else "absent"},
+    }
+    if not problems:
+        try:
+            found["canary"] |= _run(path, manifest, record, canary)
+        except LlmcError as error:
+            problems.append(error)
+    if found["canary"]["state"] == "failed":
+        words = "; ".join(found["canary"]["problems"][:2])
+        problems.append(LlmcError("E125", f"the canary fails: {words}", "do not serve from this machine; recompile"))
+    found["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
+    found["ok"] = not problems
+    found["digest"] = Folder(path).manifest().digest if found["ok"] else manifest.digest
+    found["seconds"] = round(time.monotonic() - begin, 3)
+    return found
+
+
+def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
+    """Everything that is wrong with names, sizes and hashes."""
+    problems = list(folder.sizes(manifest))
+    if problems:
+        return problems
+    problems += folder.check_small(manifest.files)
+    for file in manifest.weights.files:
+        problems += folder.check_weights(file, folder.map(file.file), THREADS)
+    return problems
+
+
+def _run(path: Path, manifest: Manifest, record: bool, canary: bool) -> dict[str, Any]:
+    """Load the artifact onto this machine, and what was asked of the canary."""
+    if manifest.weights.mode == "none":
+        if record or canary:
+            raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+        return {}
+    if canary and not record and canaries.NAME not in manifest.files:
+        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a machine that you trust")
+    executor = load_executor(path)
+    try:
+        if record:
+            return _record(path, executor)
+        return _compare(executor) if canary else {}
+    finally:
+        executor.close()
+
+
+def _record(path: Path, executor: Executor) -> dict[str, Any]:
+    recorded = canaries.record(executor)
+    put_file(path, canaries.NAME, recorded.dump())
+    return {"state": "recorded", "tokens": list(recorded.tokens), "device": dict(recorded.device)}
+
+
+def _compare(executor: Executor) -> dict[str, Any]:
+    recorded = canaries.Canary.load(executor.artifact.read(canaries.NAME))
+    verdict = canaries.check(executor, recorded)
+    state = "failed" if verdict.problems else "passed"
+    return {"state": state, **vars(verdict), "problems": list(verdict.problems)}
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The data of `verify_artifact` as text."""
+    canary = found["canary"]
+    words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
+    told = words[canary["state"]]
+    if "checked" in canary:
+        told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats)"
+    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
+    lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in found["problems"]]
+    lines.append(f"ok, digest {found['digest']}" if found["ok"] else f"{len(found['problems'])} problems")
+    return "\n".join(lines)

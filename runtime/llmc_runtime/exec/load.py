@@ -1,0 +1,20 @@
+"""From a path to an executor, for tools that look into artifacts; serving goes through the engine instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.exec.executor import Executor
+
+
+def load_executor(path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None) -> Executor:
+    """Open and check the artifact and put it on the CPU. Close the executor when done. LlmcError as they raise."""
+    artifact = open_artifact(path, threads=threads)
+    device = CpuDevice(threads)
+    try:
+        return Executor(artifact, device, kv_bytes)
+    except BaseException:
+        device.close()
+        raise
