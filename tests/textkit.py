@@ -109,3 +109,14 @@ def write_folder(folder: Path, tok: Tokenizer, config: dict[str, Any] | None = N
     for name, value in {"tokenizer_config": config, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
     return folder
+
+
+def small() -> Tokenizer:
+    """64 entries, letter by letter, for models with a vocabulary that small; id 0 ends a text."""
+    names = ["</s>", "<|user|>", "<|assistant|>", "<|end|>", "▁", "\n", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLM"]
+    names += [*"0123456789.,!?'-:;()", "é"][: 64 - len(names)]
+    tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(names)}, merges=[]))
+    tok.normalizer = normalizers.Replace(" ", "▁")
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in names[:4]])
+    return tok

@@ -1,0 +1,226 @@
+"""llmc-run and llmc-serve: read arguments and the environment, call the API, print; heavy modules come when needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmc_runtime import __version__
+from llmc_runtime.format.errors import LlmcError
+
+if TYPE_CHECKING:
+    from llmc_runtime.terminal import Session
+
+OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
+
+
+def main_run(argv: Sequence[str] | None = None) -> int:
+    """The command `llmc-run`."""
+    return run_command(sys.argv[1:] if argv is None else argv, compiles=False)
+
+
+def main_serve(argv: Sequence[str] | None = None) -> int:
+    """The command `llmc-serve`."""
+    ap = argparse.ArgumentParser(prog="llmc-serve", description="Serve an artifact over HTTP. Not in this version.")
+    ap.add_argument("--version", action="version", version=f"llmc-serve {__version__}")
+    ap.parse_known_args(argv)
+    print(
+        "llmc-serve: this version has no server yet\n"
+        "  Try: llmc-run ARTIFACT, or from llmc_runtime import LLM in a program",
+        file=sys.stderr,
+    )
+    return USAGE
+
+
+def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool = True) -> int:
+    """Generate text from an artifact or, where it `compiles`, from a Hugging Face folder.
+
+    The text goes to stdout, everything else to stderr. Answers the exit code: 0, 1 error, 2 usage, 3 environment, 130.
+    """
+    args = parser(prog, compiles).parse_args(list(argv))
+    try:
+        return _run(args, compiles)
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except LlmcError as e:
+        if args.verbose:
+            import traceback
+
+            traceback.print_exc()
+        print(e, file=sys.stderr)
+        return ENVIRONMENT if e.code[:2] == "E5" or e.code in ("E109", "E110", "E640") else FAILED
+
+
+def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
+    """The options of `llmc-run`, and those of a compile where the command does that, too."""
+    what = "an artifact, or a Hugging Face folder (compiled on first use)" if compiles else "an artifact"
+    ap = argparse.ArgumentParser(
+        prog=prog,
+        description=f"Generate text from {what}. The text alone goes to stdout. Without --prompt, standard input is "
+        "the prompt where it is piped; in a terminal, you talk with the model.",
+    )
+    ap.add_argument("model", metavar="MODEL" if compiles else "ARTIFACT", help=what)
+    ap.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    ap.add_argument("-p", "--prompt", metavar="TEXT", help="what to continue, or with --chat what the user says")
+    ap.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    ap.add_argument("--system", metavar="TEXT", help="the system message of a chat")
+    ap.add_argument("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
+    ap.add_argument("--json", action="store_true", help="print one JSON document instead of streaming text")
+    ap.add_argument("-v", "--verbose", action="store_true", help="say how long each stage took")
+    ap.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors on stderr")
+    _sampling(ap.add_argument_group("sampling (defaults: the model's generation_config.json)"))
+    _resources(ap.add_argument_group("resources"))
+    if compiles:
+        _compiling(ap.add_argument_group("compiling a Hugging Face folder"))
+    return ap
+
+
+def _sampling(group: Any) -> None:
+    add = group.add_argument
+    add("-n", "--max-tokens", type=int, metavar="N", help="most tokens to generate (256; in a chat, what fits)")
+    add("--min-tokens", type=int, metavar="N", help="fewest tokens")
+    add("-t", "--temperature", type=float, metavar="X", help="0 is greedy")
+    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability")
+    add("--top-k", type=int, metavar="N", help="sample from this many likeliest tokens")
+    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one")
+    add("--repetition-penalty", type=float, metavar="X", help="1 is off")
+    add("--presence-penalty", type=float, metavar="X", help="0 is off")
+    add("--frequency-penalty", type=float, metavar="X", help="0 is off")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add("--stop", action="append", metavar="TEXT", help="end before this text (up to four times)")
+    add("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of N candidates a token")
+
+
+def _resources(group: Any) -> None:
+    add = group.add_argument
+    add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
+    add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
+    add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
+
+
+def _compiling(group: Any) -> None:
+    add = group.add_argument
+    add("--target", default="cpu:native", help="what to compile for (cpu:native)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations")
+    add("--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)")
+    add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with an optional unit: 1048576, 512M, 1.5GiB; units are powers of 1024."""
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    for unit, size in reversed(_UNITS):
+        if (unit and lowered.endswith(unit)) or not unit:
+            try:
+                value = float(lowered.removesuffix(unit)) * size
+            except ValueError:
+                break
+            if 0 < value < 1 << 60:
+                return int(value)
+            break
+    raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _run(args: argparse.Namespace, compiles: bool) -> int:
+    from llmc_runtime.terminal import Clock
+
+    clock = Clock(args.verbose)
+    given = _changed(args)
+    prompt = args.prompt
+    interactive = prompt is None and sys.stdin.isatty()
+    if interactive and args.json:
+        raise LlmcError("E643", "--json needs a prompt", "give --prompt TEXT, or pipe one in")
+    if prompt is None and not interactive:
+        prompt = _piped()
+    session = _open(args, given, compiles, clock)
+    if interactive:
+        return session.talk()
+    assert prompt is not None
+    return session.once(prompt, chat=args.chat or args.system is not None, as_json=args.json)
+
+
+def _piped() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise LlmcError("E643", f"standard input is not UTF-8 text ({e.reason} at byte {e.start})", "pipe text") from e
+
+
+def _changed(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters given on the command line, checked before anything is loaded."""
+    from llmc_runtime.sched.params import SamplingParams
+
+    names = (
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "seed", "stop", "logprobs",
+    )  # fmt: skip
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.ignore_eos:
+        given["ignore_eos"] = True
+    SamplingParams(**({"max_tokens": None} | given))
+    return given
+
+
+def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock: Any) -> Session:
+    from llmc_runtime import cache
+    from llmc_runtime.terminal import Session
+
+    if not compiles and cache.is_model(Path(args.model)):
+        raise LlmcError(
+            "E640", f"{args.model} is a Hugging Face folder, not an artifact",
+            "llmc run MODEL (compiles it), or llmc compile MODEL -o model.llmc, then llmc-run model.llmc",
+        )  # fmt: skip
+    from llmc_runtime.llm import LLM
+
+    clock.stage("imports")
+    options: dict[str, Any] = {}
+    if compiles:
+        options = {"target": args.target, "dtype": args.dtype, "max_model_len": args.max_model_len}
+    cache_dir = getattr(args, "cache", None) or cache.default_root(os.environ)
+    llm = LLM(
+        args.model,
+        threads=args.threads,
+        kv_cache_memory_bytes=args.kv_cache_memory,
+        seed=int.from_bytes(os.urandom(8), "little") if args.seed is None else 0,
+        chat_template=_template(args.chat_template),
+        cache_dir=cache_dir,
+        verify=not args.no_verify,
+        say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
+        **options,
+    )
+    clock.stage("open")
+    return Session(llm, given, clock, system=args.system, quiet=args.quiet)
+
+
+def _template(given: str | None) -> str | None:
+    """A file's text where there is such a file, else the name as it is."""
+    if given is None or not Path(given).is_file():
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise LlmcError("E643", f"{given} cannot be read: {e}", "name a text file in UTF-8") from e
+
+
+if __name__ == "__main__":
+    sys.exit(main_run())
