@@ -73,7 +73,7 @@ class LLM:
         path = resolve(model, options, Path(cache_dir) if cache_dir else cache.default_root(), self._say)
         artifact = open_artifact(path, verify=verify, threads=threads)
         self.model = str(path)
-        tokenizer = Tokenizer.open(artifact.tokenizer_dir) if artifact.manifest.tokenizer else None
+        tokenizer = Tokenizer.open(artifact.tokenizer_dir) if "tokenizer/tokenizer.json" in artifact.manifest.tokenizer else None
         from llmc_runtime.open import Limits, open_engine
 
         limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)
