@@ -17,12 +17,12 @@ from llmc_runtime import cache
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import Collector, Piece, RequestOutput
-from llmc_runtime.prompts import Prompt, as_params, as_prompt, as_prompts, default_params, numbered
+from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, as_prompts, default_params, numbered
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.text.chat import ChatTemplate, choose_template
-from llmc_runtime.text.tokenizer import Tokenizer
+from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 class LLM:
@@ -73,7 +73,8 @@ class LLM:
         path = resolve(model, options, Path(cache_dir) if cache_dir else cache.default_root(), self._say)
         artifact = open_artifact(path, verify=verify, threads=threads)
         self.model = str(path)
-        tokenizer = Tokenizer.open(artifact.tokenizer_dir) if "tokenizer/tokenizer.json" in artifact.manifest.tokenizer else None
+        has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
+        tokenizer = Tokenizer.open(artifact.tokenizer_dir) if has_text else None
         from llmc_runtime.open import Limits, open_engine
 
         limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)
@@ -122,7 +123,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. LlmcError E620 where the artifact has none."""
         if self.tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer", "pass token ids, or compile with tokenizer.json")
+            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
         return self.tokenizer
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:

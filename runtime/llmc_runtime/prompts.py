@@ -10,6 +10,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
+TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and compile again"
 _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}, or a list of these'
 
 
@@ -45,7 +46,7 @@ def as_prompt(given: Any, tokenizer: Tokenizer | None) -> Prompt:
         given = given.get("prompt")
     if isinstance(given, str):
         if tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer, so it takes no text", "pass a list of token ids")
+            raise LlmcError("E620", "the artifact has no tokenizer.json, so it takes no text", TOKENIZE)
         return Prompt(tokenizer.encode(given), given)
     if _is_array(given):
         return Prompt(_ids(given))

@@ -1,0 +1,208 @@
+"""The cache of compiled models: what makes an entry, what does not, what a failed or killed build leaves (nothing)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmc_runtime import LLM, LlmcError, cache
+from llmc_runtime.format import cache_key
+from llmc_runtime.llm import resolve
+
+OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
+FAKE = (
+    "import sys, os, pathlib; out = pathlib.Path(sys.argv[2]); out.mkdir(); print('working');"
+    "(out / 'weights').write_text('w'); open(sys.argv[3], 'a').write('x');"
+    "(out / 'manifest.json').write_text('{}')"
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "README.md").write_text("read me")
+    return folder
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes two files; the file answered here has one byte for each time it ran."""
+    count = tmp_path / "count"
+    count.write_text("")
+
+    def command(source: Path, output: Path, options: Any, root: Path) -> list[str]:
+        return ["-c", FAKE, str(source), str(output), str(count)]
+
+    monkeypatch.setattr(cache, "compile_command", command)
+    monkeypatch.setattr(cache, "require_compiler", lambda: None)
+    return count
+
+
+def build(model: Path, root: Path, said: list[str] | None = None, **options: str) -> Path:
+    return cache.compiled(model, OPTIONS | options, root, (said if said is not None else []).append)
+
+
+def test_the_second_time_nothing_is_built_and_both_are_said(
+    model: Path, builds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    first = build(model, tmp_path / "root", said)
+    assert (first / "weights").read_text() == "w"
+    assert "is not compiled yet" in said[0]
+    assert "by hand" in said[1]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "working" in shown.err
+    assert build(model, tmp_path / "root", said) == first
+    assert said[-1].startswith("using ")
+    assert builds.read_text() == "x"
+
+
+def test_what_changes_the_key_and_what_does_not(model: Path, tmp_path: Path) -> None:
+    def key(folder: Path = model, **options: str) -> str:
+        return cache_key.artifact_key(folder, OPTIONS | options, tmp_path)
+
+    first = key()
+    (model / "README.md").write_text("another")
+    os.utime(model / "config.json")
+    assert key() == first
+    assert key(shutil.copytree(model, tmp_path / "elsewhere")) == first
+    found = {first, key(dtype="float32"), key(target="cpu:native"), key(**{"max-model-len": "5"})}
+    (model / "additional_chat_templates" / "rag.jinja").write_text("x")
+    found.add(key())
+    (model / "model.safetensors").write_bytes(b"weightz" * 1000)
+    found.add(key())
+    (model / "generation_config.json").write_text("{}")
+    found.add(key())
+    assert len(found) == 7
+
+
+def test_another_compiler_is_another_key(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cache_key.artifact_key(model, OPTIONS, tmp_path)
+    package = tmp_path / "llmc"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llmc", raising=False)
+    one = cache_key.artifact_key(model, OPTIONS, tmp_path)
+    (package / "__init__.py").write_text("x = 1")
+    assert len({first, one, cache_key.artifact_key(model, OPTIONS, tmp_path)}) == 3
+
+
+def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    real = cache_key._file_hash
+    monkeypatch.setattr(cache_key, "_file_hash", lambda p: hashed.append(p.name) or real(p))
+    first = cache_key.source_hashes(model, tmp_path)
+    assert cache_key.source_hashes(model, tmp_path) == first
+    assert sorted(hashed) == ["config.json", "model.safetensors"]
+    (tmp_path / "hashes.json").write_text("[damaged")
+    assert cache_key.source_hashes(model, tmp_path) == first
+    assert len(hashed) == 4
+
+
+def test_two_at_once_build_once(model: Path, builds: Path, tmp_path: Path) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(build(model, tmp_path / "root"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 3
+    assert builds.read_text() == "x"
+
+
+def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
+    model: Path, builds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, sys; os.mkdir(sys.argv[1]); print('LLMC-E301: unknown architecture'); sys.exit(1)"
+    with monkeypatch.context() as m:
+        m.setattr(cache, "compile_command", lambda s, out, o, r: ["-c", script, str(out)])
+        with pytest.raises(LlmcError, match="exit code 1: LLMC-E301: unknown architecture") as e:
+            build(model, tmp_path / "root")
+        assert e.value.code == "E641"
+    left = [p.name for p in (tmp_path / "root" / "artifacts").iterdir() if not p.name.endswith(".lock")]
+    assert left == []
+    assert cache.is_artifact(build(model, tmp_path / "root"))
+
+
+def test_what_a_killed_build_left_is_cleared(model: Path, builds: Path, tmp_path: Path) -> None:
+    entry = build(model, tmp_path / "root")
+    stale = entry.parent / f".{entry.name}.12345.tmp"
+    stale.mkdir()
+    (stale / "half").write_text("x")
+    shutil.rmtree(entry)
+    entry.mkdir()  # an entry without its manifest is none
+    assert build(model, tmp_path / "root") == entry
+    assert not stale.exists()
+    assert builds.read_text() == "xx"
+
+
+def test_without_the_compiler_the_error_names_what_to_install(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    with pytest.raises(LlmcError) as e:
+        LLM(model, cache_dir=tmp_path / "root", say=lambda line: None)
+    assert e.value.code == "E640"
+    assert "torch missing" in e.value.cause
+    assert "pip install 'llmc-aot[compile]'" in e.value.remedy
+
+
+def test_a_cache_that_cannot_be_written_is_named(model: Path, builds: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LlmcError) as e:
+        build(model, tmp_path / "file" / "root")
+    assert e.value.code == "E642"
+
+
+def test_the_command_is_one_that_the_compiler_understands(tmp_path: Path) -> None:
+    from llmc.cli import _parser
+
+    options = OPTIONS | {"max-model-len": "64", "max-num-seqs": "4", "max-num-batched-tokens": "32"}
+    command = cache.compile_command(tmp_path / "m", tmp_path / "out", options, tmp_path / "root")
+    assert command[:3] == ["-P", "-m", "llmc.cli"]
+    args = _parser().parse_args(command[3:])
+    assert (args.target, args.max_model_len, args.max_num_seqs) == ("cpu:x86-64-v3", 64, 4)
+    assert args.cache == tmp_path / "root"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Path.home() / ".cache" / "llmc"),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/llmc")),
+        ({"XDG_CACHE_HOME": "/x", "LLMC_CACHE": "/y"}, Path("/y")),
+    ],
+)
+def test_where_the_cache_is(environ: dict[str, str], expected: Path) -> None:
+    assert cache.default_root(environ) == expected
+
+
+def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(LlmcError) as e:
+            resolve(path, {}, tmp_path, lambda line: None)
+        assert e.value.code == "E101"
+
+
+def test_the_module_imports_the_standard_library_alone() -> None:
+    code = (
+        "import sys; before = set(sys.modules); from llmc_runtime import cache\n"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    env = {"PYTHONPATH": str(Path(cache.__file__).parents[1]), "PATH": os.defpath}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "['llmc_runtime']"
