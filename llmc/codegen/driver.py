@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.program import Program
+
 from llmc.codegen import memory, plan
 from llmc.codegen.cpu.program import step_unit
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import CppToolchain, Progress, Unit
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
-from llmc_runtime.format.program import Program
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,12 @@ def build(
     emitted.sort(key=lambda e: "uniform" not in plan.serves_of(e.graph, m))
     tables = [plan.step_table(e, m)[0] for e in emitted]
     step = Unit(step_unit(tables), "the step", extra=("-O2",))
-    units = {s.text: Unit(s.text, s.text.splitlines()[0][3:], n.loc) for e in emitted for n, s in zip(e.nodes, e.sources)}
+    pairs = [(n, s) for e in emitted for n, s in zip(e.nodes, e.sources)]
+    units = {s.text: Unit(s.text, s.text.splitlines()[0][3:], n.loc) for n, s in pairs}
     jobs = jobs or min(os.cpu_count() or 1, 16)
     binaries = toolchain.compile([step, *units.values()], cache, jobs, progress)
     keys = {text: toolchain.key(u) for text, u in units.items()}
-    out = {k: b for k, b in _binaries(emitted, keys, binaries)}
+    out = dict(_binaries(emitted, keys, binaries))
     key = toolchain.key(step)
     out[key] = Binary(key, step.text, binaries[key], tables[0].entry if tables else "")
     programs = tuple(

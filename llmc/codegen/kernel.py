@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmc.ir.dim import Dim, D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmc_runtime.format.program import Program
+
 from llmc.codegen.cpu.program import LaunchTable, StepTable
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
@@ -14,7 +16,6 @@ from llmc.ir.cost import node_cost
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.targets.target import Target
-from llmc_runtime.format.program import Program
 
 
 @dataclass(frozen=True)

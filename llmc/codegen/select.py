@@ -54,7 +54,9 @@ class Offer:
         return self.kernel.layouts(node, self.schedule, target)
 
 
-def offers(node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning) -> list[Offer]:
+def offers(
+    node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning
+) -> list[Offer]:
     """Every kernel x schedule that fits, best first; a Diagnostic with every kernel's reason where none does."""
     out: list[Offer] = []
     reasons: list[str] = []
@@ -71,7 +73,8 @@ def offers(node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mappi
             out.append(Offer(kernel, schedule, guess, us is not None))
     if not out:
         found = "; ".join(reasons) or f"no kernel of target {target.name} is for the op {node.op.name!r}"
-        raise Diagnostic("E430", f"no kernel fits: {found}", "see `llmc ops`, or write a Kernel (DEVELOPING.md)", node=node)
+        remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
+        raise Diagnostic("E430", f"no kernel fits: {found}", remedy, node=node)
     return sorted(out, key=lambda o: (not o.measured, o.us))
 
 
@@ -118,7 +121,7 @@ def _key(n: Node, g: Graph) -> str:
     """Nodes with equal keys have equal offers: op, types, attributes, and which operands are weights."""
     from llmc.ir.digest import node_digest
 
-    known = "".join("w" if v.weight or v.node is not None and not v.node.choice else "x" for v in n.operands)
+    known = "".join("w" if v.weight or (v.node is not None and not v.node.choice) else "x" for v in n.operands)
     return node_digest(n) + known
 
 

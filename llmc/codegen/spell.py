@@ -92,8 +92,8 @@ def _simple_pow(e: E) -> E | None:
     if exponent.fn != "const":
         return None
     value = exponent.args[0]
-    by_value = {1.0: base, 2.0: base * base, 3.0: base * base * base, 0.5: E("sqrt", (base,)), -0.5: E("rsqrt", (base,))}
-    return by_value.get(value, expr(1.0) / base if value == -1.0 else None)
+    whole = {1.0: base, 2.0: base * base, 3.0: base * base * base, -1.0: expr(1.0) / base}
+    return {**whole, 0.5: E("sqrt", (base,)), -0.5: E("rsqrt", (base,))}.get(value)
 
 
 def number(x: float, kind: str = "f") -> str:

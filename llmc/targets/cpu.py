@@ -32,7 +32,9 @@ EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
 _GIGA = 1e9
 
 
-def _record(name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int) -> Target:
+def _record(
+    name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int
+) -> Target:
     f32 = threads * vector / 4 * 2 * 2 * 2.5 * _GIGA  # lanes, two pipes, multiply and add, 2.5 GHz
     bf16 = f32 * (2 if "avx512_bf16" in features else 0.5)
     peaks = {"f32": f32, "bf16": bf16, "f16": f32 / 2, "i8": f32 * 2}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from llmc.codegen.cpu.base import inline_headers, without_headers
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import CppToolchain, Unit
@@ -26,8 +27,11 @@ POISON = 0xAB
 
 class Ctx(ctypes.Structure):
     _fields_ = (
-        ("tid", ctypes.c_int), ("nthreads", ctypes.c_int), ("scratch", ctypes.c_void_p), ("scratch_bytes", ctypes.c_int64),
-    )  # fmt: skip
+        ("tid", ctypes.c_int),
+        ("nthreads", ctypes.c_int),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+    )
 
 
 @dataclass
@@ -60,6 +64,10 @@ class Buffer:
     def put(self, x: np.ndarray, t: Type) -> Buffer:
         self.body[:] = np.ascontiguousarray(x.astype(DTYPES[t.dtype].np)).reshape(-1).view(np.uint8)
         return self
+
+    @staticmethod
+    def holding(x: np.ndarray, t: Type) -> Buffer:
+        return Buffer(x.size * DTYPES[t.dtype].bits // 8).put(x, t)
 
     def get(self, t: Type, shape: tuple[int, ...]) -> np.ndarray:
         return self.body.view(DTYPES[t.dtype].np).reshape(shape)
@@ -105,7 +113,7 @@ def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> Non
     held = [hold(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
     sizes = bind_symbols(g, held, {})
     want = run(g, held, sizes)
-    at = {v: Buffer(x.astype(DTYPES[v.type.dtype].np).nbytes).put(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
+    at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
     buffers = [at[v] for v in node.operands]
     written = iter(node.op.writes)
     for r, w in zip(node.results, want, strict=True):
@@ -126,7 +134,7 @@ def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> Non
         b.check(f"{case.name}: buffer {i}")
     for x, v in zip(held, g.inputs, strict=True):
         if at[v] not in outputs:
-            np.testing.assert_array_equal(at[v].body, Buffer(at[v].body.nbytes).put(x, v.type).body, "an operand changed")
+            np.testing.assert_array_equal(at[v].body, Buffer.holding(x, v.type).body, "an operand changed")
     for r, w, b in zip(node.results, want, outputs, strict=True):
         got = hold(b.get(r.type, w.shape), r.type)
         if DTYPES[r.type.dtype].kind == "f":

@@ -70,14 +70,15 @@ class _Plan:
         n, entry = self.step.name, self.step.entry
         symbols = {s: f"s[{i}]" for i, s in enumerate(self.step.symbols)}
         sizes = "".join(f"  z[{i}] = {size_text(d, symbols)};\n" for i, d in enumerate(self.sizes))
-        rows = ", ".join("{%d, %d, %d}" % r for r in self.rows) or "{0, 0, 0}"
+        rows = ", ".join(f"{{{a}, {z}, {sync}}}" for a, z, sync in self.rows) or "{0, 0, 0}"
         args = ", ".join(map(str, self.args)) or "0"
         call = "void* pool, void* const* kernels, void* const* buffers, const int64_t* symbols"
         return (
             f"static void {n}_sizes(const int64_t* s, int64_t* z) {{\n  (void)s, (void)z;\n{sizes}}}\n"
             f"static const llmc_launch {n}_launches[] = {{{_wrap(rows)}}};\n"
             f"static const int32_t {n}_args[] = {{{_wrap(args)}}};\n"
-            f"static const llmc_step {n}_step = {{{n}_launches, {len(self.rows)}, {n}_args, {len(self.args)}, {n}_sizes}};\n"
+            f"static const llmc_step {n}_step = {{\n"
+            f"  {n}_launches, {len(self.rows)}, {n}_args, {len(self.args)}, {n}_sizes}};\n"
             f"LLMC_EXPORT int {entry}({call}) {{\n"
             f"  return llmc_go((llmc_pool*)pool, &{n}_step, kernels, buffers, symbols, nullptr);\n}}\n"
             f"LLMC_EXPORT int llmc_profile_{n}({call}, int64_t* ns) {{\n"

@@ -227,7 +227,8 @@ def _indices(sp: Space, sizes: Sizes) -> list[str]:
         if a == 0:
             lines.append(f"const int64_t i0 = {rest};")
         else:
-            lines.append(f"const int64_t i{a} = {rest} % {sizes(sp.outer[a])}, rest{a} = {rest} / {sizes(sp.outer[a])};")
+            d = sizes(sp.outer[a])
+            lines.append(f"const int64_t i{a} = {rest} % {d}, rest{a} = {rest} / {d};")
             rest = f"rest{a}"
     return lines
 
@@ -294,7 +295,9 @@ def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], 
             mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
             after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
             names[t] = (f"t{t}", "f")
-    inner += [f"set(r{q} + j, {convert(*local[t], 'f')}, m);" for q, t in enumerate(p.roots) if p.varies[t] and t in targets]
+    for q, t in enumerate(p.roots):
+        if p.varies[t] and t in targets:
+            inner.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
     head, n = ("lo", "hi") if flat else ("0", "n")
     text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(inner)), "};"]
     text.append(f"for (int64_t j = {head}; j < {n}; j += VN) {{")
