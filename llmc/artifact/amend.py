@@ -27,7 +27,8 @@ def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> M
         others = {n: i for n, i in manifest.files.items() if n != name}
         if name in manifest.files:
             _replace(files, manifest, others)
-        files.put(name, data, replace=True)
+        files.remove(name)  # its bytes may be shared with another artifact, as a hard link
+        files.put(name, data)
         return _replace(files, manifest, {**others, name: FileInfo(sha256(data), len(data))})
 
 

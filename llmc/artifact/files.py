@@ -66,6 +66,13 @@ class Files:
         with self.create(name, replace) as write:
             write(data)
 
+    def remove(self, name: str) -> None:
+        """A file, where it is there."""
+        path = self.root / name
+        self.hook("remove", path)
+        with writing(path):
+            path.unlink(missing_ok=True)
+
     def sync(self) -> None:
         """The folders' entries, the root's last."""
         inner = sorted((p for p in self.root.rglob("*") if p.is_dir()), reverse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
-from llmc.artifact.report import memory
+from llmc.artifact.report import memory, roofline
+from llmc.diagnostics import Diagnostic
+from llmc.targets.cpu import parse as parse_target
 
 ROOFLINE = "report/roofline.json"
 
@@ -30,7 +32,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 10)
         raise error
     programs = [Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs]
     weights = sum(w.bytes for w in m.weights.files)
-    report = load_json(folder.read(ROOFLINE, m.files[ROOFLINE].bytes), ROOFLINE) if ROOFLINE in m.files else {}
+    predicted = _predictions(folder, m, programs)
     return {
         "artifact": str(path),
         "digest": m.digest,
@@ -48,8 +50,8 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 10)
         "programs": [_program(p) for p in programs],
         "memory": memory(programs, m.states, weights),
         "kv": kv_capacity(m, kv_bytes),
-        "kernels": {"count": len(m.kernels), "largest": _largest(m, report, kernels)},
-        "predicted_us": {n: {"sizes": p["sizes"], "us": p["us"]} for n, p in report.get("programs", {}).items()},
+        "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels)},
+        "predicted_us": {n: {"sizes": p["sizes"], "us": p["us"]} for n, p in predicted.items()},
     }
 
 
@@ -89,10 +91,21 @@ def _program(p: Program) -> dict[str, Any]:
     return {"name": p.name, "serves": serves, "launches": len(kinds), "arena_bytes": p.arena_bytes, "ranks": p.ranks}
 
 
-def _largest(m: Manifest, report: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+def _predictions(folder: Folder, m: Manifest, programs: Sequence[Program]) -> dict[str, Any]:
+    """By program: as the compiler reported them, else by the peaks of the target's record; none for other targets."""
+    if ROOFLINE in m.files:
+        return dict(load_json(folder.read(ROOFLINE, m.files[ROOFLINE].bytes), ROOFLINE)["programs"])
+    try:
+        target = parse_target(m.target.name)
+    except Diagnostic:
+        return {}
+    return dict(roofline(programs, target)["programs"])
+
+
+def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Kernels by predicted microseconds over all launches of a program, largest first."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for program, told in report.get("programs", {}).items():
+    for program, told in predicted.items():
         for x in told["launches"]:
             row = found.setdefault(
                 (program, x["kernel"]),
