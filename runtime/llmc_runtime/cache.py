@@ -20,7 +20,6 @@ from llmc_runtime.format.cache_key import artifact_key
 from llmc_runtime.format.errors import LlmcError
 
 MANIFEST = "manifest.json"
-CONFIG = "config.json"
 _TAIL = 5
 
 Say = Callable[[str], None]
@@ -38,11 +37,6 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path:
 def is_artifact(path: Path) -> bool:
     """Whether a folder calls itself an artifact."""
     return (path / MANIFEST).is_file()
-
-
-def is_model(path: Path) -> bool:
-    """Whether a folder looks like a Hugging Face model."""
-    return (path / CONFIG).is_file() and not is_artifact(path)
 
 
 def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> Path:

@@ -182,10 +182,10 @@ def _changed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock: Any) -> Session:
-    from llmc_runtime import cache
     from llmc_runtime.terminal import Session
 
-    if not compiles and cache.is_model(Path(args.model)):
+    folder = Path(args.model)
+    if not compiles and (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
         raise LlmcError(
             "E640", f"{args.model} is a Hugging Face folder, not an artifact",
             "llmc run MODEL (compiles it), or llmc compile MODEL -o model.llmc, then llmc-run model.llmc",
@@ -195,15 +195,16 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
     clock.stage("imports")
     options: dict[str, Any] = {}
     if compiles:
+        from llmc_runtime.cache import default_root
+
         options = {"target": args.target, "dtype": args.dtype, "max_model_len": args.max_model_len}
-    cache_dir = getattr(args, "cache", None) or cache.default_root(os.environ)
+        options["cache_dir"] = args.cache or default_root(os.environ)
     llm = LLM(
         args.model,
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory,
         seed=int.from_bytes(os.urandom(8), "little") if args.seed is None else 0,
         chat_template=_template(args.chat_template),
-        cache_dir=cache_dir,
         verify=not args.no_verify,
         say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
         **options,

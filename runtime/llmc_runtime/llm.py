@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime import cache
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.outputs import Collector, Piece, RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, as_prompts, default_params, numbered
 from llmc_runtime.sched.config import SchedulerConfig
@@ -70,7 +70,7 @@ class LLM:
             "max-num-batched-tokens": max_num_batched_tokens,
         }
         options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
-        path = resolve(model, options, Path(cache_dir) if cache_dir else cache.default_root(), self._say)
+        path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
         artifact = open_artifact(path, verify=verify, threads=threads)
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
@@ -308,13 +308,18 @@ class Stream:
         self.close()
 
 
-def resolve(model: str | Path, options: Mapping[str, str], root: Path, say: Callable[[str], None]) -> Path:
-    """The artifact that `model` is, or that it compiles to. LlmcError E101 where it is neither, E64x from the cache."""
+def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:
+    """The artifact that `model` is, or that it compiles to under the cache `root` (None: the default one).
+
+    LlmcError E101 where it is neither, E64x from the cache.
+    """
     path = Path(model)
-    if cache.is_artifact(path):
+    if (path / MANIFEST).is_file():
         return path
-    if cache.is_model(path):
-        return cache.compiled(path, options, root, say)
+    if (path / "config.json").is_file():
+        from llmc_runtime import cache
+
+        return cache.compiled(path, options, root or cache.default_root(), say)
     if not path.exists():
         cause, remedy = f"there is no folder {path}", "check the path; models are not downloaded"
     else:
