@@ -1,0 +1,79 @@
+"""Compiled artifacts against transformers: every sampled token and its log-probability, over chunked and shared prompts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llmc_runtime import LLM, SamplingParams
+from models.cases import LISTED, ROPES, UNLISTED, Case
+from models.kit import save
+
+from llmc.driver import Options, compile_model
+
+SEED = random.SystemRandom().randrange(1 << 30)
+STEPS = 10
+LENGTHS = (1, 7, 45)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels of equal shape are compiled once for all models."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def check(llm: LLM, model: Any, prompts: list[list[int]], tolerance: float) -> None:
+    """Greedy tokens are transformers' best ones up to ties, and their log-probabilities agree."""
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=4)
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    for prompt, out in zip(prompts, outs, strict=True):
+        ids = list(out.outputs[0].token_ids)
+        assert len(ids) == STEPS
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        want = torch.log_softmax(logits, -1).numpy()
+        for row, token, entry in zip(want, ids, out.outputs[0].logprobs, strict=True):
+            scale = max(1.0, float(np.abs(row[token])))
+            assert row[token] >= row.max() - tolerance * scale, "not the best token"
+            for other, found in entry.items():
+                assert abs(found.logprob - row[other]) < tolerance * scale
+
+
+def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolerance: float, **options: Any) -> None:
+    print(f"seed {SEED}")
+    model = save(case, tmp_path / "model", SEED, dtype)
+    length = min(case.trace.get("max_positions", 96), 96) if "longrope" not in case.name else None
+    o = Options(cache=cache, reuse=False, max_model_len=length, max_num_batched_tokens=32, max_num_seqs=4, **options)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", o)
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(3, model.config.vocab_size, n).tolist() for n in LENGTHS]
+    prompts.append(prompts[-1][:32] + [5, 6, 7])  # shares two pages with the one before
+    llm = LLM(tmp_path / "model.llmc", say=lambda text: None)
+    try:
+        check(llm, model.float(), prompts, tolerance)
+        check(llm, model, prompts[::-1], tolerance)  # from the prefix cache
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("case", LISTED, ids=lambda c: c.name)
+def test_listed(case: Case, tmp_path: Path, cache: Path) -> None:
+    run_case(case, tmp_path, cache, torch.float32, 1e-3)
+
+
+@pytest.mark.parametrize("case", random.Random(SEED).sample(UNLISTED + ROPES, 2), ids=lambda c: c.name)
+def test_sampled_from_the_others(case: Case, tmp_path: Path, cache: Path) -> None:
+    run_case(case, tmp_path, cache, torch.float32, 1e-3)
+
+
+@pytest.mark.parametrize("target", ["cpu:portable", "cpu:x86-64-v3"])
+def test_other_targets(target: str, tmp_path: Path, cache: Path) -> None:
+    run_case(LISTED[2], tmp_path, cache, torch.float32, 1e-3, target=target)
+
+
+def test_bfloat16(tmp_path: Path, cache: Path) -> None:
+    run_case(LISTED[0], tmp_path, cache, torch.bfloat16, 8e-2)
