@@ -1,4 +1,4 @@
-"""Compiled artifacts against transformers: every sampled token and its log-probability, over chunked and shared prompts."""
+"""Compiled artifacts against transformers: every token and its log-probability, over chunked and shared prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolera
     compile_model(tmp_path / "model", tmp_path / "model.llmc", o)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, model.config.vocab_size, n).tolist() for n in LENGTHS]
-    prompts.append(prompts[-1][:32] + [5, 6, 7])  # shares two pages with the one before
+    prompts.append([*prompts[-1][:32], 5, 6, 7])  # shares two pages with the one before
     llm = LLM(tmp_path / "model.llmc", say=lambda text: None)
     try:
         check(llm, model.float(), prompts, tolerance)
