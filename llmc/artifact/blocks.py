@@ -43,21 +43,14 @@ def words(dtype: str) -> np.dtype:
 
 def widen(x: np.ndarray, dtype: str) -> np.ndarray:
     """Storage to the held form that op references take."""
-    if dtype == "bf16":
-        return (x.astype(np.uint32) << 16).view(np.float32)
     native = x.view(DTYPES[dtype].np)
     return native.astype(np.float32) if DTYPES[dtype].kind == "f" and DTYPES[dtype].bits < 32 else native
 
 
 def narrow(x: Any, dtype: str) -> np.ndarray:
     """Any array to storage, rounded to nearest even."""
-    x = np.asarray(x)
-    if dtype == "bf16" and x.dtype == np.float32:
-        bits = np.ascontiguousarray(x).view(np.uint32)
-        out = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        bad = np.isnan(x)
-        return np.where(bad, (bits >> 16 & 0x8000).astype(np.uint16) | np.uint16(0x7FC0), out) if bad.any() else out
-    return np.ascontiguousarray(x.astype(DTYPES[dtype].np)).view(words(dtype))
+    with np.errstate(invalid="ignore"):  # a NaN stays one
+        return np.ascontiguousarray(np.asarray(x).astype(DTYPES[dtype].np, copy=False)).view(words(dtype))
 
 
 def shape_of(v: Value) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ def render(found: Mapping[str, Any]) -> str:
     arena = max(mem["arena_bytes"].values(), default=0)
     lines = [
         f"{found['artifact']}: {source['name']}{revision}, {_size(found['bytes'])}, digest {found['digest'][:16]}",
-        f"  compiled by llmc {found['compiler']}, format {found['format']}, for {target['name']}{features}",
+        f"  compiled by {found['compiler']}, format {found['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens a sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens a step; vocabulary {found['vocab_size']}",
         f"  weights   {found['weights']['mode']}, {_size(mem['weights_bytes'])} in {found['weights']['files']} files",

@@ -17,7 +17,7 @@ from llmc.artifact.files import Files
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
 
-TARGET = 4 << 20  # bytes of a block of rows
+TARGET = 1 << 20  # bytes of a block of rows: it and its float form stay in the cache
 SHARD = 4 << 30  # bytes after which a file is closed
 THREADS = 2
 
