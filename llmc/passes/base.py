@@ -41,7 +41,7 @@ class Ctx:
         return True
 
     def miss(self, rule: str, node: Node, why: str) -> None:
-        """Note that `rule` almost applied at `node`."""
+        """Tell that `rule` almost applied at `node`."""
         self.notes[f"{rule}: {node.op.name} at {node.loc or '?'}: {why}"] = None
 
 

@@ -11,7 +11,7 @@ from .algebra import ACTIVATIONS, SIMPLE, constant_rule, pointwise_names
 from .base import Ctx, Pass
 from .batch import drop_unit_batch
 from .dce import Dce
-from .rewrite import Rule, apply
+from .rewrite import Misses, Rule, apply
 from .shape_rules import MOVES, broadcast_rule
 
 ROUNDS = 4  # a value may have several unit axes in front; each round removes one
@@ -33,10 +33,12 @@ class Canonicalize(Pass):
     def graph(self, g: Graph, ctx: Ctx) -> int:
         by_op = (constant_rule(ctx.opset), broadcast_rule(pointwise_names(ctx.opset)))
         rules: list[Rule] = [*MOVES, *SIMPLE, *by_op, *ACTIVATIONS]
-        done = apply(g, rules, ctx)
+        misses = Misses()
+        done = apply(g, rules, ctx, misses)
         for _ in range(ROUNDS if self.batch else 0):
             dropped = drop_unit_batch(g, ctx)
-            done += dropped + apply(g, rules, ctx)
+            done += dropped + apply(g, rules, ctx, misses)
             if not dropped:
                 break
+        misses.tell(g, ctx)
         return done

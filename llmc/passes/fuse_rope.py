@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from llmc.ir.dim import Dim
-from llmc.ir.graph import Module, Value
+from llmc.ir.graph import Graph, Module, Value
 
 from .base import Ctx, Pass
 from .facts import core, drop_ones, made_by, squeezed
-from .rewrite import Match, Pat, Rewrite, apply, either
+from .rewrite import Match, Misses, Pat, Rewrite, apply, either
 from .rope_tables import TABLES
 from .shape_rules import MOVES
+from .sink_rules import SINKS
 
 p = Pat()
 
 _ROTATED_HALF = p.concat(
-    p.neg(p.slice(p.x, axis=p.axis1, start=p.mid, stop=p.end, step=1)),
-    p.slice(p.x, axis=p.axis2, start=p.begin, stop=p.mid, step=1),
+    p.neg(p.slice(p.y, axis=p.axis1, start=p.mid, stop=p.end, step=1)),
+    p.slice(p.y, axis=p.axis2, start=p.begin, stop=p.mid, step=1),
     axis=p.axis3,
 )
 _ROTATED_PAIRS = p.reshape(
     p.concat(
-        p.reshape(p.neg(p.slice(p.x, axis=p.axis1, start=p.odd, stop=p.end1, step=2))),
-        p.reshape(p.slice(p.x, axis=p.axis2, start=p.begin, stop=p.end2, step=2)),
+        p.reshape(p.neg(p.slice(p.y, axis=p.axis1, start=p.odd, stop=p.end1, step=2))),
+        p.reshape(p.slice(p.y, axis=p.axis2, start=p.begin, stop=p.end2, step=2)),
         axis=p.axis3,
     )
 )
@@ -98,18 +99,34 @@ def _tokens_axis(c: Value, x: Value) -> int | None:
     return 0 if shape[1] == 1 and shape[0] == x.type.shape[0] else None
 
 
+def _offset(m: Match) -> Dim | None:
+    """Where x begins in y, the value whose parts are swapped: x itself, or what x is a slice of. None: unrelated."""
+    if core(m["x"]) is core(m["y"]):
+        return Dim.of(0)
+    n = made_by(m["x"], "slice")
+    if n is None or n.operands[0] is not m["y"] or n.attrs["step"] != 1:
+        return None
+    at: Dim = n.attrs["start"]
+    return at if n.attrs["axis"] % n.result.type.rank == n.result.type.rank - 1 else None
+
+
 def _is_half(m: Match) -> str | None:
-    size = m["x"].type.shape[-1]
-    if m["begin"] != 0 or m["end"] != size or m["mid"] * 2 != size:
-        return f"it swaps {m['begin']}..{m['mid']} and {m['mid']}..{m['end']} of {size}, not halves"
+    size, at = m["x"].type.shape[-1], _offset(m)
+    if at is None:
+        return "what it swaps is not what it scales"
+    begin, mid, end = (m[k] - at for k in ("begin", "mid", "end"))
+    if begin != 0 or end != size or mid * 2 != size:
+        return f"it swaps {begin}..{mid} and {mid}..{end} of {size}, not halves"
     axes = _last(m, "axis1", "axis2", "axis3")
     return axes or _narrow(m, "half") or _layout(m, m["x"])
 
 
 def _is_pairs(m: Match) -> str | None:
-    size = m["x"].type.shape[-1]
-    odd, even = (m["end1"] - m["odd"]).ceildiv(2), m["end2"].ceildiv(2)
-    if m["begin"] != 0 or m["odd"] != 1 or odd * 2 != size or even * 2 != size:
+    size, at = m["x"].type.shape[-1], _offset(m)
+    if at is None:
+        return "what it swaps is not what it scales"
+    odd, even = (m["end1"] - m["odd"]).ceildiv(2), (m["end2"] - m["begin"]).ceildiv(2)
+    if m["begin"] != at or m["odd"] != at + 1 or odd * 2 != size or even * 2 != size:
         return f"it does not swap every pair of {size}"
     axes = _last(m, "axis1", "axis2") or _last(m, "axis3", rank=m["x"].type.rank + 1)
     return axes or _narrow(m, "pairs") or _layout(m, m["x"])
@@ -157,15 +174,17 @@ _TURNED = p.transpose(p.rope(p.transpose(_HEAD, perm=(1, 0, 2)), p.c, p.s, inter
 
 
 def _is_partial(m: Match) -> str | None:
-    size = m["x"].type.shape[-1]
-    if m["begin"] != 0 or m["end"] != size or m["c"].type.shape[-1] * 2 != m["mid"]:
-        return f"{m['begin']}..{m['mid']} is rotated and up to {m['end']} of {size} kept"
+    if m["c"].type.shape[-1] * 2 != m["mid"] - m["begin"]:
+        return f"{m['begin']}..{m['mid']} is sliced and {m['c'].type.shape[-1] * 2} of it rotated"
     return _last(m, "axis1", "axis2", "axis3")
 
 
 def _partial(b: Any, m: Match) -> Value:
     turned = m.root.operands[0].node is not None and m.root.operands[0].node.op.name == "transpose"
-    x = b.transpose(m["x"], perm=(1, 0, 2)) if turned else m["x"]
+    x = m["x"]
+    if m["begin"] != 0 or m["end"] != x.type.shape[-1]:
+        x = b.slice(x, axis=x.type.rank - 1, start=m["begin"], stop=m["end"])
+    x = b.transpose(x, perm=(1, 0, 2)) if turned else x
     y = b.rope(x, m["c"], m["s"], interleaved=m["pairs"])
     return b.transpose(y, perm=(1, 0, 2)) if turned else y
 
@@ -198,4 +217,12 @@ class FuseRope(Pass):
     name: ClassVar[str] = "fuse-rope"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        return sum(apply(g, (*TABLES, *RULES, *MOVES), ctx) for g in m.graphs.values())
+        return sum(self.graph(g, ctx) for g in m.graphs.values())
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """First the rotations as they stand; then transposes move below, and parts of heads join what was kept."""
+        misses = Misses()
+        done = apply(g, (*TABLES, *RULES, *MOVES), ctx, misses)
+        done += apply(g, (*RULES, *MOVES, *SINKS), ctx, misses)
+        misses.tell(g, ctx)
+        return done

@@ -239,6 +239,16 @@ def size(p: Pattern) -> int:
     return max(map(size, p.options)) if isinstance(p, Either) else 0
 
 
+class Misses(dict[tuple[Node, str], str]):
+    """(node, rule) -> why the rule did not apply there, the last time it was tried."""
+
+    def tell(self, g: Graph, ctx: Ctx) -> None:
+        """Note what is said of nodes that are still there."""
+        for (n, rule), why in self.items():
+            if alive(g, n):
+                ctx.miss(rule, n, why)
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """A pattern and its replacement.
@@ -258,16 +268,17 @@ class Rewrite:
     def roots(self) -> tuple[str, ...]:
         return (self.pattern.op,)
 
-    def attempt(self, g: Graph, node: Node, ctx: Ctx) -> Callable[[Any], Sequence[Value]] | None:
+    def attempt(self, g: Graph, node: Node, misses: Misses) -> Callable[[Any], Sequence[Value]] | None:
         m, t = match(self.pattern, node, g)
         near = self.near or max(2, size(self.pattern) // 2)
         if m is None:
             if t.depth >= near:
-                ctx.miss(self.name, node, t.why)
+                misses[node, self.name] = t.why
             return None
         if (why := self.when(m)) is not None:
-            ctx.miss(self.name, node, why)
+            misses[node, self.name] = why
             return None
+        misses.pop((node, self.name), None)
         found = m
         return lambda b: [self.build(b, found)]
 
@@ -280,7 +291,7 @@ class Simplify:
     roots: tuple[str, ...]
     find: Callable[[Node], Build | None]
 
-    def attempt(self, g: Graph, node: Node, ctx: Ctx) -> Callable[[Any], Sequence[Value]] | None:
+    def attempt(self, g: Graph, node: Node, misses: Misses) -> Callable[[Any], Sequence[Value]] | None:
         build = self.find(node)
         return None if build is None else lambda b: [build(b)]
 
@@ -288,26 +299,31 @@ class Simplify:
 Rule = Rewrite | Simplify
 
 
-def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, rounds: int = 100) -> int:
-    """Apply rules, the earlier first, until none applies or the fuel is out; answer how often one did."""
+def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = None, rounds: int = 100) -> int:
+    """Apply rules, the earlier first, until none applies or the fuel is out; answer how often one did.
+
+    Near misses go to `ctx`, or into `misses`, for a caller that applies rules several times and tells at the end.
+    """
     by_root: dict[str, list[Rule]] = {}
     for r in rules:
         for root in r.roots:
             by_root.setdefault(root, []).append(r)
-    total = 0
+    total, found = 0, Misses() if misses is None else misses
     for _ in range(rounds):
-        done = sum(_once(g, n, by_root[n.op.name], ctx) for n in list(g.nodes) if n.op.name in by_root)
+        done = sum(_once(g, n, by_root[n.op.name], ctx, found) for n in list(g.nodes) if n.op.name in by_root)
         total += done
         if not done:
             break
+    if misses is None:
+        found.tell(g, ctx)
     return total
 
 
-def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx) -> int:
+def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) -> int:
     if not alive(g, n) or len(n.results) != 1 or not ctx.allows(n):
         return 0
     for r in rules:
-        build = r.attempt(g, n, ctx)
+        build = r.attempt(g, n, misses)
         if build is None:
             continue
         if not ctx.spend():

@@ -142,6 +142,8 @@ def _concat(n: Node) -> Build | None:
     axis = axis_of(n)
     if len(n.operands) == 1:
         return _same(n.operands[0])
+    if len(some := [v for v in n.operands if v.type.shape[axis] != 0]) < len(n.operands):
+        return (lambda b: b.concat(*some, axis=axis)) if some else None
     if (whole := _whole_of_slices(n.operands, axis)) is not None:
         return _same(whole)
     nested = [made_by(v, "concat") for v in n.operands]
