@@ -66,7 +66,7 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
 def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
     """The interpreter's arguments that compile `source` into `output`; -P: the working directory is no package."""
     flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-    kept = ["--cache", str(root), "--no-reuse"]
+    kept = ["--cache", str(root), "--no-reuse", "--json"]
     return ["-P", "-m", "llmc.cli", "compile", str(source), "-o", str(output), *flags, *kept]
 
 
@@ -76,12 +76,11 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
         shutil.rmtree(stale, ignore_errors=True)
     require_compiler()
     partial = entry.parent / f".{entry.name}.{os.getpid()}.tmp"
-    command = compile_command(source, partial, options, root)
-    by_hand = compile_command(source, Path("model.llmc"), options, root)
+    by_hand = " ".join(f"--{name} {value}" for name, value in options.items())
     say(f"{source} is not compiled yet; compiling it into {entry} (once)")
-    say("the same by hand: llmc " + " ".join(by_hand[3:-3]))
+    say(f"the same by hand: llmc compile {source} -o model.llmc {by_hand}")
     try:
-        _run([sys.executable, *command], source)
+        _run([sys.executable, *compile_command(source, partial, options, root)], source)
         if entry.exists():
             shutil.rmtree(entry)
         os.rename(partial, entry)
@@ -101,19 +100,19 @@ def require_compiler() -> None:
 
 
 def _run(command: Sequence[str], source: Path) -> None:
-    """Run the compiler, its output to our stderr line by line. LlmcError E641 with its last lines if it fails."""
+    """Run the compiler, its progress to our stderr line by line. LlmcError E641 with its own error if it fails."""
     tail: list[str] = []
     process = subprocess.Popen(
         command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.DEVNULL,  # the summary: it names a folder that is about to be renamed
+        stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
     )
-    assert process.stdout is not None
+    assert process.stderr is not None
     try:
-        for line in process.stdout:
+        for line in process.stderr:
             sys.stderr.write(line)
             tail = [*tail[1 - _TAIL :], line.rstrip()]
         code = process.wait()

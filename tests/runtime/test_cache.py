@@ -18,7 +18,7 @@ from llmc_runtime.llm import resolve
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
 FAKE = (
-    "import sys, os, pathlib; out = pathlib.Path(sys.argv[2]); out.mkdir(); print('working');"
+    "import sys, os, pathlib; out = pathlib.Path(sys.argv[2]); out.mkdir(); print('working', file=sys.stderr); print('hidden');"
     "(out / 'weights').write_text('w'); open(sys.argv[3], 'a').write('x');"
     "(out / 'manifest.json').write_text('{}')"
 )
@@ -62,7 +62,7 @@ def test_the_second_time_nothing_is_built_and_both_are_said(
     assert "by hand" in said[1]
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "working" in shown.err
+    assert shown.err == "working\n"
     assert build(model, tmp_path / "root", said) == first
     assert said[-1].startswith("using ")
     assert builds.read_text() == "x"
@@ -126,7 +126,9 @@ def test_two_at_once_build_once(model: Path, builds: Path, tmp_path: Path) -> No
 def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
     model: Path, builds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = "import os, sys; os.mkdir(sys.argv[1]); print('LLMC-E301: unknown architecture'); sys.exit(1)"
+    script = (
+        "import os, sys; os.mkdir(sys.argv[1]); print('LLMC-E301: unknown architecture', file=sys.stderr); sys.exit(1)"
+    )
     with monkeypatch.context() as m:
         m.setattr(cache, "compile_command", lambda s, out, o, r: ["-c", script, str(out)])
         with pytest.raises(LlmcError, match="exit code 1: LLMC-E301: unknown architecture") as e:
