@@ -94,7 +94,7 @@ def trace(
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     limit = _limit(text)
-    if max_positions is not None and max_positions > limit and not _extrapolates(text):
+    if max_positions is not None and max_positions > limit:
         raise Diagnostic(
             "E305",
             f"{max_positions} positions were asked for; {source.model_type}'s config allows {limit}",
@@ -120,15 +120,13 @@ def _stored_dtype(config: Any) -> str:
 
 
 def _limit(config: Any) -> int:
+    """The longest sequence that the config vouches for; a scaled rotary embedding stretches the trained length."""
     limit = getattr(config, "max_position_embeddings", None)
     if not limit:
         raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
-    return int(limit)
-
-
-def _extrapolates(config: Any) -> bool:
-    """Rotary models have no table that ends; learned positions do."""
-    return bool(getattr(config, "rope_parameters", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "dynamic", "yarn") else 1.0
+    return max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
 
 
 def _weights(module: Module, model: Any) -> dict[str, WeightInfo]:

@@ -1,0 +1,172 @@
+"""The compiler's command line as a user meets it: what it prints, where, and what each bad input answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models.cases import LISTED
+from models.kit import save
+
+from llmc.cli import main
+
+Break = Callable[[Path], object]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save(LISTED[0], folder)
+    return folder
+
+
+def edit_config(**changes: object) -> Break:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, object]], None]) -> Break:
+    def rewrite(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        path = folder / "model.safetensors"
+        found = load_file(path)
+        change(found)
+        save_file(found, path)
+
+    return rewrite
+
+
+def cut(name: str, size: int) -> Break:
+    def truncate(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:size] if size > 0 else data[: len(data) + size])
+
+    return truncate
+
+
+def corrupt_header(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[8:40] = b"\xff" * 32
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def index_of_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+BAD: tuple[tuple[str, Break, str], ...] = (
+    ("no config", lambda f: (f / "config.json").unlink(), "config.json"),
+    ("config is not JSON", cut("config.json", 20), "config.json"),
+    ("unknown architecture", edit_config(model_type="frobnicator"), "frobnicator"),
+    ("no model_type", edit_config(model_type=None), "model_type"),
+    ("unknown rope type", edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}), "spiral"),
+    ("quantised", edit_config(quantization_config={"quant_method": "gptq"}), "gptq"),
+    ("remote code", edit_config(model_type="mine", auto_map={"AutoModelForCausalLM": "m.M"}), "auto_map"),
+    ("no weights", lambda f: (f / "model.safetensors").unlink(), "safetensors"),
+    ("weights cut short", cut("model.safetensors", -64), "model.safetensors"),
+    ("weights cut to nothing", cut("model.safetensors", 4), "model.safetensors"),
+    ("corrupt header", corrupt_header, "model.safetensors"),
+    ("missing shard", index_of_nothing, "model-00001-of-00001.safetensors"),
+    ("missing tensor", tensors(lambda t: t.pop(NORM)), NORM),
+    ("extra tensor", tensors(lambda t: t.update({"model.extra": t[NORM].clone()})), "model.extra"),  # type: ignore[attr-defined]
+    ("wrong shape", tensors(lambda t: t.update({NORM: t[NORM][:5].clone()})), NORM),  # type: ignore[index]
+)
+
+
+@pytest.mark.parametrize(("damage", "named"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_models(damage: Break, named: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(model, folder)
+    damage(folder)
+    code = main(["compile", str(folder), "-o", str(tmp_path / "out.llmc"), "--no-cache"])
+    captured = capsys.readouterr()
+    errors = captured.err[captured.err.index("LLMC-E") :].strip().splitlines()
+    assert code == 1 and captured.out == ""
+    assert named in " ".join(errors) and "Try:" in " ".join(errors) and len(errors) <= 5
+    assert "Traceback" not in captured.err
+    assert not (tmp_path / "out.llmc").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "named"),
+    [
+        (["compile", "nowhere", "-o", "x.llmc"], 1, "nowhere"),
+        (["compile", "{model}", "-o", "x.llmc", "--target", "cpu:z80"], 3, "cpu:z80"),
+        (["compile", "{model}", "-o", "x.llmc", "--pipeline", "serve, after nothing: cse"], 1, "nothing"),
+        (["compile", "{model}", "-o", "x.llmc", "--max-model-len", "100000000", "--no-cache"], 1, "100000000"),
+        (["compile", "{model}", "-o", "{full}", "--no-cache"], 1, "notes.txt"),
+        (["inspect", "nowhere.llmc"], 1, "nowhere.llmc"),
+        (["verify", "{full}"], 1, ""),
+        (["ops", "lineer"], 1, "linear"),
+        (["roofline", "{model}", "--bind", "T=x"], 1, "T=x"),
+        (["roofline", "{model}", "--bind", "T=1"], 1, "R"),
+        (["opt", "nowhere.llir"], 3, "nowhere.llir"),
+    ],
+)
+def test_bad_arguments(
+    args: list[str], code: int, named: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    filled = [a.format(model=model, full=tmp_path / "full") for a in args]
+    assert main(filled) == code
+    err = capsys.readouterr().err
+    assert "LLMC-E" in err and named in err and "Traceback" not in err
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("args", [["compile"], ["frobnicate"], ["compile", "m", "-o", "x", "--max-num-seqs", "0"]])
+def test_usage_errors_exit_with_2(args: list[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    assert e.value.code == 2
+
+
+def run(*args: str) -> str:
+    out = io.StringIO()
+    assert main(list(args), out) == 0
+    return out.getvalue()
+
+
+def test_tables_print_json_too(model: Path) -> None:
+    ops = json.loads(run("ops", "--json"))
+    assert {"linear", "paged_attention"} <= {o["name"] for o in ops}
+    assert "x @ w.T" in run("ops", "linear")
+    passes = json.loads(run("passes", "--json"))
+    assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
+
+
+def test_roofline_prices_a_model(model: Path) -> None:
+    found = json.loads(run("roofline", str(model), "--bind", "T=3,R=1", "--json", "--by", "node"))
+    (graph,) = found["graphs"]
+    assert "T" in graph["flops"]
+    head = next(r for r in graph["rows"] if r["name"].endswith("lm_head"))
+    assert head["flops"] == 2 * 64 * 320
+    table = run("roofline", str(model), "--bind", "T=3,R=1", "--peak", "1e12", "--bandwidth", "1e10")
+    assert "linear" in table and "1000 GFLOP/s, 10.0 GB/s" in table
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_imports_nothing_heavy(flag: str) -> None:
+    code = (
+        "import sys\nfrom llmc.cli import main\n"
+        f"try: main(['{flag}'])\nexcept SystemExit: pass\n"
+        "bad = {'torch', 'numpy', 'transformers', 'triton', 'cuda', 'cupy', 'tokenizers'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
