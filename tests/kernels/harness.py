@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Case:
     inputs: list[np.ndarray]
     rtol: float = 1e-5
     atol: float = 1e-5
+    sizes: dict[str, int] = field(default_factory=dict)  # of symbols that no input's shape binds
 
     @property
     def node(self) -> Node:
@@ -111,7 +112,7 @@ def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> Non
     """Run the kernel as `threads` threads would, one after the other, and hold it against the interpreter."""
     node, g = case.node, case.graph
     held = [hold(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
-    sizes = bind_symbols(g, held, {})
+    sizes = bind_symbols(g, held, case.sizes)
     want = run(g, held, sizes)
     at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
     buffers = [at[v] for v in node.operands]

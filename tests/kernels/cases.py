@@ -1,0 +1,156 @@
+"""What kernels are tested on: the ops' own examples, and odd shapes, broadcasts, dtypes written as one-node texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from kernels.harness import Case
+
+from llmc.codegen.kernel import Kernel
+from llmc.ir.dtype import DTYPES
+from llmc.ir.example import draw, example_graph, op_example
+from llmc.ir.graph import Graph
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.targets.target import Target
+
+# The sizes of the symbols in the texts below.
+SIZES = {"T": 11, "R": 3}
+# Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
+PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One node as text: "operand types -> op {attributes} : result types". ints: the largest integer drawn."""
+
+    types: str
+    call: str
+    results: str
+    ints: int = 3
+    scale: float = 1.0
+
+    def graph(self) -> Graph:
+        types = [t.strip() for t in self.types.split(";") if t.strip()]
+        ins = ", ".join(f"%x{i}: {t}" for i, t in enumerate(types))
+        op, _, attrs = self.call.partition(" ")
+        args = ", ".join(f"%x{i}" for i in range(len(types)))
+        outs = ", ".join(f"%y{i}" for i in range(self.results.count("[")))
+        syms = "".join(f"sym {s} in [1, 64]\n" for s in SIZES)
+        body = f"  {outs} = {op}({args}) {attrs or '{}'} : {self.results}\n  return {outs}\n"
+        return parse(f"{syms}graph @main({ins}) {{\n{body}}}\n", OPS).graphs["main"]
+
+    def inputs(self, g: Graph, rng: np.random.Generator) -> list[np.ndarray]:
+        out = []
+        for v in g.inputs:
+            x = draw(rng, v.type, SIZES)
+            if DTYPES[v.type.dtype].kind == "i":
+                x = rng.integers(0, self.ints, x.shape)
+            elif DTYPES[v.type.dtype].kind == "f":
+                x = x * self.scale
+            out.append(x)
+        return out
+
+
+SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
+NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), add(a1, 1.0))"
+TEXTS = (
+    Text("bf16[T, 67]; bf16[67]", "rms_norm {eps=1e-06}", "bf16[T, 67]"),
+    Text("f32[T, 5, 33]; bf16[33]", "rms_norm {eps=1e-05}", "f32[T, 5, 33]"),
+    Text("bf16[T, 96]; f32[96]; f32[96]", "layer_norm {eps=1e-05}", "bf16[T, 96]"),
+    Text("f16[R, 1]", "softmax {axis=-1}", "f16[R, 1]"),
+    Text("f32[4, T, 19]", "softmax {axis=2}", "f32[4, T, 19]", scale=20),
+    Text("f32[4, T, 19]", "softmax {axis=1}", "f32[4, T, 19]"),
+    Text("bf16[T, 70]; bf16[T, 70]", 'fused {body=["mul(mul(a0, sigmoid(a0)), a1)"], dtypes=["bf16"]}', "bf16[T, 70]"),
+    Text("f32[T, 1]; bf16[7, 1, 9]", 'fused {body=["add(a0, a1)"], dtypes=["f32"]}', "f32[7, T, 9]"),
+    Text(
+        "f32[T, 45]; f32[45]",
+        f'fused {{body=["add(a0, 1.0)", "{NORM}"], dtypes=["f32", "bf16"]}}',
+        "f32[T, 45], bf16[T, 45]",
+    ),
+    Text(
+        "f32[T, 21]", f'fused {{body=["{SOFTMAX}", "row_mean(a0)"], dtypes=["bf16", "f32"]}}', "bf16[T, 21], f32[T, 1]"
+    ),
+    Text(
+        "f32[3, 4]; f32[4]", 'fused {body=["add(a0, a1)", "mul(a1, 2.0)"], dtypes=["f32", "f32"]}', "f32[3, 4], f32[4]"
+    ),
+    Text("f32[1]", 'fused {body=["sub(row_max(a0), row_sum(a0))"], dtypes=["f32"]}', "f32[1]"),
+    Text("f32[T, 8]; bool[T, 1]", 'fused {body=["select(a1, a0, -inf)"], dtypes=["f32"]}', "f32[T, 8]"),
+    Text(
+        "f32[300]; f32[]", 'fused {body=["lt(a0, a1)", "pow(a0, 3.0)"], dtypes=["bool", "f32"]}', "bool[300], f32[300]"
+    ),
+    Text("i64[T, 9]; i64[9]", "mul", "i64[T, 9]", ints=2**40),
+    Text("i32[T]; i32[]", "sub", "i32[T]", ints=2**30),
+    Text("i32[T, 1]; i64[1, 7]", "le", "bool[T, 7]", ints=5),
+    Text("bool[T, 7]; i32[T, 7]; i32[7]", "where", "i32[T, 7]", ints=99),
+    Text("i32[T, 7]", "abs", "i32[T, 7]"),
+    Text("bf16[9]; i32[9]", "mul", "bf16[9]"),
+    Text("f32[T, 37]", 'cast {dtype="bf16"}', "bf16[T, 37]", scale=1e30),
+    Text("bf16[T, 37]", 'cast {dtype="f16"}', "f16[T, 37]", scale=1e-6),
+    Text("f16[T, 37]", 'cast {dtype="f32"}', "f32[T, 37]", scale=1e4),
+    Text("f32[T, 3]", 'cast {dtype="i32"}', "i32[T, 3]", scale=1e6),
+    Text("i64[T, 3]", 'cast {dtype="f32"}', "f32[T, 3]", ints=2**20),
+    Text("i32[T, 3]", 'cast {dtype="bool"}', "bool[T, 3]"),
+    Text("bool[T, 3]", 'cast {dtype="i64"}', "i64[T, 3]"),
+    Text("i32[T, 1]", "broadcast {shape=[4, T, 3]}", "i32[4, T, 3]"),
+    Text("bf16[T, 5, 6, 7]", "transpose {perm=[1, 0, 2, 3]}", "bf16[5, T, 6, 7]"),
+    Text("f32[5, T, 3]", "transpose {perm=[2, 1, 0]}", "f32[3, T, 5]"),
+    Text("bool[1, T, 1, 6]", "transpose {perm=[3, 0, 1, 2]}", "bool[6, 1, T, 1]"),
+    Text("i64[T, 10]", "slice {axis=1, start=1, stop=9, step=3}", "i64[T, 3]"),
+    Text("bf16[T, 6]", "slice {axis=0, start=T-1, stop=T}", "bf16[1, 6]"),
+    Text("bf16[2, T, 33]", "slice {axis=-1, start=16, stop=33}", "bf16[2, T, 17]"),
+    Text("f32[T, 3]; f32[T, 5]; f32[T, 1]", "concat {axis=1}", "f32[T, 9]"),
+    Text("bf16[T, 3]; bf16[R, 3]", "concat {axis=0}", "bf16[T+R, 3]"),
+    Text("bf16[9, 33]; i32[T]", "take", "bf16[T, 33]", ints=9),
+    Text("i32[9]; i64[2, R]", "take", "i32[2, R]", ints=9),
+    Text("f32[4, 9, 5]; i32[4, T, 5]", "gather {axis=1}", "f32[4, T, 5]", ints=9),
+    Text("f32[T, 9]", "reshape {shape=[3, T, 3]}", "f32[3, T, 3]"),
+    Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),
+    Text("", 'iota {size=6, dtype="bf16"}', "bf16[6]"),
+    Text("", 'constant {value=-inf, dtype="bf16"}', "bf16[]"),
+    Text("", 'constant {value=1099511627776.0, dtype="i64"}', "i64[]"),
+    Text("i32[T, 5, 4]", "sum {axis=1, keepdim=true}", "i32[T, 1, 4]", ints=1000),
+    Text("bf16[T, 70]", "mean {axis=-1}", "bf16[T]"),
+    Text("f32[T, 9]", "amax {axis=0}", "f32[9]"),
+    Text("i64[T, 9]", "amin {axis=-1, keepdim=true}", "i64[T, 1]", ints=50),
+    Text("f32[R, 400]", "argmax {axis=-1}", "i64[R]"),
+    Text("i32[T, 9]", "argmax {axis=0, keepdim=true}", "i64[1, 9]"),
+    Text("i32[3, T]", "cumsum {axis=1}", "i32[3, T]", ints=9),
+    Text("bf16[T, 40]", "topk {k=7}", "bf16[T, 7], i64[T, 7]"),
+    Text("f32[2, 7, 21]; f32[2, 21, 41]", "matmul", "f32[2, 7, 41]"),
+    Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
+    Text("bf16[T, 3, 24]; f32[T, 8]; f32[T, 8]", "rope", "bf16[T, 3, 24]"),
+    Text("f32[T, 2, 34]; f32[T, 17]; f32[T, 17]", "rope {interleaved=true}", "f32[T, 2, 34]"),
+    Text("f32[20]; i32[T]", 'rope_tables {scaling=1.5, dtype="bf16"}', "bf16[T, 20], bf16[T, 20]", ints=5000),
+)
+
+
+def of_ops(kernels: list[Kernel], target: Target) -> Iterator[Case]:
+    """Every op's own example, in each float dtype, on every kernel that takes it, under every schedule."""
+    rng = np.random.default_rng(0)
+    for name, op in OPS.items():
+        for dtype in ("f32", "bf16"):
+            arrays, attrs = op_example(op, rng)
+            g = example_graph(op, arrays, attrs, dtype).graphs["main"]
+            yield from _cases(f"{name}-{dtype}", g, arrays, kernels, target)
+
+
+def of_texts(kernels: list[Kernel], target: Target) -> Iterator[Case]:
+    """The texts above, drawn anew with a seed each."""
+    for i, t in enumerate(TEXTS):
+        g = t.graph()
+        inputs = t.inputs(g, np.random.default_rng(i))
+        yield from _cases(f"{t.call.split()[0]}-{i}", g, inputs, kernels, target)
+
+
+def _cases(name: str, g: Graph, inputs: list[np.ndarray], kernels: list[Kernel], target: Target) -> Iterator[Case]:
+    (node,) = g.nodes
+    for k in kernels:
+        if not k.claims(node) or k.reject(node, target) is not None:
+            continue
+        # The matrix units multiply bf16 pairs and keep probabilities as bf16: the sum's last places differ.
+        atol = 2e-2 if k.name in ("cpu/linear", "cpu/attention") and "bf16" in name else 2e-5
+        for i, schedule in enumerate(k.schedules(node, target)):
+            yield Case(f"{name}-{k.name}-{i}", g, k, schedule, inputs, rtol=2e-5, atol=atol, sizes=SIZES)

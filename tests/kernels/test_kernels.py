@@ -1,0 +1,71 @@
+"""One body over every kernel: the op's reference beside the compiled kernel, on poisoned and guarded buffers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from kernels.cases import PACKED_FIRST, TEXTS, of_ops, of_texts
+from kernels.harness import Case, compile_cases, run_case
+
+from llmc.codegen.driver import our_kernels
+from llmc.ir.ops import OPS
+from llmc.targets.cpu import TARGETS, parse
+
+# The narrowest vectors and the widest: the masked tails differ.
+LEVELS = ("cpu:native", "cpu:portable")
+
+
+@lru_cache(maxsize=4)
+def cases(level: str) -> dict[str, Case]:
+    kernels, target = list(our_kernels().values()), parse(level)
+    found = [*of_ops(kernels, target), *of_texts(kernels, target)]
+    by_name = {c.name: c for c in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """level -> {case: (source, function)}, compiled when first asked for."""
+    done: dict[str, Any] = {}
+
+    def get(level: str) -> Any:
+        if level not in done:
+            folder = tmp_path_factory.mktemp("kernels")
+            done[level] = compile_cases(list(cases(level).values()), parse(level), folder)
+        return done[level]
+
+    return get
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("op", [*OPS, "texts"])
+def test_kernel(op: str, level: str, compiled: Any) -> None:
+    """All cases of one op (a text's case is named by its op as well)."""
+    if op == "texts":
+        assert len({c.name.rpartition("-cpu/")[0] for c in cases(level).values()} & _text_names()) == len(TEXTS)
+        return
+    mine = [c for c in cases(level).values() if c.node.op.name == op]
+    assert mine or op in PACKED_FIRST, f"no kernel of {level} runs {op}"
+    for c in mine:
+        for threads in (1, 3):
+            run_case(c, *compiled(level)[c.name], threads=threads)
+
+
+def _text_names() -> set[str]:
+    return {f"{t.call.split()[0]}-{i}" for i, t in enumerate(TEXTS)}
+
+
+def test_every_kernel_is_tested() -> None:
+    tested = {c.kernel.name for level in LEVELS for c in cases(level).values()}
+    assert tested == set(our_kernels())
+
+
+def test_all_levels_emit() -> None:
+    """Every case has a source for every CPU level, and emitting twice gives the same text."""
+    for level in TARGETS:
+        target = parse(level)
+        for c in cases(level).values():
+            assert c.kernel.emit(c.node, c.schedule, target) == c.kernel.emit(c.node, c.schedule, target)
