@@ -18,7 +18,8 @@ from llmc_runtime.llm import resolve
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
 FAKE = (
-    "import sys, os, pathlib; out = pathlib.Path(sys.argv[2]); out.mkdir(); print('working', file=sys.stderr); print('hidden');"
+    "import sys, os, pathlib; out = pathlib.Path(sys.argv[2]); out.mkdir();"
+    "print('working', file=sys.stderr); print('hidden');"
     "(out / 'weights').write_text('w'); open(sys.argv[3], 'a').write('x');"
     "(out / 'manifest.json').write_text('{}')"
 )

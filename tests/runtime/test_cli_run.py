@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,8 @@ from artifact import tiny
 from llmc_runtime import __version__, cli, terminal
 from llmc_runtime.cli import main_serve, parse_bytes, run_command
 
-from llmc.artifact.write import write_artifact
-
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temperature", "0")
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    files = textkit.write_folder(
-        folder / "tokenizer", textkit.small(), {"chat_template": textkit.TEMPLATE, "bos_token": None}
-    )
-    parts = replace(tiny.parts(folder), tokenizer=sorted(files.iterdir()), generation={"do_sample": False})
-    write_artifact(folder / "toy.llmc", parts)
-    return folder / "toy.llmc"
-
-
-@pytest.fixture(scope="session")
-def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact without a tokenizer."""
-    folder = tmp_path_factory.mktemp("mute")
-    write_artifact(folder / "mute.llmc", replace(tiny.parts(folder), tokenizer=()))
-    return folder / "mute.llmc"
 
 
 def start(*args: str, **options: Any) -> subprocess.Popen[str]:

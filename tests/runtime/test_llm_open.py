@@ -1,0 +1,107 @@
+"""LLM on an artifact that is really opened, loaded and run: limits, capacity, what is refused and what is said."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import textkit
+from artifact import tiny
+from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.open import open_device
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+def quiet(path: Path, **options: Any) -> LLM:
+    return LLM(path, say=lambda line: None, **options)
+
+
+def continued(ids: list[int], count: int) -> list[int]:
+    start = len(ids)
+    while len(ids) < start + count:
+        ids = [*ids, tiny.expected(ids, ids[start:].count(1))]
+    return ids[start:]
+
+
+def test_the_artifact_runs_and_its_capacity_is_said_first(toy: Path) -> None:
+    said: list[str] = []
+    with LLM(toy, say=said.append, kv_cache_memory_bytes=16 * 10) as llm:
+        assert said == ["cpu:test, KV cache: 40 tokens in 10 pages of 4 (160 B), 1.2 sequences of 32"]
+        assert llm.model == str(toy)
+        prompts = ["abc", "hello you", [5, 6, 7]]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for output in outputs:
+            assert output.outputs[0].token_ids == continued(output.prompt_token_ids, 5)
+        assert llm.get_tokenizer().encode("abc") == outputs[0].prompt_token_ids
+
+
+def test_a_caller_may_ask_for_less_than_was_compiled_and_not_for_more(toy: Path) -> None:
+    with quiet(toy, max_num_seqs=1, max_num_batched_tokens=2, max_model_len=16) as llm:
+        config = llm.config
+        assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (1, 2, 16)
+        output = llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+        assert all(o.outputs[0].token_ids == continued([5, 6, 7], 5) for o in output)
+    for name, value in (
+        ("max_num_seqs", 5),
+        ("max_num_batched_tokens", 49),
+        ("max_model_len", 33),
+        ("max_num_seqs", 0),
+    ):
+        with pytest.raises(LlmcError, match=f"{name} = {value}; the artifact was compiled for 1 to") as e:
+            quiet(toy, **{name: value})
+        assert e.value.code == "E204"
+
+
+def test_without_prefix_caching_nothing_is_found(toy: Path) -> None:
+    for caching, found in ((True, 8), (False, 0)):
+        with quiet(toy, enable_prefix_caching=caching) as llm:
+            prompt = list(range(4, 14))
+            llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == found
+
+
+def test_the_tokenizers_end_token_ends_a_text_beside_the_manifests(tmp_path: Path) -> None:
+    """The toy's manifest names id 0; the tokenizer of this one calls "B" its end."""
+    files = textkit.write_folder(tmp_path / "t", textkit.small(), {"eos_token": "B", "bos_token": None})
+    parts = replace(tiny.parts(tmp_path), tokenizer=sorted(files.iterdir()))
+    from llmc.artifact.write import write_artifact
+
+    write_artifact(tmp_path / "a.llmc", parts)
+    with quiet(tmp_path / "a.llmc") as llm:
+        assert llm.config.eos_token_ids == (0, llm.get_tokenizer().token_id("B"))
+
+
+def test_generation_defaults_of_the_artifact_are_used(toy: Path) -> None:
+    with quiet(toy) as llm:
+        assert llm.get_default_sampling_params().temperature == 0.0
+        assert llm.generate("abc", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_without_tokenizer_files_ids_work(mute: Path) -> None:
+    with quiet(mute) as llm:
+        assert llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == continued([5, 6], 5)
+
+
+def test_a_changed_weight_is_noticed_unless_told_not_to_look(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy, tmp_path / "bad.llmc")
+    weights = next((tmp_path / "bad.llmc" / "weights").iterdir())
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(LlmcError) as e:
+        quiet(tmp_path / "bad.llmc")
+    assert e.value.code.startswith("E1")
+    quiet(tmp_path / "bad.llmc", verify=False).close()
+
+
+def test_an_artifact_of_a_device_that_this_runtime_lacks_is_refused(toy: Path) -> None:
+    artifact = open_artifact(toy)
+    target = replace(artifact.manifest.target, name="tpu:v9")
+    other = replace(artifact, manifest=replace(artifact.manifest, target=target))
+    with pytest.raises(LlmcError, match="no device of that kind"):
+        open_device(other, None)
