@@ -30,6 +30,51 @@ def binary(name: str) -> Row:
     return row
 
 
+def logical(name: str) -> Row:
+    """Bitwise ops on flags; on integers they have no counterpart."""
+
+    def row(c: Call, *xs: Any) -> Value:
+        if any(not isinstance(x, Value) or x.type.dtype != "bool" for x in xs):
+            raise Unsupported(f"bitwise {name} of anything but bool tensors")
+        return getattr(c.b, f"logical_{name}")(*xs)
+
+    return row
+
+
+def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
+    """True division of integers is done in the result's float dtype."""
+    x, y = c.value(x, y if isinstance(y, Value) else c.type), c.value(y, x if isinstance(x, Value) else c.type)
+    whole = {x.type.dtype[0], y.type.dtype[0]} <= {"i", "u", "b"}
+    if whole:
+        floats = c.type.dtype if rounding_mode is None else "f32"
+        x, y = c.cast(x, floats), c.cast(y, floats)
+    q = c.b.div(x, y)
+    if rounding_mode is None:
+        return q
+    if rounding_mode == "trunc" and not whole:
+        raise Unsupported("div truncating floats")
+    return c.cast(q if rounding_mode == "trunc" else c.b.floor(q), c.type.dtype)
+
+
+def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value:
+    """max(x, 0) + log(1 + exp(-|x|)), which is torch's to the last bits on both sides of its threshold."""
+    if beta != 1:
+        raise Unsupported(f"softplus with beta={beta}")
+    tail = c.b.log(c.b.add(c.b.exp(c.b.neg(c.b.abs(x))), c.value(1.0, x)))
+    return c.b.add(c.b.relu(x), tail)
+
+
+def expm1(c: Call, x: Value) -> Value:
+    """exp(x) - 1 = tanh(x/2) * (exp(x) + 1), exact near zero too."""
+    half = c.b.tanh(c.b.mul(x, c.value(0.5, x)))
+    return c.b.mul(half, c.b.add(c.b.exp(x), c.value(1.0, x)))
+
+
+def max_dim(c: Call, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, ...]:
+    axis = axis_of(x, dim) - x.type.rank
+    return c.b.amax(x, axis=axis, keepdim=keepdim), c.b.argmax(x, axis=axis, keepdim=keepdim)
+
+
 def rsub(c: Call, x: Value, y: Any, alpha: Any = 1) -> Value:
     return binary("sub")(c, c.value(y, x), x if alpha == 1 else c.b.mul(x, c.value(alpha, x)))
 
@@ -52,6 +97,7 @@ def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
 
 
 def where(c: Call, cond: Value, x: Any, y: Any) -> Value:
+    """Two numbers become one-element tensors of the result's dtype."""
     return c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
 
 
@@ -134,7 +180,7 @@ def _filled(c: Call, x: Value, shape: Any, w: Value | None, value: float) -> Val
 
 
 _UNARY = (
-    "abs", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "logical_not", "neg", "reciprocal", "relu", "rsqrt",
+    "abs", "cos", "erf", "exp", "exp2", "floor", "log", "logical_not", "neg", "reciprocal", "relu", "rsqrt",
     "sigmoid", "silu", "sin", "sqrt", "square", "tanh",
 )  # fmt: skip
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -142,17 +188,33 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
         **{f"aten.{n}.default": unary(n) for n in _UNARY},
-        **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")},
+        **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
         **{f"aten.{n}.{kind}": binary(n) for n in _COMPARE for kind in ("Tensor", "Scalar")},
         **{f"aten.{n}.default": binary(n) for n in ("maximum", "minimum", "logical_and", "logical_or")},
+        "aten.div.Tensor": div,
+        "aten.div.Scalar": div,
+        "aten.div.Tensor_mode": div,
+        **{f"aten.{n}.Tensor": logical("and") for n in ("bitwise_and", "__and__")},
+        **{f"aten.{n}.Tensor": logical("or") for n in ("bitwise_or", "__or__")},
+        "aten.bitwise_not.default": logical("not"),
         "aten.rsub.Scalar": rsub,
+        "aten.softplus.default": softplus,
+        "aten.expm1.default": expm1,
+        "aten.log1p.default": lambda c, x: c.b.log(c.b.add(x, c.value(1.0, x))),
+        "aten.ceil.default": lambda c, x: c.b.neg(c.b.floor(c.b.neg(x))),
+        "aten.max.dim": max_dim,
         "aten.pow.Tensor_Scalar": pow_scalar,
         "aten.pow.Tensor_Tensor": binary("pow"),
         "aten.gelu.default": gelu,
         "aten.clamp.default": clamp,
+        "aten.clamp.Tensor": clamp,
+        "aten.min.other": binary("minimum"),
+        "aten.max.other": binary("maximum"),
         "aten.clamp_min.default": clamp,
         "aten.where.self": where,
         "aten.where.ScalarOther": where,
+        "aten.where.ScalarSelf": where,
+        "aten.where.Scalar": where,
         "aten.masked_fill.Scalar": masked_fill,
         "aten.masked_fill.Tensor": masked_fill,
         "aten.sum.dim_IntList": reduce("sum"),

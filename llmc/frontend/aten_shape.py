@@ -46,6 +46,10 @@ def t(c: Call, x: Value) -> Value:
     return c.transpose(x, tuple(reversed(range(x.type.rank))))
 
 
+def last_two(c: Call, x: Value) -> Value:
+    return transpose(c, x, -1, -2)
+
+
 def permute(c: Call, x: Value, dims: Sequence[int]) -> Value:
     return c.transpose(x, [axis_of(x, d) for d in dims])
 
@@ -135,6 +139,16 @@ def gather(c: Call, x: Value, dim: int, at: Value, **_: Any) -> Value:
     return c.b.gather(x, at, axis=axis_of(x, dim))
 
 
+def scatter_value(c: Call, x: Value, dim: int, at: Value, value: Any) -> Value:
+    """One value written at indices of the last axis: where an index equals the column's number."""
+    if axis_of(x, dim) != x.type.rank - 1:
+        raise Unsupported(f"scatter along axis {dim}, not the last")
+    columns = c.b.iota(size=x.type.shape[-1], dtype=at.type.dtype)
+    hits = c.b.eq(c.reshape(at, (*at.type.shape, Dim.of(1))), columns)
+    hit = c.b.cast(c.b.amax(c.b.cast(hits, dtype="i32"), axis=-2, keepdim=False), dtype="bool")
+    return c.b.where(hit, c.value(value, x), x)
+
+
 def arange(c: Call, *args: Any, **_: Any) -> Value:
     start, stop, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
     if step != 1:
@@ -164,7 +178,7 @@ _SAME = (
     "lift_fresh_copy.default",
 )  # fmt: skip
 _CONVERT = (
-    "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default", "float.default",
+    "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
 )  # fmt: skip
 
 # In-place ops on any of these would change their source too.
@@ -182,6 +196,8 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.dropout.default": dropout,
         "aten.transpose.int": transpose,
         "aten.t.default": t,
+        "aten.numpy_T.default": t,
+        "aten.mT.default": last_two,
         "aten.permute.default": permute,
         "aten.expand.default": expand,
         "aten.slice.Tensor": slice_,
@@ -191,12 +207,14 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.split_with_sizes.default": pieces,
         "aten.unbind.int": unbind,
         "aten.cat.default": cat,
+        "aten.concat.default": cat,
         "aten.stack.default": stack,
         "aten.repeat_interleave.self_int": repeat_interleave,
         "aten.embedding.default": embedding,
         "aten.index.Tensor": index,
         "aten.index_select.default": index_select,
         "aten.gather.default": gather,
+        "aten.scatter.value": scatter_value,
         "aten.arange.default": arange,
         "aten.arange.start": arange,
         "aten.full.default": full,

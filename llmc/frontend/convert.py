@@ -61,7 +61,8 @@ def _needed(nodes: Any) -> set[Any]:
 
 
 def _in_place(n: Any) -> bool:
-    return n.op == "call_function" and str(n.target).startswith("aten.") and str(n.target).split(".")[1].endswith("_")
+    space, op = (*str(n.target).split("."), "")[:2]
+    return n.op == "call_function" and space == "aten" and op.endswith("_") and not op.endswith("__")
 
 
 class _Lowering:
@@ -119,24 +120,31 @@ class _Lowering:
 
     def _call(self, n: Any) -> Any:
         fake = n.meta.get("val")
+        name = str(n.target)
+        loc, module = _loc(n)
         if isinstance(fake, torch.SymInt):
-            return self.sizes.dim(fake)
+            return self._sized(self.sizes.dim, fake, name, loc)
         if isinstance(fake, int | float | bool):
             return fake
-        name = str(n.target)
         if n.target.__name__ == "getitem":
             return self.env[n.args[0]][n.args[1]]
-        loc, module = _loc(n)
         row = self.table.get(_functional(name) if _in_place(n) else name)
         if row is None:
             raise _no_row(name, loc, module)
-        types = tuple(self.sizes.type(f) for f in (fake if isinstance(fake, list | tuple) else [fake]))
+        fakes = fake if isinstance(fake, list | tuple) else [fake]
+        types = tuple(self._sized(self.sizes.type, f, name, loc) for f in fakes)
         call = Call(Builder(self.graph, OPS, loc=loc), types, self.inputs["position_ids"])
         result = self._apply(call, row, n, name, loc)
         if _in_place(n):
             self._check_in_place(n, name, loc)
             self.env[n.args[0]] = result
         return result
+
+    def _sized(self, rule: Any, fake: Any, name: str, loc: str) -> Any:
+        try:
+            return rule(fake)
+        except Unsupported as e:
+            raise Diagnostic("E311", f"{name}: {e}", _REPORT, loc=loc) from e
 
     def _apply(self, call: Call, row: Row, n: Any, name: str, loc: str) -> Any:
         try:

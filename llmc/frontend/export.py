@@ -117,6 +117,7 @@ def _build(config: Any, dtype: str) -> Any:
     except Exception as e:
         raise _failed(config.model_type, "cannot be built from its config", e) from e
     model.eval()
+    model.config.use_cache = False
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
@@ -133,25 +134,13 @@ def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.Exported
     def ids(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.long, device="meta")
 
+    inputs: dict[str, Any] = {"input_ids": ids(1, 24), "position_ids": ids(1, 24), "logits_to_keep": ids(3)}
+    dynamic: dict[str, Any] = {"input_ids": {1: tokens}, "position_ids": {1: tokens}, "logits_to_keep": {0: rows}}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"], dynamic["use_cache"] = False, None
     try:
         with torch.no_grad():
-            return torch.export.export(
-                model,
-                (),
-                strict=False,
-                kwargs={
-                    "input_ids": ids(1, 24),
-                    "position_ids": ids(1, 24),
-                    "use_cache": False,
-                    "logits_to_keep": ids(3),
-                },
-                dynamic_shapes={
-                    "input_ids": {1: tokens},
-                    "position_ids": {1: tokens},
-                    "use_cache": None,
-                    "logits_to_keep": {0: rows},
-                },
-            )
+            return torch.export.export(model, (), strict=False, kwargs=inputs, dynamic_shapes=dynamic)
     except Exception as e:
         cause: BaseException | None = e
         while cause is not None:

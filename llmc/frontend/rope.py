@@ -108,16 +108,16 @@ def _layout(
     positions = torch.arange(4)[None]
     args = (layer_type,) if layer_type else ()
     with torch.no_grad(), torch.device("cpu"):
-        cos, sin = type(module).forward(probe, torch.zeros(1), positions, *args)
-        low, _ = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
+        tables = type(module).forward(probe, torch.zeros(1), positions, *args)
+        low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
         angles = positions[..., None].float() * freq
         scaling = float(getattr(module, f"{prefix}attention_scaling"))
-    for layout, spread in LAYOUTS.items():
-        a = spread(angles)
+    for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
+        (cos, sin), a = tables, spread(angles)
         if a.shape == cos.shape and torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
-            return layout, None if low.dtype == torch.bfloat16 else low.dtype
+            return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype
     raise Diagnostic(
         "E306",
-        f"{path}: {type(module).__name__} fills its rotary table in an order that is not known",
-        "add its order to LAYOUTS in llmc/frontend/rope.py, and to `rope_tables` in llmc/frontend/aten_model.py",
+        f"{path}: {type(module).__name__} makes rotary tables of a kind that is not known",
+        "add its order to LAYOUTS in llmc/frontend/rope.py, and to `rope_tables` in llmc/frontend/aten.py",
     )

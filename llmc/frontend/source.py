@@ -28,7 +28,9 @@ TOKENIZER_FILES = (
 # Architectures whose logits are compared with transformers' own in tests/models; others may work too.
 TESTED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "gpt_neox", "stablelm", "granite",
-    "smollm3", "starcoder2", "cohere", "glm4", "gemma", "gemma3_text", "opt", "phi", "mixtral", "qwen3_moe",
+    "smollm3", "starcoder2", "cohere", "cohere2", "glm", "glm4", "gemma", "gemma3_text", "opt", "phi", "mixtral",
+    "qwen3_moe", "olmo", "olmo3", "olmoe", "phimoe", "granitemoe", "nemotron", "persimmon", "ernie4_5", "exaone4",
+    "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3", "gpt_bigcode", "biogpt",
 )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ UNLISTED = (
     Case(
         "granite",
         "granite",
-        SMALL | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.5},
+        SMALL
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.5},
     ),
     Case("smollm3", "smollm3", SMALL | {"no_rope_layers": [1, 0]}),
     Case("starcoder2", "starcoder2", SMALL | {"sliding_window": 8}),
@@ -81,10 +82,41 @@ UNLISTED = (
     Case(
         "opt",
         "opt",
-        {"vocab_size": 320, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "max_position_embeddings": 256, "word_embed_proj_dim": 64},
-    ),  # fmt: skip
+        {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "word_embed_proj_dim": 64,
+        },
+    ),
+    *(
+        Case(name, name, SMALL | {"head_dim": 16})
+        for name in (
+            "olmo",
+            "glm",
+            "nemotron",
+            "persimmon",
+            "ernie4_5",
+            "hunyuan_v1_dense",
+            "helium",
+            "seed_oss",
+            "arcee",
+            "apertus",
+            "ministral3",
+        )
+    ),
+    *(Case(name, name, SMALL | {"head_dim": 16, "sliding_window": 8}) for name in ("cohere2", "exaone4", "olmo3")),
+    Case(
+        "gpt_bigcode", "gpt_bigcode", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    ),
+    Case("biogpt", "biogpt", SMALL),
     Case("mixtral", "mixtral", SMALL | {"num_local_experts": 4}),
+    Case("granitemoe", "granitemoe", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Case("phimoe", "phimoe", SMALL | {"num_local_experts": 4}),
+    Case("olmoe", "olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
     Case(
         "qwen3_moe",
         "qwen3_moe",

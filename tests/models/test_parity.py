@@ -1,4 +1,4 @@
-"""Logits of traced models through the reference interpreter equal transformers' own, for packed prompts of odd lengths."""
+"""Logits of traced models through the reference interpreter equal transformers' own, for packed, odd-sized prompts."""
 
 from __future__ import annotations
 

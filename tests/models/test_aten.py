@@ -1,0 +1,156 @@
+"""Rows of the aten table against torch itself: each case is a few lines of torch in a small module, traced and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.aten import TABLE
+from llmc.frontend.convert import convert
+from llmc.frontend.export import Exported
+from llmc.ir import text
+from llmc.ir.interp import run
+from llmc.ir.ops import OPS
+from llmc.ir.verify import verify
+
+Fn = Callable[..., torch.Tensor]
+
+# x: f32 [1, T, 12]; p: positions i64 [1, T]; each answers [1, T, n]
+CASES: dict[str, Fn] = {
+    "arith": lambda x, p: (1.5 - x) * 2 / (x * x + 1) + torch.add(x, x, alpha=3) - torch.rsub(x, 2),
+    "divide_ints": lambda x, p: x + (p / 7)[..., None] + torch.div(p, 3, rounding_mode="floor")[..., None],
+    "powers": lambda x, p: x**2 + (x * x + 1) ** 0.5 + (x * x + 1) ** -0.5 + x.abs() ** 1.7 + (x + 9) ** -1,
+    "compare": lambda x, p: torch.where(x > 0.3, x, 0.0) + torch.where((p[..., None] <= 2) & (x != 0), 1.0, x),
+    "masked": lambda x, p: x.masked_fill(x < 0, float("-inf")).softmax(-1) + x.masked_fill(~(x < 0), 0.5),
+    "clamp": lambda x, p: x.clamp(-0.5, 0.5) + x.clamp(min=0) + torch.minimum(x, x * 2) + torch.max(x, -x),
+    "unary": lambda x, p: x.sin() + x.cos() + x.tanh() + x.exp() + x.sigmoid() + x.erf() + x.abs().log1p().expm1(),
+    "softplus": lambda x, p: torch.nn.functional.softplus(x * 30) + torch.nn.functional.softplus(x),
+    "gelus": lambda x, p: torch.nn.functional.gelu(x) + torch.nn.functional.gelu(x, approximate="tanh"),
+    "reduce": lambda x, p: x - x.mean(-1, True) + x.sum((-1,), True) + x.amax(-1, True) + x.max(-1)[0][..., None],
+    "top": lambda x, p: x.scatter(-1, x.topk(3)[1], 2.0) + x.gather(-1, x.topk(12)[1]),
+    "argmax": lambda x, p: x + x.argmax(-1, keepdim=True),
+    "cumsum": lambda x, p: x.cumsum(-1),
+    "shapes": lambda x, p: x.view(1, -1, 3, 4).transpose(2, 3).permute(0, 1, 3, 2).flatten(2).unsqueeze(0).squeeze(0),
+    "select": lambda x, p: x[..., 3:4] + x[..., -2:].sum(-1, True) + x[..., 1::5].amin(-1, True) - x[..., -1:],
+    "chunks": lambda x, p: torch.cat([*x.chunk(5, -1), *x.split(5, -1), *x.split([1, 11], -1)], -1),
+    "unbind": lambda x, p: torch.stack(x.view(1, -1, 3, 4).unbind(2), -1).flatten(2),
+    "repeat": lambda x, p: x.repeat_interleave(2, dim=-1),
+    "expand": lambda x, p: x[..., None].expand(-1, -1, -1, 3).reshape(1, -1, 36),
+    "products": lambda x, p: torch.matmul(x, torch.matmul(x.mT, x)) + (x[0] @ (x[0].T @ x[0])),
+    "norms": lambda x, p: torch.nn.functional.layer_norm(x, (12,)) + torch.nn.functional.rms_norm(x, (12,), eps=1e-5),
+    "constants": lambda x, p: x + torch.ones_like(x) - torch.zeros_like(x) * 3 + torch.full_like(x, 2.5),
+    "ranges": lambda x, p: x + torch.arange(12, device=x.device) + torch.arange(2, 14, device=x.device, dtype=x.dtype),
+    "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
+    "casts": lambda x, p: x.to(torch.bfloat16).float() + p.to(x.dtype)[..., None] + x.long().type_as(x),
+    "doubles": lambda x, p: (x.double() * 1e-9).float() * 1e9,
+}  # fmt: skip
+
+
+class Small(torch.nn.Module):
+    """A module with a causal model's signature whose logits are a function of an embedding and the positions."""
+
+    def __init__(self, fn: Fn):
+        super().__init__()
+        self.fn = fn
+        self.embed = torch.nn.Embedding(320, 12)
+
+    def forward(self, input_ids: Any, position_ids: Any, logits_to_keep: Any) -> torch.Tensor:
+        return self.fn(self.embed(input_ids), position_ids)[:, logits_to_keep, :]
+
+
+def exported(fn: Fn | torch.nn.Module) -> tuple[Small, Exported]:
+    torch.manual_seed(0)
+    module = fn if isinstance(fn, Small) else Small(fn)
+    ids = torch.arange(24)[None]
+    tokens, rows = torch.export.Dim("T", min=1, max=64), torch.export.Dim("R", min=1, max=8)
+    program = torch.export.export(
+        module, (), strict=False,
+        kwargs={"input_ids": ids, "position_ids": ids.clone(), "logits_to_keep": torch.arange(3)},
+        dynamic_shapes={"input_ids": {1: tokens}, "position_ids": {1: tokens}, "logits_to_keep": {0: rows}},
+    )  # fmt: skip
+    return module, Exported(module, program, {}, 64, 8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row_equals_torch(name: str) -> None:
+    module, traced = exported(CASES[name])
+    converted = convert(traced)
+    verify(converted.module)
+    assert text.show(text.parse(text.show(converted.module), OPS)) == text.show(converted.module)
+    ids, last = torch.randint(0, 320, (1, 11)), torch.tensor([0, 5, 10])
+    positions = torch.arange(11)[None]
+    want = module(ids, positions, last).detach().numpy()[0]
+    table = module.embed.weight.detach().numpy()
+    weights = {"embed.weight": table}
+    graph = converted.module.graphs["main"]
+    fixed = {"tokens": ids[0].numpy(), "positions": positions[0].numpy(), "last": last.numpy()}
+    (got,) = run(graph, [weights[v.name] if v.weight else fixed[v.name] for v in graph.inputs])
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_an_op_without_a_row_names_itself_its_module_and_the_file_to_change() -> None:
+    class Inner(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.special.bessel_j0(x)
+
+    inner = Inner()
+
+    class Outer(Small):
+        def __init__(self) -> None:
+            super().__init__(lambda x, p: self.block["odd"](x))
+            self.block = torch.nn.ModuleDict({"odd": inner})
+
+    with pytest.raises(Diagnostic) as e:
+        convert(exported(Outer())[1])
+    assert e.value.code == "E310"
+    for part in ("aten.special_bessel_j0.default", "block.odd", "(Inner)", "llmc/frontend/aten_math.py", "lambda c, x"):
+        assert part in str(e.value)
+
+
+def test_a_row_is_one_line() -> None:
+    """What the error above asks for works: a table with one more row lowers the op."""
+    _, traced = exported(lambda x, p: torch.special.erfc(x))
+    with pytest.raises(Diagnostic, match=r"special_erfc"):
+        convert(traced)
+    row = {"aten.special_erfc.default": lambda c, x: c.b.sub(c.b.constant(1.0, "f32"), c.b.erf(x))}
+    convert(traced, MappingProxyType({**TABLE, **row}))
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda x, p: x.topk(3, largest=False)[0], "largest of the last axis"),
+        (lambda x, p: x.view(1, -1, 3, 4).index_select(2, p[0, :2]).flatten(2), "index along axis 2"),
+        (lambda x, p: torch.nn.functional.layer_norm(x.view(1, -1, 3, 4), (3, 4)).flatten(2), "a norm over 2 axes"),
+        (lambda x, p: x * p.shape[1], "symbolic size T"),
+    ],
+)
+def test_arguments_that_a_row_does_not_cover(fn: Fn, words: str) -> None:
+    with pytest.raises(Diagnostic, match=words) as e:
+        convert(exported(fn)[1])
+    assert e.value.code == "E311"
+
+
+def test_writing_into_a_view_is_refused() -> None:
+    def fn(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[..., :3].mul_(2)
+        return y
+
+    with pytest.raises(Diagnostic, match="writes into a view") as e:
+        convert(exported(fn)[1])
+    assert e.value.code == "E311"
+
+
+def test_names_are_spelled_as_torch_spells_them() -> None:
+    """A row whose overload does not exist would never be used."""
+    for name in TABLE:
+        space, op, overload = name.split(".")
+        if space == "aten":
+            assert overload in getattr(torch.ops.aten, op).overloads(), name

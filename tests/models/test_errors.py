@@ -1,0 +1,273 @@
+"""Bad models and checkpoints: each gives one Diagnostic that names the cause and the remedy, in at most five lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models.cases import LISTED, SMALL, UNLISTED, Case, rope
+from models.kit import save
+from safetensors.numpy import load_file, save_file
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.hf import Traced, trace
+
+BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
+FILE = "model.safetensors"
+
+
+def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
+    with pytest.raises(Diagnostic) as e:
+        do()
+    said = str(e.value)
+    assert e.value.code == code, said
+    assert "\n  Try: " in said
+    assert len(said.splitlines()) <= 5
+    for w in words:
+        assert w in said, said
+
+
+def config(folder: Path, **entries: Any) -> Path:
+    """A folder with a llama config of our own making; None removes an entry."""
+    folder.mkdir(exist_ok=True)
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL} | entries
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in known.items() if v is not None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    folder = tmp_path_factory.mktemp("llama")
+    save(BY_NAME["llama"], folder)
+    return trace(folder)
+
+
+@pytest.fixture
+def folder(saved: Traced, tmp_path: Path) -> Path:
+    """A copy that a test may harm."""
+    return Path(shutil.copytree(saved.source.folder, tmp_path / "model"))
+
+
+def read_all(traced: Traced, folder: Path | None = None) -> None:
+    with Checkpoint(traced, folder) as checkpoint:
+        for name in checkpoint.names:
+            checkpoint.read(name)
+
+
+# Folders and configs
+
+
+def test_folder(tmp_path: Path) -> None:
+    fails("E301", "nowhere", "does not exist", do=lambda: trace(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("")
+    fails("E301", "is a file", do=lambda: trace(tmp_path / "file"))
+
+
+def test_config_file(tmp_path: Path) -> None:
+    fails("E302", "no config.json", "nothing", do=lambda: trace(tmp_path))
+    for text in ("{", "[1]", '{"a": 1}\x00'):
+        (tmp_path / "config.json").write_text(text)
+        fails("E302", "config.json", do=lambda: trace(tmp_path))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    fails("E302", "config.json", do=lambda: trace(tmp_path))
+
+
+def test_architecture(tmp_path: Path) -> None:
+    fails("E303", "no model_type", do=lambda: trace(config(tmp_path, model_type=None)))
+    fails("E303", "'llamma'", "qwen2", do=lambda: trace(config(tmp_path, model_type="llamma")))
+    fails("E303", "'vit'", "no causal", do=lambda: trace(config(tmp_path, model_type="vit")))
+    custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
+    (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
+    fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
+    fails("E307", "gptq", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "gptq"})))
+    fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
+    fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))
+
+
+def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
+    """auto_map beside a model that transformers has: ours is transformers' own."""
+    custom = {"AutoModelForCausalLM": "modeling_x.X"}
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('this must not run')")
+    assert trace(config(tmp_path, auto_map=custom)).facts.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("entry", [{"rope_scaling": {"type": "wobbly", "factor": 2.0}}, rope("wobbly", factor=2.0)])
+def test_rope_type(entry: dict[str, Any], tmp_path: Path) -> None:
+    fails("E306", "'wobbly'", "llama3", do=lambda: trace(config(tmp_path, **entry)))
+
+
+def test_positions(tmp_path: Path) -> None:
+    dynamic = config(tmp_path, **rope("dynamic", factor=4.0))
+    fails("E306", "dynamic", "256", "512", do=lambda: trace(dynamic, max_positions=512))
+    (tmp_path / "gpt2").mkdir()
+    gpt2 = {"model_type": "gpt2", **BY_NAME["gpt2"].config}
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(gpt2))
+    fails("E305", "256", "300", do=lambda: trace(tmp_path / "gpt2", max_positions=300))
+
+
+ODD = {
+    "bloom": ({"vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4, "seq_length": 256}, "position_ids"),
+    "falcon": (SMALL, "AttentionInterface"),
+    "gpt_oss": (SMALL | {"head_dim": 16, "num_local_experts": 4}, "GptOssExperts"),
+    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
+    "qwen3_next": (SMALL | {"head_dim": 16}, "cannot be traced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_models_that_cannot_be_traced(name: str, tmp_path: Path) -> None:
+    entries, words = ODD[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **entries}))
+    with pytest.raises(Diagnostic, match=words) as e:
+        trace(tmp_path)
+    assert e.value.code in ("E305", "E306", "E310", "E311")
+
+
+def test_an_op_we_lack(tmp_path: Path) -> None:
+    entries = {"model_type": "llama", **SMALL, "hidden_act": "mish"}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    fails(
+        "E310",
+        "aten.mish.default",
+        "model.layers.0.mlp.act_fn",
+        "llmc/frontend/aten_math.py",
+        do=lambda: trace(tmp_path),
+    )
+
+
+# Weight files
+
+
+def test_no_weights(folder: Path, saved: Traced) -> None:
+    (folder / FILE).unlink()
+    fails("E320", "neither", FILE, do=lambda: read_all(saved, folder))
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    fails("E320", "pytorch_model.bin", "save_pretrained", do=lambda: read_all(saved, folder))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, 1000, -1, -1000])
+def test_truncated(keep: int, folder: Path, saved: Traced) -> None:
+    data = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(data[:keep])
+    fails("E321", FILE, "cut short or damaged", "bytes", do=lambda: read_all(saved, folder))
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 40])
+def test_corrupt_header(at: int, folder: Path, saved: Traced) -> None:
+    data = bytearray((folder / FILE).read_bytes())
+    data[at] ^= 0x81
+    (folder / FILE).write_bytes(bytes(data))
+    with pytest.raises(Diagnostic) as e:
+        read_all(saved, folder)
+    assert e.value.code in ("E321", "E323", "E324", "E325", "E326")
+
+
+def test_index(folder: Path, saved: Traced) -> None:
+    tensors = load_file(folder / FILE)
+    index = folder / f"{FILE}.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+    fails("E322", "a.safetensors", do=lambda: read_all(saved, folder))
+    (folder / FILE).rename(folder / "a.safetensors")
+    read_all(saved, folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "model.ghost"], "a.safetensors")}))
+    fails("E322", "'model.ghost'", do=lambda: read_all(saved, folder))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../model/a.safetensors")}))
+    fails("E322", "plain file names", do=lambda: read_all(saved, folder))
+    index.write_text("{")
+    fails("E302", "index.json", do=lambda: read_all(saved, folder))
+
+
+def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], None]) -> Path:
+    tensors = dict(load_file(folder / FILE))
+    edit(tensors)
+    save_file(tensors, folder / FILE)
+    return folder
+
+
+def test_missing_tensors(folder: Path, saved: Traced) -> None:
+    change(folder, lambda t: [t.pop(n) for n in list(t) if "layers.1.mlp" in n or "lm_head" in n] and None)
+    fails(
+        "E323",
+        "model.layers.1.mlp.gate_proj.weight",
+        "4 in all",
+        "LlamaForCausalLM",
+        do=lambda: read_all(saved, folder),
+    )
+
+
+def test_unexpected_tensors(folder: Path, saved: Traced) -> None:
+    change(folder, lambda t: t.update({f"model.layers.{i}.adapter.weight": np.ones(2) for i in range(5)}))
+    fails("E324", "model.layers.0.adapter.weight", "5 in all", do=lambda: read_all(saved, folder))
+
+
+def test_wrong_shape(folder: Path, saved: Traced) -> None:
+    change(folder, lambda t: t.update({"model.layers.0.mlp.up_proj.weight": np.ones((90, 64), np.float32)}))
+    fails("E325", "model.layers.0.mlp.up_proj", "[90, 64]", "[96, 64]", do=lambda: read_all(saved, folder))
+
+
+def test_wrong_dtype(folder: Path, saved: Traced) -> None:
+    change(folder, lambda t: t.update({"model.norm.weight": np.ones(64, np.int8)}))
+    fails("E326", "model.norm.weight", "I8", do=lambda: read_all(saved, folder))
+
+
+def test_tied_in_the_config_alone(folder: Path, saved: Traced) -> None:
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"tie_word_embeddings": True}))
+    fails("E327", "lm_head.weight", "tie_word_embeddings", do=lambda: read_all(trace(folder)))
+    change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    read_all(trace(folder))
+
+
+def test_an_expert_is_missing(tmp_path: Path) -> None:
+    save(BY_NAME["mixtral"], tmp_path)
+
+    def drop(*words: str) -> None:
+        change(tmp_path, lambda t: [t.pop(n) for n in list(t) if all(w in n for w in words)] and None)
+
+    drop("layers.1.", "experts.2.w1")
+    fails("E325", "layers.1.mlp.experts.gate_up_proj", "[3, 96, 64]", do=lambda: read_all(trace(tmp_path)))
+    drop("layers.1.", ".w1.")
+    fails("E323", "layers.1.mlp.experts.gate_up_proj", "w1", do=lambda: read_all(trace(tmp_path)))
+
+
+# The front end as a library
+
+
+def test_importing_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys, llmc.cli, llmc.frontend, llmc.frontend.source\n"
+        "print(sorted(m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_nothing_is_printed(saved: Traced) -> None:
+    code = (
+        "import sys\nfrom llmc.frontend.hf import trace\nfrom llmc.frontend.checkpoint import Checkpoint\n"
+        "c = Checkpoint(trace(sys.argv[1]))\nfor n in c.names: c.read(n)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(saved.source.folder)], capture_output=True, text=True, check=True
+    )
+    assert (out.stdout, out.stderr) == ("", "")
+
+
+def test_every_tested_architecture_has_a_case() -> None:
+    from llmc.frontend.source import TESTED
+
+    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED)}
+
+
+def test_case_names_are_unique() -> None:
+    names = [c.name for c in (*LISTED, *UNLISTED)]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(c, Case) for c in LISTED)
