@@ -28,10 +28,13 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.blocks import WeightSource
 from llmc.artifact.files import Files, Hook, no_hook
+from llmc.artifact.page import report_page
 from llmc.artifact.place import PART, check_free, locked, publish, sweep
+from llmc.artifact.report import memory, roofline
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
+from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"
 
@@ -64,7 +67,8 @@ class Parts:
     """Everything that an artifact is made of.
 
     `weights`: PackedWeights, an int (random, from this seed) or None (packed later). `ir`: (pass, text) in order.
-    `reports`: file name below report/ -> JSON data or text. `tokenizer`: files to carry verbatim.
+    `reports`: file name below report/ -> JSON data or text; `machine` adds roofline.json and index.html to them.
+    `tokenizer`: files to carry verbatim.
     """
 
     compiler: str
@@ -82,6 +86,7 @@ class Parts:
     generation: Mapping[str, Any] = field(default_factory=dict)
     ir: Sequence[tuple[str, str]] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
+    machine: Target | None = None
 
 
 def write_artifact(
@@ -139,7 +144,7 @@ class _Writer:
         tokenizer = tuple(self.put(f"tokenizer/{_tokenizer_name(t)}", _bytes_of(t)) for t in parts.tokenizer)
         for i, (name, text) in enumerate(parts.ir):
             self.put(f"ir/{i:02d}-{name}.llir", text.encode())
-        for name, report in parts.reports.items():
+        for name, report in {**predictions(parts), **parts.reports}.items():
             text = report if isinstance(report, str) else json.dumps(report, indent=1, allow_nan=False) + "\n"
             self.put(f"report/{name}", text.encode())
         weights = self._weights(parts, progress)
@@ -172,6 +177,19 @@ class _Writer:
             return Weights("random", seed=parts.weights)
         found = write_weights(parts.weights.graph, parts.weights.source, self.files, progress=progress)
         return Weights("packed", found)
+
+
+def predictions(parts: Parts) -> dict[str, Any]:
+    """roofline.json and index.html of report/, where the target's record is known; nothing otherwise."""
+    target = parts.machine
+    if target is None:
+        return {}
+    told = roofline(parts.programs, target)
+    limits = ", ".join(f"{k} {v}" for k, v in vars(parts.limits).items())
+    facts: dict[str, Any] = {"source": parts.source.name, "revision": parts.source.revision, "compiler": parts.compiler}
+    facts |= {"target": parts.target.name, "limits": limits, "kernels": len(parts.kernels)}
+    page = report_page(facts, memory(parts.programs, parts.states, 0), told)
+    return {"roofline.json": told, "index.html": page}
 
 
 def kv_of(states: Sequence[State], page_size: int) -> Kv:

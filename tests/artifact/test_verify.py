@@ -16,7 +16,6 @@ from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
-from llmc.artifact.report import roofline
 from llmc.artifact.write import write_artifact
 from llmc.lab import verify as verifying
 from llmc.lab.verify import verify_artifact
@@ -26,8 +25,7 @@ from llmc.targets.cpu import portable
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     parts = tiny.parts(tmp_path)
-    reports = {"roofline.json": roofline(parts.programs, portable())}
-    write_artifact(tmp_path / "toy.llmc", replace(parts, reports=reports))
+    write_artifact(tmp_path / "toy.llmc", replace(parts, machine=portable()))
     return tmp_path / "toy.llmc"
 
 
@@ -43,6 +41,13 @@ def test_inspect_says_what_is_inside(toy: Path) -> None:
     assert found["bytes"] == sum(p.stat().st_size for p in toy.rglob("*") if p.is_file() and p.name != "manifest.json")
     text = inspection.render(found)
     assert "KV pool   512 B: 128 tokens in 32 pages of 4" in text and "x toy" in text and "not recorded" in text
+
+
+def test_the_build_report_is_one_page(toy: Path) -> None:
+    page = (toy / "report/index.html").read_text()
+    assert page.startswith("<!doctype html>") and "<td>model.toy</td>" in page and "Program decode" in page
+    assert "<script" not in page and "http" not in page
+    assert json.loads((toy / "report/roofline.json").read_text())["machine"]["name"] == "cpu:portable"
 
 
 def test_inspect_sizes_the_pool_for_given_memory(toy: Path) -> None:
