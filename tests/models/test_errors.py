@@ -114,11 +114,11 @@ def test_positions(tmp_path: Path) -> None:
 
 
 ODD = {
-    "bloom": ({"vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4, "seq_length": 256}, "position_ids"),
+    "bloom": ({"vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 256}, "position_ids"),
     "falcon": (SMALL, "AttentionInterface"),
     "gpt_oss": (SMALL | {"head_dim": 16, "num_local_experts": 4}, "GptOssExperts"),
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
-    "qwen3_next": (SMALL | {"head_dim": 16}, "cannot be traced"),
+    "codegen": ({"vocab_size": 320, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "traced"),
 }  # fmt: skip
 
 
