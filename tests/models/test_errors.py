@@ -113,12 +113,13 @@ def test_positions(tmp_path: Path) -> None:
     fails("E305", "256", "300", do=lambda: trace(tmp_path / "gpt2", max_positions=300))
 
 
+VOCAB = {"vocab_size": 320}
 ODD = {
-    "bloom": ({"vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 256}, "position_ids"),
+    "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 256}, "position_ids"),
     "falcon": (SMALL, "AttentionInterface"),
     "gpt_oss": (SMALL | {"head_dim": 16, "num_local_experts": 4}, "GptOssExperts"),
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
-    "codegen": ({"vocab_size": 320, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "traced"),
+    "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "traced"),
 }  # fmt: skip
 
 
