@@ -1,0 +1,67 @@
+"""Sources of a few kernels and of a step unit, kept as files: a change of generated code is a change that is seen.
+
+After a change that is meant: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.cpu.base import without_headers
+from llmc.codegen.cpu.program import LaunchTable, StepTable, step_unit
+from llmc.codegen.driver import our_kernels
+from llmc.codegen.select import Select
+from llmc.ir.dim import D
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.passes.base import Ctx
+from llmc.targets.cpu import parse as target
+
+GOLDEN = Path(__file__).parent / "golden"
+NODES = {
+    "rms_norm": ("%x: bf16[T, 896], %w: weight bf16[896]", "rms_norm(%x, %w) {eps=1e-06} : bf16[T, 896]"),
+    "softmax": ("%x: f32[4, T, 100]", "softmax(%x) : f32[4, T, 100]"),
+    "scale": ("%x: bf16[T, 14, 64], %y: f32[T, 1, 64]", "mul(%x, %y) : f32[T, 14, 64]"),
+    "positions": ("%x: i64[T], %y: i64[]", "le(%x, %y) : bool[T]"),
+    "transpose": ("%x: bf16[T, 14, 64]", "transpose(%x) {perm=[1, 0, 2]} : bf16[14, T, 64]"),
+    "sample": (
+        "%l: f32[R, 320], %r: i32[R], %q: i32[R], %n: state i32[8], %f: state f32[8, 8], %i: state i32[8, 8]",
+        "row_sample(%l, %r, %q, %n, %f, %i) : i32[R]",
+    ),
+}
+
+
+def source(name: str) -> str:
+    inputs, node = NODES[name]
+    m = parse(f"sym T in [1, 64]\nsym R in [1, 8]\ngraph @main({inputs}) {{\n  %out = {node}\n  return %out\n}}", OPS)
+    kernels, t = our_kernels(), target("cpu:x86-64-v4")
+    Select().run(m, Ctx(OPS, t, kernels))
+    (n,) = m.graphs["main"].nodes
+    return kernels[n.choice["kernel"]].emit(n, {k: v for k, v in n.choice.items() if k != "kernel"}, t).text
+
+
+def unit() -> str:
+    launches = (
+        LaunchTable((0, 2), (D("T"), D("ceil(2*T, 16)*4+1")), True),
+        LaunchTable((1, 3), (), False),
+        LaunchTable((2, 3, 4), (D("T"), D("ceil(2*T, 16)*4+1")), True),
+    )
+    return step_unit([StepTable("step", ("T", "R", "P"), launches, 1000)])
+
+
+@pytest.mark.parametrize("name", [*NODES, "step"])
+def test_source(name: str) -> None:
+    text = without_headers(unit() if name == "step" else source(name))
+    path = GOLDEN / f"{name}.cpp"
+    if os.environ.get("LLMC_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} changed; see the head of this file"
+
+
+def test_sources_are_self_contained() -> None:
+    for name in NODES:
+        assert '#include "' not in source(name)
+    assert '#include "' not in unit()

@@ -1,0 +1,95 @@
+"""The toolchain: its cache, what it does without a compiler, and how it shows a compiler's error."""
+
+from __future__ import annotations
+
+import ctypes
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.toolchain import CppToolchain, Unit
+from llmc.diagnostics import Diagnostic
+from llmc.targets.cpu import parse
+
+GOOD = Unit('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n', "good")
+BAD = Unit("int f() { return undeclared; }\nint g() { return also; }\n", "cpu/bad", "model.layers.0.mlp")
+
+
+@pytest.fixture
+def toolchain() -> CppToolchain:
+    return CppToolchain.find(parse("cpu:portable"))
+
+
+def counting(toolchain: CppToolchain, folder: Path) -> tuple[CppToolchain, Path]:
+    """The same compiler, behind a script that writes a line a call."""
+    script, log = folder / Path(toolchain.compiler).name, folder / "calls"
+    script.write_text(f'#!/bin/sh\necho call >> "{log}"\nexec "{toolchain.compiler}" "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    log.write_text("")
+    return replace(toolchain, compiler=str(script)), log
+
+
+def test_equal_units_are_compiled_once(toolchain: CppToolchain, tmp_path: Path) -> None:
+    tool, log = counting(toolchain, tmp_path)
+    cache, seen = tmp_path / "cache", list[tuple[int, int, str]]()
+    first = tool.compile([GOOD, GOOD], cache, progress=lambda *a: seen.append(a))
+    assert log.read_text().count("call") == 1 and seen == [(1, 1, "good")]
+    assert tool.compile([GOOD], cache) == first
+    assert log.read_text().count("call") == 1
+    assert list(cache.iterdir()) == [cache / f"{tool.key(GOOD)}.so"], "nothing but the entry is left"
+    path = tmp_path / "x.so"
+    path.write_bytes(first[tool.key(GOOD)])
+    assert ctypes.CDLL(str(path)).answer() == 42
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_a_damaged_entry_is_compiled_again(toolchain: CppToolchain, tmp_path: Path, damage: str) -> None:
+    tool, log = counting(toolchain, tmp_path)
+    cache = tmp_path / "cache"
+    good = tool.compile([GOOD], cache)
+    entry = cache / f"{tool.key(GOOD)}.so"
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= 1
+    entry.write_bytes({"cut": bytes(data[: len(data) // 2]), "flip": bytes(data), "empty": b""}[damage])
+    assert tool.compile([GOOD], cache) == good
+    assert log.read_text().count("call") == 2
+
+
+def test_the_key_is_text_flags_and_compiler(toolchain: CppToolchain) -> None:
+    others = [
+        toolchain.key(replace(GOOD, text=GOOD.text + " ")),
+        toolchain.key(replace(GOOD, extra=("-O1",))),
+        replace(toolchain, flags=(*toolchain.flags, "-mavx2")).key(GOOD),
+        replace(toolchain, version="99 none").key(GOOD),
+    ]
+    assert len({toolchain.key(GOOD), *others}) == 5
+    assert toolchain.key(replace(GOOD, name="another", loc="elsewhere")) == toolchain.key(GOOD)
+
+
+def test_the_first_error_is_shown_with_the_place(toolchain: CppToolchain, tmp_path: Path) -> None:
+    with pytest.raises(Diagnostic) as e:
+        toolchain.compile([GOOD, BAD], tmp_path)
+    text = str(e.value)
+    assert e.value.code == "E502" and "model.layers.0.mlp" in text and "cpu/bad" in text
+    assert "undeclared" in text and "also" not in text
+    assert len(text.splitlines()) <= 5
+    assert (tmp_path / f"{toolchain.key(BAD)}.failed.cpp").read_text() == BAD.text
+
+
+def test_a_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(Diagnostic) as e:
+        CppToolchain.find(parse("cpu:portable"), path=str(tmp_path))
+    assert e.value.code == "E501" and "apt-get install g++" in str(e.value)
+
+
+def test_binaries_do_not_depend_on_where_they_were_made(toolchain: CppToolchain, tmp_path: Path) -> None:
+    a, b = (toolchain.compile([GOOD], tmp_path / name)[toolchain.key(GOOD)] for name in ("a", "elsewhere"))
+    assert a == b and str(tmp_path).encode() not in a
+
+
+def test_binaries_need_the_c_library_alone(toolchain: CppToolchain, tmp_path: Path) -> None:
+    """An artifact runs where no C++ runtime is installed."""
+    binary = toolchain.compile([GOOD], tmp_path)[toolchain.key(GOOD)]
+    assert b"libstdc++" not in binary and b"libgcc_s" not in binary
