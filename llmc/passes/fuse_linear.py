@@ -165,12 +165,26 @@ def _join_siblings(g: Graph, ctx: Ctx) -> int:
             x, w = n.operands[:2]
             key = (x, w.type.dtype, w.type.format, n.results[0].type.dtype, str(_body(n)), len(n.operands))
             groups.setdefault(key, []).append(n)
+    place = {n: i for i, n in enumerate(g.nodes)}
     done = 0
     for nodes in groups.values():
         if len(nodes) > 1 and ctx.spend():
+            for n in nodes[1:]:
+                for v in n.operands[1:]:
+                    _hoist(g, v, nodes[0], place)
             _join(g, nodes, ctx)
             done += 1
     return done
+
+
+def _hoist(g: Graph, v: Value, before: Node, place: dict[Node, int]) -> None:
+    """Move what a weight is made of in front of `before`, where it stands behind it."""
+    n = v.node
+    if n is not None and place.get(n, -1) > place[before]:
+        for o in n.operands:
+            _hoist(g, o, before, place)
+        g.move_before(n, before)
+        place[n] = place[before]
 
 
 def _joinable(n: Node, known: set[Value]) -> bool:
@@ -183,8 +197,24 @@ def _joinable(n: Node, known: set[Value]) -> bool:
     )
 
 
+def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
+    """Move what makes these weight-only values in front of `before`, where it stands behind."""
+    made: dict[Node, None] = {}
+    work = [v.node for v in values if v.node is not None]
+    while work:
+        n = work.pop()
+        made[n] = None
+        work += [v.node for v in n.operands if v.node is not None and v.node not in made]
+    behind = False
+    for n in g.nodes:
+        behind = behind or n is before
+        if behind and n in made:
+            g.move_before(n, before)
+
+
 def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
     first = nodes[0]
+    _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
     b = Builder(g, ctx.opset, before=first, loc=first.loc)
     columns = [b.concat(*(n.operands[i] for n in nodes), axis=0) for i in range(1, len(first.operands))]
     out = b.emit(first.op, [first.operands[0], *columns], first.attrs)
