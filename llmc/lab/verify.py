@@ -94,12 +94,13 @@ def _compare(executor: Executor) -> dict[str, Any]:
 
 def render(found: Mapping[str, Any]) -> str:
     """The data of `verify_artifact` as text."""
-    canary = found["canary"]
+    canary, problems = found["canary"], found["problems"]
     words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
     told = words[canary["state"]]
     if "checked" in canary:
         told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats)"
     lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
-    lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in found["problems"]]
-    lines.append(f"ok, digest {found['digest']}" if found["ok"] else f"{len(found['problems'])} problems")
+    lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
+    many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
     return "\n".join(lines)
