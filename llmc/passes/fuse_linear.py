@@ -165,26 +165,12 @@ def _join_siblings(g: Graph, ctx: Ctx) -> int:
             x, w = n.operands[:2]
             key = (x, w.type.dtype, w.type.format, n.results[0].type.dtype, str(_body(n)), len(n.operands))
             groups.setdefault(key, []).append(n)
-    place = {n: i for i, n in enumerate(g.nodes)}
     done = 0
     for nodes in groups.values():
         if len(nodes) > 1 and ctx.spend():
-            for n in nodes[1:]:
-                for v in n.operands[1:]:
-                    _hoist(g, v, nodes[0], place)
             _join(g, nodes, ctx)
             done += 1
     return done
-
-
-def _hoist(g: Graph, v: Value, before: Node, place: dict[Node, int]) -> None:
-    """Move what a weight is made of in front of `before`, where it stands behind it."""
-    n = v.node
-    if n is not None and place.get(n, -1) > place[before]:
-        for o in n.operands:
-            _hoist(g, o, before, place)
-        g.move_before(n, before)
-        place[n] = place[before]
 
 
 def _joinable(n: Node, known: set[Value]) -> bool:
