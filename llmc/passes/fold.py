@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         p.mul(p.linear(p.x, p.w), const("c")),
         lambda b, m: b.linear(m["x"], _scaled(b, m["w"], m["c"], m["w"].type.dtype)),
         _into_weight,
-        near=1,
+        near=2,
     ),
     Rewrite(
         "scale-gain",

@@ -10,6 +10,8 @@ from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Module, Value
 
 from .base import Ctx, Pass
+from .facts import made_by, same_type
+from .rewrite import substitute
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,19 @@ class Specialize(Pass):
         g.name = "step"
         m.graphs["step"] = g
         m.graphs["decode"] = substituted(g, "decode", {"T": Dim.of("R")})
-        return 2
+        return 2 + _one_token_a_row(m.graphs["decode"])
+
+
+def _one_token_a_row(g: Graph) -> int:
+    """Every row's last token is its only one: taking the last tokens takes all, in order."""
+    done = 0
+    for n in g.nodes:
+        if n.op.name != "take" or not made_by(n.operands[1], "row_last"):
+            continue
+        if same_type(n.operands[0].type, n.result.type):
+            substitute(g, n, [n.operands[0]], "one-token-a-row")
+            done += 1
+    return done
 
 
 def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
