@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from llmc.ir.graph import Module, Value
 
 from .base import Ctx, Pass
-from .facts import made_by
+from .facts import core, made_by
 from .rewrite import Match, Op, Pat, Rewrite, apply, const, shared, through
 
 p = Pat()
@@ -52,18 +52,18 @@ def _finish(b: Any, m: Match, y: Value) -> Value:
 
 def _rms(b: Any, m: Match) -> Value:
     x = _source(m["x"], m.root.result.type.dtype)
-    return _finish(b, m, b.rms_norm(x, m["w"], eps=m["eps"]))
+    return _finish(b, m, b.rms_norm(x, core(m["w"]), eps=m["eps"]))
 
 
 def _layer(b: Any, m: Match) -> Value:
-    x, w = _source(m["x"], m.root.result.type.dtype), m["w"]
+    x, w = _source(m["x"], m.root.result.type.dtype), core(m["w"])
     zero = b.broadcast(b.constant(0.0, w.type.dtype), shape=w.type.shape)
     return _finish(b, m, b.layer_norm(x, w, zero, eps=m["eps"]))
 
 
 def _bias(b: Any, m: Match) -> Value:
     x = _source(m["x"], m.root.result.type.dtype)
-    return _finish(b, m, b.layer_norm(x, m["w"], m["bias"], eps=m["eps"]))
+    return _finish(b, m, b.layer_norm(x, m["w"], core(m["bias"]), eps=m["eps"]))
 
 
 def _rounds_once(m: Match) -> str | None:
@@ -75,8 +75,8 @@ def _rounds_once(m: Match) -> str | None:
 
 
 RULES = (
-    Rewrite("rms-norm", _weighted(_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
     Rewrite("layer-norm", _weighted(_CENTRED_NORMED), _layer, lambda m: _over_last(m, "w"), near=4),
+    Rewrite("rms-norm", _weighted(_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
     Rewrite(
         "layer-norm-bias",
         p.add(through(p.layer_norm(p.x, p.w, const(0.0), eps=p.eps)), p.bias),

@@ -1,0 +1,63 @@
+"""`llmc opt`: passes over a file of IR text, by hand; it reads, runs, prints and compares, and changes no graph itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from llmc.diagnostics import Diagnostic
+from llmc.extension import Registry, load
+from llmc.ir.graph import Module
+from llmc.ir.text import parse, show
+from llmc.ir.verify import verify
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.check import compare
+from llmc.passes.spec import parse_pipeline, run_pipeline, spell_pass
+from llmc.targets.cpu import parse as parse_target
+
+
+def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:
+    """Run `llmc opt`. Comments of the output begin with //, so that it parses as it is."""
+    registry = registry or load()
+    ops = registry.opset()
+    m = parse(_read(args.file), ops)
+    verify(m)
+    passes = _passes(args, registry)
+    ctx = Ctx(ops, parse_target(args.target, registry.targets), registry.kernels, args.fuel, args.only)
+    before = m.clone() if args.check else Module()
+    lines: list[str] = []
+
+    def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
+        lines.append(f"// time: {p.name}: {seconds * 1e3:.1f} ms, {changes} changes")
+        if args.print_after in (p.name, "all"):
+            print(f"// after {p.name}: {changes} changes\n{show(m)}", file=out)
+
+    run_pipeline(m, passes, ctx, observe)
+    print(show(m), end="", file=out)
+    for line in [f"// miss: {n}" for n in ctx.notes] if args.explain else []:
+        print(line, file=out)
+    for line in lines if args.time else []:
+        print(line, file=out)
+    if args.check:
+        for c in compare(before, m):
+            print(f"// check: @{c.graph}: {c.outputs} outputs agree, the largest difference is {c.worst:.1e}", file=out)
+    return 0
+
+
+def _read(name: str) -> str:
+    return sys.stdin.read() if name == "-" else Path(name).read_text()
+
+
+def _passes(args: argparse.Namespace, registry: Registry) -> Sequence[Pass]:
+    passes = parse_pipeline(args.passes, registry.passes, dict(registry.pipelines.items()))
+    for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):
+        if name and name not in [p.name for p in passes] and (option, name) != ("--print-after", "all"):
+            have = ", ".join(map(spell_pass, passes)) or "none"
+            raise Diagnostic("E420", f"{option} {name}: that pass is not run", f"passes that are: {have}")
+    if args.stop_after:
+        last = max(i for i, p in enumerate(passes) if p.name == args.stop_after)
+        passes = passes[: last + 1]
+    return passes

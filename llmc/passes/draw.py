@@ -1,0 +1,167 @@
+"""Inputs on which a graph can be interpreted: drawn by what reads them, so that indices are in range and rows agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.types import Type
+
+ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
+THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
+Array = np.ndarray
+
+
+@dataclass
+class Inputs:
+    """Arrays by input name, and the sizes of the symbols."""
+
+    arrays: dict[str, Array] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def of(self, g: Graph) -> list[Array]:
+        return [self.arrays[v.name] for v in g.inputs]
+
+
+def draw(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
+    """Inputs for one graph of the module."""
+    out = Inputs(sizes=_sizes(m, g, rng))
+    roles = {v.name: _role(v) for v in g.inputs}
+    maker = _Maker(g, out, rng)
+    for v in g.inputs:
+        out.arrays[v.name] = maker.make(v, roles[v.name])
+    return out
+
+
+def elements(m: Module) -> int:
+    """How many elements the inputs of the largest graph have, with every symbol small."""
+    small = dict.fromkeys(m.symbols, 4)
+    totals = [sum(v.type.numel.subs(small).const or 0 for v in g.inputs) for g in m.graphs.values()]
+    return max(totals, default=0)
+
+
+def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
+    sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
+    if spans := next((n for n in g.nodes if n.op.name == "row_spans"), None):
+        (rows,), states = spans.operands[0].type.shape, [v for v in g.inputs if v.type.state]
+        r = rows.const or min(ROWS, *(v.type.shape[0].const or ROWS for v in states), m.symbols[str(rows)][1])
+        if rows.const is None:
+            sizes[str(rows)] = r
+        tokens = spans.attrs["tokens"]
+        if tokens.const is None and tokens != rows:
+            sizes[str(tokens)] = min(r * LONGEST - 2, m.symbols[str(tokens)][1])
+    return sizes | _pool(g)
+
+
+def _pool(g: Graph) -> dict[str, int]:
+    """Pages of the pool: as many as the rows' tables name."""
+    tables = [v for v in g.inputs if _role(v)[0] in ("row_slots.pages", "paged_attention.pages")]
+    pools = {str(n.operands[0].type.shape[0]) for n in g.nodes if n.op.name == "kv_append"}
+    pools |= {str(n.operands[1].type.shape[0]) for n in g.nodes if n.op.name == "paged_attention"}
+    named = {p for p in pools if p.isidentifier()}
+    return dict.fromkeys(named, tables[0].type.numel.const or 8) if tables else dict.fromkeys(named, 8)
+
+
+def _role(v: Value) -> tuple[str, Node | None]:
+    """("op.operand", node) of the reader that says most about what the value holds."""
+    found: list[tuple[str, Node]] = []
+    for n in dict.fromkeys(v.uses):
+        if n.op.name in THROUGH and DTYPES[v.type.dtype].kind == "i":
+            inner = _role(n.results[0])
+            found += [(inner[0], inner[1])] if inner[1] else []
+        for slot, operand in zip(n.op.operands, n.operands, strict=False):
+            if operand is v:
+                found.append((f"{n.op.name}.{slot.name}", n))
+    known = [f for f in found if f[0] in RULES]
+    return (known or found or [("", None)])[0]
+
+
+class _Maker:
+    """Makes one array after another; rows of a step agree with one another."""
+
+    def __init__(self, g: Graph, out: Inputs, rng: np.random.Generator) -> None:
+        self.g, self.out, self.rng = g, out, rng
+
+    def shape(self, t: Type) -> tuple[int, ...]:
+        return tuple(int(d.subs(self.out.sizes).const or 0) for d in t.shape)
+
+    def size(self, v: Value, axis: int = 0) -> int:
+        return self.shape(v.type)[axis]
+
+    def make(self, v: Value, role: tuple[str, Node | None]) -> Array:
+        shape = self.shape(v.type)
+        kind = DTYPES[v.type.dtype].kind
+        if role[1] is not None and role[0] in RULES:
+            return RULES[role[0]](self, role[1], shape)
+        if kind == "b":
+            return self.rng.random(shape) > 0.5
+        if kind == "i":
+            return self.rng.integers(0, 3, shape)
+        if len(shape) == 1:
+            return (1 + 0.3 * self.rng.standard_normal(shape)).astype(np.float32)
+        return (self.rng.standard_normal(shape) / max(1, shape[-1]) ** 0.5).astype(np.float32)
+
+    def indices(self, shape: tuple[int, ...], below: int) -> Array:
+        return self.rng.integers(0, max(1, below), shape)
+
+    def qlens(self, n: Node, shape: tuple[int, ...]) -> Array:
+        tokens = int(n.attrs["tokens"].subs(self.out.sizes).const or shape[0])
+        q = np.full(shape, tokens // shape[0], np.int32)
+        q[: tokens - int(q.sum())] += 1
+        return q
+
+    def ids(self, n: Node, shape: tuple[int, ...]) -> Array:
+        role, reader = _role(n.results[0])
+        return self.indices(shape, self.size(reader.operands[0]) if reader and role == "take.idx" else 3)
+
+    def fparams(self, n: Node, shape: tuple[int, ...]) -> Array:
+        f = np.zeros(shape, np.float32)
+        f[:, 0] = np.arange(shape[0]) % 2 * 0.7
+        f[:, 1], f[:, 3], f[:, 5] = 0.9, 1.2, 0.1
+        return f
+
+    def iparams(self, n: Node, shape: tuple[int, ...]) -> Array:
+        i = np.zeros(shape, np.int32)
+        i[:, 1] = np.arange(shape[0]) + 11
+        i[:, 4] = 5
+        return i
+
+    def stops(self, n: Node, shape: tuple[int, ...]) -> Array:
+        s = np.full(shape, -1, np.int32)
+        s[:, 0] = 1
+        return s
+
+
+def _positions(k: _Maker, n: Node, shape: tuple[int, ...]) -> Array:
+    """Two prompts, one after the other."""
+    first = (shape[0] + 1) // 2
+    return np.concatenate([np.arange(first), np.arange(shape[0] - first)])
+
+
+Rule = Callable[[_Maker, Node, tuple[int, ...]], Array]
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "attention.pos": _positions,
+        "take.idx": lambda k, n, s: k.indices(s, k.size(n.operands[0])),
+        "gather.idx": lambda k, n, s: k.indices(s, k.size(n.operands[0], n.attrs["axis"])),
+        "moe.idx": lambda k, n, s: k.indices(s, k.size(n.operands[3])),
+        "rope_tables.pos": _positions,
+        "row_spans.rows": lambda k, n, s: k.rng.permutation(max(s[0], k.size(n.operands[2])))[: s[0]],
+        "row_spans.qlens": lambda k, n, s: k.qlens(n, s),
+        "row_spans.length": lambda k, n, s: k.indices(s, 4),
+        "row_ids.tokens": lambda k, n, s: k.ids(n, s),
+        "row_slots.pages": lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s),
+        "paged_attention.pages": lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s),
+        "row_penalize.fparams": lambda k, n, s: k.fparams(n, s),
+        "row_sample.fparams": lambda k, n, s: k.fparams(n, s),
+        "row_sample.iparams": lambda k, n, s: k.iparams(n, s),
+        "row_mask_stops.iparams": lambda k, n, s: k.iparams(n, s),
+        "row_mask_stops.stops": lambda k, n, s: k.stops(n, s),
+        "row_commit.emit": lambda k, n, s: np.ones(s, np.int32),
+    }
+)

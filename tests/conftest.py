@@ -1,0 +1,74 @@
+"""Every tests/**/*.llir file is a test: its RUN lines run in this process, its CHECK lines are held against what they
+print, and what a pass made of the file is interpreted beside the file itself."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from filecheck.finput import FInput
+from filecheck.matcher import Matcher
+from filecheck.options import Options
+from filecheck.parser import Parser
+
+RUN = re.compile(r"^// RUN: (.*)$", re.M)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return LlirFile.from_parent(parent, path=file_path) if file_path.suffix == ".llir" else None
+
+
+class LlirFile(pytest.File):
+    """One text test; each RUN line is an item."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        runs = RUN.findall(self.path.read_text())
+        if not runs:
+            raise ValueError(f"{self.path} has no RUN line")
+        for i, run in enumerate(runs):
+            yield LlirItem.from_parent(self, name=f"run{i}", run=run)
+
+
+class LlirItem(pytest.Item):
+    """`llmc opt %s ... | filecheck %s [--check-prefix P]`, in process. `not llmc ...` expects an error, whose text is
+    checked. A run that succeeds is numeric, too: `--check` is added to it."""
+
+    def __init__(self, *, run: str, **kw: object) -> None:
+        super().__init__(**kw)  # type: ignore[arg-type]
+        self.run = run
+
+    def runtest(self) -> None:
+        command, _, check = self.run.partition("|")
+        words = [str(self.path) if w == "%s" else w for w in shlex.split(command)]
+        fails = words[0] == "not"
+        text = outcome(words[2:] if fails else words[1:], fails)
+        prefix = m[1] if (m := re.search(r"--check-prefix[= ](\S+)", check)) else "CHECK"
+        options = Options(match_filename=str(self.path), check_prefixes=[prefix])
+        if Matcher(options, FInput("<output>", text), Parser.from_opts(options)).run():
+            raise AssertionError(f"filecheck ({prefix}) failed; the output was:\n{text}")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, f"{self.path.name}: {self.run}"
+
+
+def outcome(argv: list[str], fails: bool) -> str:
+    """What the command prints; an error that was expected is its text."""
+    from llmc.cli import _parser
+    from llmc.diagnostics import LlmcError
+
+    out = io.StringIO()
+    args = _parser().parse_args(argv)
+    if argv[0] == "opt" and not fails:
+        args.check = True
+    try:
+        args.command(args, out)
+    except LlmcError as e:
+        if fails:
+            return f"{out.getvalue()}error: {e}\n"
+        raise
+    assert not fails, f"an error was expected; the output was:\n{out.getvalue()}"
+    return out.getvalue()
