@@ -85,7 +85,7 @@ template <class X> static double peak(int threads) {
     alignas(64) static X w[STEPS * NV * llmc::VN * PAIR], x[MR * STEPS * PAIR];
     alignas(64) float c[MR * NV * llmc::VN];
     for (int i = 0; i < N; i++) {
-      llmc::run_tile<MR, NV, PAIR>(MR, w, x, STEPS * PAIR, STEPS, c, i > 0);
+      llmc::run_tile<MR, NV, PAIR>(MR, w, x, STEPS * PAIR, STEPS, c, i > 0, llmc::ahead{(const char*)w, 0});
       asm volatile("" : : "r"(w), "r"(x), "r"(c) : "memory");  // the sums are wanted
     }
   });

@@ -240,14 +240,16 @@ template <class C> struct attend {
     if (most < k0 || (C::WINDOW && least - C::WINDOW >= k0 + keys - 1)) return;
     int64_t used = most - k0 + 1 < keys ? most - k0 + 1 : keys, cols = (used + R - 1) / R * R;
     for (int64_t c = 0; c < cols; c += R)
-      run_tile<C::MR, C::NV, PAIR>(n, kp + c * DK, q + r0 * DK, DK, DK / PAIR, s + c * C::MR, false);
+      run_tile<C::MR, C::NV, PAIR>(n, kp + c * DK, q + r0 * DK, DK, DK / PAIR, s + c * C::MR, false,
+                                    ahead{(const char*)s, 0});
     bool mask = least < k0 + cols - 1 || (C::WINDOW && most - C::WINDOW >= k0);
     for (int64_t i = 0; i < n; i++) {
       if (mask) soften<true>(r0 + i, i, k0, cols);
       else soften<false>(r0 + i, i, k0, cols);
     }
     for (int64_t d = 0; d < DP; d++)
-      run_tile<C::MR, C::NV, PAIR>(n, vp + d * KT * R, p, KT, (used + PAIR - 1) / PAIR, o + (d * BR + r0) * R, true);
+      run_tile<C::MR, C::NV, PAIR>(n, vp + d * KT * R, p, KT, (used + PAIR - 1) / PAIR, o + (d * BR + r0) * R, true,
+                                    ahead{(const char*)p, 0});
   }
 
   LLMC_METHOD void store(int64_t i, int64_t g, int64_t f0, int64_t rows) const {

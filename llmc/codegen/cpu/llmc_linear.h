@@ -26,9 +26,14 @@ LLMC_INLINE vf panel_load(const bf16* p, int j) {
   return j ? as_f(v & 0xffff0000u) : as_f(v << 16);
 }
 
+// Where to fetch ahead of need: two lines at `at`, which moves on by `step` bytes every step of the tile. One row of x
+// fetches nothing: there the hardware alone keeps up with memory, and more requests only disturb it.
+struct ahead { const char* at; int64_t step; };
+
 // c[MR][NV * VN] (+)= x[MR][steps * PAIR] @ panel.T; x rows lie ldx elements apart.
 template <int MR, int NV, int PAIR, class X, class W> struct tile {
-  static __attribute__((noinline)) void run(const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more) {
+  static __attribute__((noinline)) void run(const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more,
+                                            ahead soon) {
     constexpr int R = NV * VN;
     vf acc[MR][NV];
 #pragma GCC unroll 32
@@ -66,6 +71,11 @@ template <int MR, int NV, int PAIR, class X, class W> struct tile {
           }
         }
       }
+      if (MR > 1) {
+        __builtin_prefetch(soon.at, 0, 3);
+        __builtin_prefetch(soon.at + 64, 0, 3);
+        soon.at += soon.step;
+      }
       w += R * PAIR;
       x += PAIR;
     }
@@ -77,11 +87,12 @@ template <int MR, int NV, int PAIR, class X, class W> struct tile {
 };
 
 template <int MR, int NV, int PAIR, class X, class W>
-LLMC_INLINE void run_tile(int64_t rows, const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more) {
+LLMC_INLINE void run_tile(int64_t rows, const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more,
+                          ahead soon) {
   if constexpr (MR > 1) {
-    if (rows < MR) return run_tile<MR - 1, NV, PAIR>(rows, w, x, ldx, steps, c, more);
+    if (rows < MR) return run_tile<MR - 1, NV, PAIR>(rows, w, x, ldx, steps, c, more, soon);
   }
-  tile<MR, NV, PAIR, X, W>::run(w, x, ldx, steps, c, more);
+  tile<MR, NV, PAIR, X, W>::run(w, x, ldx, steps, c, more, soon);
 }
 
 // Rows of x as the tile wants them: bf16 (dp) or float, K padded with zeros to a multiple of PAIR.
@@ -131,6 +142,15 @@ template <class C, class E> struct product {
       }
   }
 
+  // What tile t of n fetches ahead: alone it runs LEAD bytes before itself; else each brings in its share of what
+  // follows this stretch of the panel.
+  static LLMC_METHOD ahead next(const W* from, int64_t steps, int64_t t, int64_t n) {
+    constexpr int64_t STEP = R * C::PAIR * sizeof(W), LEAD = 8192;
+    if (n == 1) return ahead{(const char*)from + LEAD, STEP};
+    int64_t step = STEP / n;
+    return ahead{(const char*)from + steps * STEP + t * steps * step, step};
+  }
+
   // Panel p times the tiles t0 .. t1 - 1, whose rows start at `a`.
   LLMC_METHOD void panel(int64_t p, int64_t t0, int64_t t1, const A* a) const {
     for (int64_t d = 0; d < DEPTHS; d++) {
@@ -138,8 +158,9 @@ template <class C, class E> struct product {
       for (int64_t t = t0; t < t1; t++) {
         int64_t m = row(t), count = row(t + 1) - m, off = m - row(t0);
         float* acc = DEPTHS > 1 ? c + off * R : c;
-        run_tile<C::MR, C::NV, C::PAIR>(count, w + (p * KP + s0 * C::PAIR) * R, a + off * KP + s0 * C::PAIR, KP,
-                                        s1 - s0, acc, d > 0);
+        const W* from = w + (p * KP + s0 * C::PAIR) * R;
+        run_tile<C::MR, C::NV, C::PAIR>(count, from, a + off * KP + s0 * C::PAIR, KP, s1 - s0, acc, d > 0,
+                                        next(from, s1 - s0, t - t0, t1 - t0));
         if (d + 1 == DEPTHS) finish(m, count, p, acc);
       }
     }
