@@ -1,0 +1,64 @@
+"""How long a user waits: process start to the first token of the demonstration artifact, and `llmc --help`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from bench.kit import BUILD, ROOT, clock, interleave, median, record, run, table
+
+MODEL = ROOT / "examples" / "demo-model"
+ROUNDS = 10
+ENV = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"}
+PROGRAM = "import sys; from llmc_runtime.cli import main_run; sys.exit(main_run())"
+
+
+def first_byte(command: list[str]) -> float:
+    """Seconds from starting a command to the first byte on its stdout."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    byte = process.stdout.read(1)
+    seconds = time.perf_counter() - begin
+    process.stdout.read()
+    assert process.wait() == 0 and byte, f"{command} printed nothing"
+    return seconds
+
+
+def python_alone() -> float:
+    """Seconds of an interpreter that does nothing: what no program in Python can beat."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "print(1)"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+@pytest.mark.benchmark(timer=clock, group="start")
+def test_first_token(benchmark: Any) -> None:
+    """llmc-run ARTIFACT --prompt: process start to the first piece of text, hashes checked, in a warm page cache."""
+    if not MODEL.is_dir():
+        pytest.skip(f"{MODEL.relative_to(ROOT)} is not there")
+    out = BUILD / "demo.llmc"
+    run([sys.executable, "-m", "llmc.cli", "compile", str(MODEL), "-o", str(out), "--force"])
+    command = [sys.executable, "-c", PROGRAM, str(out), "--prompt", "The kernel", "--max-tokens", "8", "-t", "0"]
+    found = interleave({"llmc-run": lambda: first_byte(command), "python": python_alone}, ROUNDS)
+    _report(benchmark, "Process start to the first token, demonstration model", found, "llmc-run", 1.0)
+
+
+@pytest.mark.benchmark(timer=clock, group="start")
+def test_help(benchmark: Any) -> None:
+    """llmc --help, from process start to its end."""
+    command = [sys.executable, "-m", "llmc.cli", "--help"]
+    found = interleave({"llmc --help": lambda: run(command).seconds, "python": python_alone}, ROUNDS)
+    _report(benchmark, "llmc --help", found, "llmc --help", 0.3)
+
+
+def _report(benchmark: Any, title: str, found: dict[str, list[float]], name: str, target: float) -> None:
+    t = table(title, "median s", "least s", "target s", "an interpreter alone s")
+    s = found[name]
+    t.add(f"{median(s):.3f}", f"{min(s):.3f}", target, f"{median(found['python']):.3f}")
+    record(benchmark, s, target_seconds=target, interpreter_seconds=median(found["python"]))
