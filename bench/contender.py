@@ -64,7 +64,8 @@ def llamacpp(model: str) -> tuple[Generate, str]:
     import llama_cpp as lc
     import numpy as np
 
-    lc.llama_log_set(lc.llama_log_callback(lambda *_: None), None)
+    silent = lc.llama_log_callback(lambda *_: None)  # C keeps the pointer: it must live as long as the process
+    lc.llama_log_set(silent, None)
     lc.llama_backend_init()
     net = lc.llama_model_load_from_file(model.encode(), lc.llama_model_default_params())
     params = lc.llama_context_default_params()
@@ -87,6 +88,7 @@ def llamacpp(model: str) -> tuple[Generate, str]:
                 return out
             fed = out[-1:]
 
+    generate.keep = silent  # type: ignore[attr-defined]
     return generate, f"llama-cpp-python {lc.__version__}"
 
 

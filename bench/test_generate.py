@@ -56,17 +56,20 @@ def gguf(checkpoint: Path) -> Path:
 def contenders() -> Iterator[dict[str, Contender | str]]:
     """Each contender by name, or why it is absent."""
     checkpoint = shapes.checkpoint(SHAPE, BUILD)
-    found: dict[str, Contender | str] = {"llmc": Contender("ours", artifact(checkpoint))}
-    found["transformers eager"] = Contender("eager", checkpoint)
-    found["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
-    if LLAMACPP.exists():
-        found["llama.cpp f16"] = Contender("llamacpp", gguf(checkpoint), LLAMACPP)
-    else:
-        found["llama.cpp f16"] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
-    yield found
-    for c in found.values():
-        if isinstance(c, Contender):
-            c.close()
+    found: dict[str, Contender | str] = {}
+    try:
+        found["llmc"] = Contender("ours", artifact(checkpoint))
+        found["transformers eager"] = Contender("eager", checkpoint)
+        found["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
+        if LLAMACPP.exists():
+            found["llama.cpp f16"] = Contender("llamacpp", gguf(checkpoint), LLAMACPP)
+        else:
+            found["llama.cpp f16"] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
+        yield found
+    finally:
+        for c in found.values():
+            if isinstance(c, Contender):
+                c.close()
 
 
 @pytest.fixture(scope="module")
