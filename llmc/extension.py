@@ -40,6 +40,11 @@ class Extension:
 KINDS = tuple(f.name for f in fields(Extension) if f.name != "name")
 
 
+def _one(kind: str) -> str:
+    """The word for one of a kind."""
+    return "pass" if kind == "passes" else kind.removesuffix("s")
+
+
 def resolve(text: str, what: str = "") -> Any:
     """The object that "module:object" names; Diagnostic E423 where it cannot be imported."""
     module, _, name = text.partition(":")
@@ -109,9 +114,9 @@ def combine(extensions: Iterable[Extension]) -> Registry:
         for e in many:
             for name, text in getattr(e, kind).items():
                 if name in texts:
-                    raise _clash(kind.rstrip("s"), name, owner[name], e.name)
+                    raise _clash(_one(kind), name, owner[name], e.name)
                 texts[name], owner[name] = text, e.name
-        offers[kind] = Offers(kind.rstrip("s"), MappingProxyType(texts), literal=kind == "pipelines")
+        offers[kind] = Offers(_one(kind), MappingProxyType(texts), literal=kind == "pipelines")
     return Registry(**offers, extensions=many)
 
 

@@ -35,7 +35,8 @@ class LlirFile(pytest.File):
 
 class LlirItem(pytest.Item):
     """`llmc opt %s ... | filecheck %s [--check-prefix P]`, in process. `not llmc ...` expects an error, whose text is
-    checked. A run that succeeds is numeric, too: `--check` is added to it."""
+    checked. A run that succeeds is numeric, too: `--check` is added to it, unless the line says `--no-check` (of
+    values that the interpreter cannot hold)."""
 
     def __init__(self, *, run: str, **kw: object) -> None:
         super().__init__(**kw)  # type: ignore[arg-type]
@@ -51,6 +52,11 @@ class LlirItem(pytest.Item):
         if Matcher(options, FInput("<output>", text), Parser.from_opts(options)).run():
             raise AssertionError(f"filecheck ({prefix}) failed; the output was:\n{text}")
 
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        """The message alone: the traceback of a text test says nothing about it."""
+        plain = isinstance(excinfo.value, AssertionError)
+        return str(excinfo.value) if plain else str(super().repr_failure(excinfo))
+
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, f"{self.path.name}: {self.run}"
 
@@ -61,8 +67,8 @@ def outcome(argv: list[str], fails: bool) -> str:
     from llmc.diagnostics import LlmcError
 
     out = io.StringIO()
-    args = _parser().parse_args(argv)
-    if argv[0] == "opt" and not fails:
+    args = _parser().parse_args([w for w in argv if w != "--no-check"])
+    if argv[0] == "opt" and not fails and "--no-check" not in argv:
         args.check = True
     try:
         args.command(args, out)

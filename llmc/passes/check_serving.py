@@ -1,4 +1,4 @@
-"""A prompt graph against the step that serves it: the same prompts in chunks give the same ids and log-probabilities."""
+"""A prompt graph against the step that serves it: the same prompts in chunks, the same ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Rows:
         sizes: dict[str, int] = {}
         table = next(v for v in g.inputs if v.name == "row.pages")
         sizes["P"] = int(table.type.numel)
-        states = {}
+        states: dict[str, Array] = {}
         for v in g.inputs:
             if v.type.state:
                 shape = tuple(int(d.subs(sizes)) for d in v.type.shape)

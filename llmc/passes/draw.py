@@ -77,8 +77,8 @@ def _role(v: Value) -> tuple[str, Node | None]:
         for slot, operand in zip(n.op.operands, n.operands, strict=False):
             if operand is v:
                 found.append((f"{n.op.name}.{slot.name}", n))
-    known = [f for f in found if f[0] in RULES]
-    return (known or found or [("", None)])[0]
+    known = [f for f in found if f[0] in RULES] or found
+    return known[0] if known else ("", None)
 
 
 class _Maker:
@@ -102,7 +102,7 @@ class _Maker:
             return self.rng.random(shape) > 0.5
         if kind == "i":
             return self.rng.integers(0, 3, shape)
-        if len(shape) == 1:
+        if len(shape) < 2:
             return (1 + 0.3 * self.rng.standard_normal(shape)).astype(np.float32)
         return (self.rng.standard_normal(shape) / max(1, shape[-1]) ** 0.5).astype(np.float32)
 

@@ -116,4 +116,4 @@ class Fold(Pass):
         return sum(self.graph(g, ctx) for g in m.graphs.values())
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
-        return apply(g, (ATTENTION, *RULES), ctx)
+        return apply(g, (ATTENTION,), ctx) + apply(g, RULES, ctx)

@@ -43,8 +43,9 @@ def _reshape(n: Node) -> Build | None:
     if inner := made_by(x, "reshape"):
         return lambda b: b.reshape(inner.operands[0], shape=shape)
     inner = made_by(x, "cast")
-    if inner and (below := made_by(inner.operands[0], "reshape")) and below.operands[0].type.shape == shape:
-        return lambda b: b.cast(below.operands[0], dtype=x.type.dtype)
+    below = made_by(inner.operands[0], "reshape") if inner else None
+    if below and (source := below.operands[0]).type.shape == shape:
+        return lambda b: b.cast(source, dtype=x.type.dtype)
     return None
 
 
