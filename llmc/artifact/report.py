@@ -11,6 +11,9 @@ from llmc_runtime.format.program import Launch, Program
 from llmc.targets.target import Target
 
 
+CONTEXT = 1024
+
+
 def machine(target: Target) -> dict[str, Any]:
     """The peaks that predictions divide by."""
     return {
@@ -21,18 +24,24 @@ def machine(target: Target) -> dict[str, Any]:
     }
 
 
-def roofline(programs: Sequence[Program], target: Target, page_size: int = 16) -> dict[str, Any]:
+def roofline(programs: Sequence[Program], target: Target) -> dict[str, Any]:
     """report/roofline.json: for every program, at typical sizes, the predicted microseconds of each launch."""
     peaks = machine(target)
     return {"machine": peaks, "programs": {p.name: predict(p, peaks, typical(p)) for p in programs}}
 
 
 def typical(p: Program) -> dict[str, int]:
-    """One decoded row, or one row of up to 512 tokens; a pool of 256 pages."""
+    """One row: a token decoded after `CONTEXT` others, or a prompt of up to 512 tokens; its pages are the pool."""
     top = p.top()
     tokens = 1 if p.uniform else min(512, top.get("T", 1))
-    pages = min(256, top.get("P", 256))
-    return {s: {"T": tokens, "R": 1, "P": pages}.get(s, high) for s, high in top.items()}
+    pages = -(-(CONTEXT if p.uniform else tokens) // _page_size(p))
+    return {s: {"T": tokens, "R": 1, "P": min(pages, high)}.get(s, high) for s, high in top.items()}
+
+
+def _page_size(p: Program) -> int:
+    """Tokens of a KV page, read off a pool's shape [P, 2, heads, page, width]; 16 where there is no pool."""
+    pools = (b.shape for b in p.buffers if b.kind == "state" and len(b.shape) == 5)
+    return next((s[3].const or 16 for s in pools), 16)
 
 
 def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
