@@ -10,7 +10,6 @@ from llmc_runtime.format.program import Launch, Program
 
 from llmc.targets.target import Target
 
-
 CONTEXT = 1024
 
 
