@@ -1,9 +1,8 @@
-// Device rows and KV pages: laying out a step, reading histories, appending keys and values, committing tokens.
+// Device rows: laying out a step, reading histories, committing tokens.
 // Small integer work; a row of -1 is padding, reads nothing and writes nothing.
 #ifndef LLMC_STATE_H
 #define LLMC_STATE_H
 #include "llmc_abi.h"
-#include "llmc_simd.h"
 namespace llmc {
 static inline void row_spans(const llmc_ctx* ctx, int32_t* starts, int32_t* token_row, int32_t* positions,
                              const int32_t* rows, const int32_t* qlens, const int32_t* length, int64_t r, int64_t t) {
@@ -38,27 +37,6 @@ static inline void row_slots(const llmc_ctx* ctx, int32_t* slots, const int32_t*
 static inline void row_last(const llmc_ctx* ctx, int32_t* last, const int32_t* starts, int64_t r) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < r; i++) last[i] = starts[i + 1] > starts[i] ? starts[i + 1] - 1 : -1;
-}
-template <class S, class T>
-LLMC_INLINE void copy_head(S* to, const T* from, int64_t d) {
-  for (int64_t j = 0; j < d; j += VN) {
-    int n = d - j < VN ? (int)(d - j) : VN;
-    vstore(to + j, vload(from + j, n), n);
-  }
-}
-// kv is [pages, 2, g, page, d].
-template <class S, class T>
-static inline void kv_append(const llmc_ctx* ctx, S* kv, const T* k, const T* v, const int32_t* slots, int64_t t,
-                             int64_t g, int64_t page, int64_t d) {
-  int64_t lo, hi;
-  llmc_split(ctx, t * g, 1, &lo, &hi);
-  for (int64_t p = lo; p < hi; p++) {
-    int64_t slot = slots[p / g];
-    if (slot < 0) continue;
-    S* to = kv + (((slot / page * 2) * g + p % g) * page + slot % page) * d;
-    copy_head(to, k + p * d, d);
-    copy_head(to + g * page * d, v + p * d, d);
-  }
 }
 static inline void row_commit(const llmc_ctx* ctx, int32_t* tokens, int32_t* length, int32_t* counts,
                               const int32_t* rows, const int32_t* qlens, const int32_t* emit, const int32_t* ids,

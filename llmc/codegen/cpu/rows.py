@@ -30,12 +30,31 @@ def expressions(node: Node) -> list[E] | None:
         return [arg(0)]
     if name == "constant":
         return [E("const", (attrs["value"],))]
+    if (row := _row_reduction(node)) is not None:
+        return [row]
     if node.op.scalar is None:
         return None
     if "axis" in attrs and attrs["axis"] == node.operands[0].type.rank - 1:
         attrs = {**attrs, "axis": -1}
     e = node.op.scalar(attrs)
     return None if e is None else [e]
+
+
+def _row_reduction(node: Node) -> E | None:
+    """A reduction op over the last axis of floats, as an expression."""
+    of = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "amin": "row_max"}.get(node.op.name)
+    x = node.operands[0].type if node.operands else None
+    if of is None or x is None or x.dtype not in FLOATS or node.attrs["axis"] % x.rank != x.rank - 1:
+        return None
+    return -E(of, (-arg(0),)) if node.op.name == "amin" else E(of, (arg(0),))
+
+
+def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
+    """Shapes of the results, a dropped last axis kept as 1."""
+    shapes = [v.type.shape for v in node.results]
+    if node.attrs.get("keepdim") is False:
+        return [(*s, D(1)) for s in shapes]
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class RowProgram:
         self.roots = [self.dag.add(e) for e in roots]
         self.count = len(node.operands)
         reduces = any(fn.startswith("row_") for fn, _ in self.dag.nodes)
-        self.space = space([v.type.shape for v in [*node.operands, *node.results]], reduces)
+        self.space = space([*(v.type.shape for v in node.operands), *result_shapes(node)], reduces)
         self.varies: list[bool] = []
         self.level: list[int] = []
         for i, (fn, args) in enumerate(self.dag.nodes):

@@ -45,8 +45,22 @@ class RopeTables(CppKernel):
         return f"{pointers(node)}\nrope_tables(ctx, y0, y1, x0, x1, {t}, {h}, {node.attrs['scaling']!r}f);"
 
 
-class Rows(CppKernel):
-    """The row_* ops that only one thread works on, and kv_append."""
+class KvAppend(CppKernel):
+    """Keys and values into pages; threads take (token, head) pairs."""
+
+    headers = ("llmc_abi.h", "llmc_kv.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, "i32"))
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        _, _, _, page, d = (sizes(s) for s in node.operands[0].type.shape)
+        t, g, _ = (sizes(s) for s in node.operands[1].type.shape)
+        return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
+
+
+class States(CppKernel):
+    """The row_* ops that only one thread works on."""
 
     headers = ("llmc_abi.h", "llmc_state.h")
 
@@ -69,12 +83,8 @@ class Rows(CppKernel):
             return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {where});"
         if name == "row_last":
             return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
-        if name == "row_commit":
-            where = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
-            return f"row_commit(ctx, {', '.join(p)}, {where});"
-        t, g, _ = shape[1]
-        page, d = shape[0][3], shape[0][4]
-        return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
+        where = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
+        return f"row_commit(ctx, {', '.join(p)}, {where});"
 
 
 class Sampling(CppKernel):
@@ -108,5 +118,6 @@ class Sampling(CppKernel):
 
 ROPE = Rope("cpu/rope", ("rope",))
 ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
-ROWS = Rows("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit", "kv_append"))
+KV_APPEND = KvAppend("cpu/kv_append", ("kv_append",))
+STATES = States("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit"))
 SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask_stops", "row_sample", "row_logprobs"))
