@@ -41,7 +41,7 @@ bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest bench -q --benchmark-only --benchmark-json=build/bench/latest.json $(PYTEST_ARGS)
 
 sim: $(VENV)/.stamp-dev
-	$(BIN)/python tests/runtime/simulate.py --seed $(SEED) --steps $(STEPS)
+	$(BIN)/python tests/runtime/simulator.py --seed $(SEED) --steps $(STEPS) --jobs 2
 
 clean:
 	rm -rf build

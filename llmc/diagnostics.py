@@ -1,4 +1,4 @@
-"""The compiler's error: what failed, where in the model, and what to do; programming mistakes stay ordinary exceptions."""
+"""The compiler's error: what failed, where in the model, what to do; programming mistakes stay ordinary exceptions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llmc_runtime.format.errors import LlmcError
 class Diagnostic(LlmcError):
     """An error a person can act on.
 
-    `code` is "E" and three digits (E3xx model and checkpoint, E4xx IR and passes, E5xx toolchain). `node` is the IR node
-    it is about, where there is one; `loc` the module path in the model (the node's own when not given). Both are
+    `code` is "E" and three digits (E3xx model and checkpoint, E4xx IR and passes, E5xx toolchain). `node` is the IR
+    node it is about, where there is one; `loc` the module path in the model (the node's own when not given). Both are
     put in front of the cause, so that `str(error)` names the place.
     """
 

@@ -1,4 +1,4 @@
-"""`llmc opt`: passes over a file of IR text, by hand; it reads, runs, prints and compares, and rewrites nothing itself."""
+"""`llmc opt`: passes over a file of IR text, by hand; it reads, runs, prints and compares, and rewrites nothing."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def _reshape(n: Node) -> Build | None:
     (x,), shape = n.operands, n.attrs["shape"]
     if x.type.shape == shape:
         return _same(x)
-    if inner := made_by(x, "reshape"):
-        return lambda b: b.reshape(inner.operands[0], shape=shape)
+    if chain := made_by(x, "reshape"):
+        return lambda b: b.reshape(chain.operands[0], shape=shape)
     inner = made_by(x, "cast")
     below = made_by(inner.operands[0], "reshape") if inner else None
     if below and (source := below.operands[0]).type.shape == shape:
