@@ -26,7 +26,7 @@ _FACE = MappingProxyType(
     }
 )
 
-__all__ = ["__version__", *_FACE]  # noqa: PLE0604
+__all__ = ["__version__", *_FACE]
 
 
 def __getattr__(name: str) -> Any:

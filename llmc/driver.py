@@ -195,7 +195,8 @@ class _Trip:
         )
         if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
             self.note(
-                f"the model allows {traced.facts.max_positions} positions, compiled for {MOST_LEN}; override with --max-model-len"
+                f"the model allows {traced.facts.max_positions} positions, compiled for {MOST_LEN}; "
+                "use --max-model-len to override"
             )
             traced = replace(traced, facts=replace(traced.facts, max_positions=MOST_LEN))
         self.ir.append(("traced", show(traced.module)))
@@ -315,5 +316,6 @@ def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
         "kernels": len(m.kernels),
         "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
         f"{m.limits.max_num_batched_tokens} tokens a step",
-        "kv_cache": f"{per_token / 1024:.1f} KiB a token, {per_token * m.limits.max_model_len / 2**20:.0f} MiB a sequence",
+        "kv_cache": f"{per_token / 1024:.1f} KiB a token, "
+        f"{per_token * m.limits.max_model_len / 2**20:.0f} MiB a sequence",
     }
