@@ -266,6 +266,7 @@ class _Trip:
             tokenizer=traced.source.tokenizer_files,
             generation=facts.generation,
             ir=self.ir,
+            machine=target,
             reports={"memory.json": built.memory, "summary.json": self.summary.as_json()},
         )
         manifest = write_artifact(
