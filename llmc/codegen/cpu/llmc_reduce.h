@@ -72,12 +72,22 @@ static inline void softmax(const llmc_ctx* ctx, T* y, const T* x, int64_t outer,
     for (int64_t j = 0; j < n; j++) put(y + at + j * inner, (float)(m_exp(scalar(x[at + j * inner]) - top) / total));
   }
 }
-// The k largest of a row, largest first, the lower index first among equals: insertion into a sorted list.
-template <class T, class X, class I>
-static inline void top_of_row(const T* x, int64_t n, int64_t k, X* value, I* index) {
-  int64_t have = 0;
+// The k largest of a row, largest first, the lower index first among equals: insertion into a sorted list; most of
+// a long row is passed over four vectors at a time.
+template <class T, class I>
+static inline void top_of_row(const T* x, int64_t n, int64_t k, float* value, I* index) {
+  int64_t have = 0, look = 0;  // from `look` on, a block is compared as vectors before its elements are
   for (int64_t j = 0; j < n; j++) {
-    X v = (X)scalar(x[j]);
+    if (have == k && j >= look && j + 4 * VN <= n) {
+      vf least = splat(value[k - 1]);
+      if (!any((vload(x + j) > least) | (vload(x + j + VN) > least) | (vload(x + j + 2 * VN) > least) |
+               (vload(x + j + 3 * VN) > least))) {
+        j += 4 * VN - 1;
+        continue;
+      }
+      look = j + 4 * VN;
+    }
+    float v = scalar(x[j]);
     if (have == k && !(v > value[k - 1])) continue;
     int64_t at = have < k ? have++ : k - 1;
     for (; at > 0 && v > value[at - 1]; at--) value[at] = value[at - 1], index[at] = index[at - 1];

@@ -37,6 +37,17 @@ LLMC_INLINE vf keep(vf v, float other, Full) { return v; }
 LLMC_INLINE vf keep(vf v, float other, Part m) { return lanes() < splat_i(m.n) ? v : splat(other); }
 LLMC_INLINE vf as_float(vi mask) { return mask ? splat(1.0f) : splat(0.0f); }
 LLMC_INLINE vi as_mask(vf v) { return v != 0.0f; }
+LLMC_INLINE bool any(vi mask) {  // whether a lane of the mask is set
+#if defined(LLMC_AVX512)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(LLMC_AVX2)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  int32_t t = 0;
+  for (int i = 0; i < VN; i++) t |= mask[i];
+  return t != 0;
+#endif
+}
 LLMC_INLINE float hmax_nan(vf v) {  // NaN in any lane gives NaN
   float t = v[0];
   for (int i = 1; i < VN; i++) t = v[i] > t || v[i] != v[i] ? v[i] : t;
