@@ -71,6 +71,7 @@ class Contender:
         )
         hello = self._answer()
         self.version, self.load_seconds = str(hello["version"]), float(hello["seconds"])
+        self.warm_seconds = 0.0
 
     def seconds(self, prompt: Sequence[int], new: int) -> float:
         """Seconds that `new` tokens behind the prompt take, its tokens checked for their number."""
@@ -79,6 +80,12 @@ class Contender:
         answer = self._answer()
         assert len(answer["tokens"]) == new, f"{self.kind}: {len(answer['tokens'])} tokens of {new}"
         return float(answer["seconds"])
+
+    def warm(self, first: Callable[[], object]) -> None:
+        """Let it do something for the first time; the seconds go to `warm_seconds`."""
+        begin = time.perf_counter()
+        first()
+        self.warm_seconds += time.perf_counter() - begin
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -102,13 +102,11 @@ QWEN25_05B = Shape(
     MappingProxyType({"rope_theta": 1e6}), bias=True,
 )  # fmt: skip
 LLAMA31_8B = Shape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, LLAMA3_ROPE, eps=1e-5)
-# The widths of Llama-3.1-8B with eight of its layers: a checkpoint several times 2 GiB + its largest tensor.
-LLAMA31_8B_8L = replace(LLAMA31_8B, name="llama-3.1-8b-8-layers", layers=8)
 # A model that compiles in seconds: to try the benches themselves.
 SMALL = Shape(
     "small", "llama", 256, 512, 2, 4, 2, 64, 1024, 2048, False, MappingProxyType({"rope_theta": 1e4}), eps=1e-5
 )
-SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA31_8B_8L, SMALL)
+SHAPES = (QWEN25_05B, LLAMA31_8B, SMALL)
 
 
 def folder(shape: Shape, root: Path) -> Path:

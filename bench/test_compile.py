@@ -70,6 +70,7 @@ def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> 
         if not cached:
             shutil.rmtree(cache, ignore_errors=True)
         found.append(compiled(model, out, cache))
+        assert ("reuse" in found[-1][1]) == cached, "the cache did not do what this bench is about"
     seconds = [r.seconds for r, _ in found]
     what, target = ("an equal artifact in the cache", 5) if cached else ("nothing cached", 90)
     t = table(
@@ -83,7 +84,9 @@ def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> 
 @pytest.mark.benchmark(timer=clock, group="compile")
 def test_memory_of_a_big_checkpoint(benchmark: Any, scratch: Path) -> None:
     """Peak anonymous memory of compiling a checkpoint of several times 2 GiB + its largest tensor."""
-    shape = shapes.LLAMA31_8B_8L
+    shape = shapes.LLAMA31_8B
+    if shutil.disk_usage(scratch).free < 5 * shape.parameters:
+        pytest.skip(f"needs {5 * shape.parameters / GIB:.0f} GiB of disk for a while")
     model = shapes.checkpoint(shape, scratch)
     ran, stages = compiled(model, scratch / "big.llmc", scratch / "cache-big")
     limit = 2 * GIB + shape.largest
@@ -94,4 +97,3 @@ def test_memory_of_a_big_checkpoint(benchmark: Any, scratch: Path) -> None:
     times = 2 * shape.parameters / limit
     t.add(f"{ran.peak / GIB:.2f}", f"{limit / GIB:.2f}", f"{times:.1f}", f"{ran.seconds:.1f}", told(stages))
     record(benchmark, [ran.seconds], peak_bytes=ran.peak, limit_bytes=limit, stages=stages)
-    shutil.rmtree(model)

@@ -96,7 +96,7 @@ def test_decode(benchmark: Any, contenders: dict[str, Contender | str], ceilings
     """Seconds a token behind a short prompt; the limit is the weights' bytes over the read bandwidth."""
     here = present(contenders)
     for c in here.values():
-        decode_seconds(c)
+        c.warm(lambda c=c: decode_seconds(c))
     measures = {k: lambda c=c: decode_seconds(c) for k, c in here.items()}
     found = interleave({**measures, "limit": ceilings.bandwidth}, ROUNDS)
     title = f"Decode, {SHAPE.name} bf16, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
@@ -110,7 +110,7 @@ def test_prefill(benchmark: Any, contenders: dict[str, Contender | str], ceiling
     here = present(contenders)
     for c in here.values():
         for _ in range(2):
-            c.seconds(prompt(PROMPT), 1)
+            c.warm(lambda c=c: c.seconds(prompt(PROMPT), 1))
     measures = {k: lambda c=c: c.seconds(prompt(PROMPT), 1) for k, c in here.items()}
     found = interleave({**measures, "limit": ceilings.flops}, ROUNDS)
     title = f"Prefill, {SHAPE.name} bf16, {PROMPT} tokens and the first new one, medians of {ROUNDS}"
@@ -157,4 +157,6 @@ def _absent(t: Any, contenders: dict[str, Contender | str]) -> None:
         if isinstance(c, str):
             t.add(name, *[c] + [""] * (len(t.columns) - 2))
         else:
-            t.notes.append(f"{name}: {c.version}, loaded in {c.load_seconds:.1f} s")
+            t.notes.append(
+                f"{name}: {c.version}, loaded in {c.load_seconds:.1f} s, warmed up in {c.warm_seconds:.1f} s"
+            )
