@@ -39,7 +39,7 @@ def byte_level(*, bos: bool = False) -> Tokenizer:
     return tok
 
 
-def sentencepiece(*, prefix_space: bool = True, bos: bool = True) -> Tokenizer:
+def sentencepiece(*, prefix_space: bool = True, bos: bool = True, strip: int = 1) -> Tokenizer:
     """As Llama 2 and Mistral (prefix space) or Gemma (none): BPE over ▁ with byte fallback."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Replace(" ", "▁")
@@ -60,7 +60,7 @@ def sentencepiece(*, prefix_space: bool = True, bos: bool = True) -> Tokenizer:
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix_space:
         tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        steps.append(decoders.Strip(" ", 1, 0))
+        steps.append(decoders.Strip(" ", strip, 0))
     else:
         tok.normalizer = normalizers.Replace(" ", "▁")
     tok.decoder = decoders.Sequence(steps)

@@ -18,6 +18,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte-level": textkit.byte_level,
     "sentencepiece": textkit.sentencepiece,
     "gemma": lambda: textkit.sentencepiece(prefix_space=False),
+    "strips-two-spaces": lambda: textkit.sentencepiece(strip=2),
     "metaspace": textkit.metaspace,
     "wordpiece": textkit.wordpiece,
     "no-decoder": textkit.bare,
@@ -39,7 +40,9 @@ def stream(tok: Tokenizer, ids: list[int], prompt: list[int], *, skip: bool) -> 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
     tok = tokenizer(kind)
     anything = st.integers(0, tok.vocab_size + 3)
-    text = st.text(max_size=20).map(lambda t: tok.encode(t.encode("utf-8", "ignore").decode("utf-8")))
+    text = st.one_of(st.text(max_size=20), st.text("a  é", max_size=9)).map(
+        lambda t: tok.encode(t.encode("utf-8", "ignore").decode("utf-8"))
+    )
     return st.lists(st.one_of(anything.map(lambda i: [i]), text), max_size=12).map(lambda parts: [*chain(*parts)])
 
 

@@ -142,18 +142,17 @@ class Guard(jinja2.ext.Extension):
 
 
 class _Guarding(NodeTransformer):
-    """Plants a time check in every loop and macro body, and sends `~` through a size check."""
+    """Plants a time check in every loop body (a call checks by itself), and sends `~` through a size check."""
 
     def __init__(self, environment: ChatEnvironment) -> None:
         self.guard = environment.extensions[Guard.identifier]
 
-    def _ticking(self, node: Any) -> nodes.Node:
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """The loop, whose body checks the time first."""
         self.generic_visit(node)
         call = self.guard.call_method("tick", lineno=node.lineno)
         node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
         return node
-
-    visit_For = visit_Macro = visit_CallBlock = _ticking
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """`a ~ b ~ c` as one checked call."""
