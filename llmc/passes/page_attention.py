@@ -60,12 +60,12 @@ def _check(g: Graph) -> None:
         if n.op.name != "attention":
             continue
         if not n.attrs["causal"]:
-            raise Diagnostic("E430", "attention that looks ahead cannot be served token by token", "", node=n)
+            raise Diagnostic("E435", "attention that looks ahead cannot be served token by token", "", node=n)
         if n.attrs["layer"] in layers:
-            raise Diagnostic("E430", f"two attention nodes say they are layer {n.attrs['layer']}", "", node=n)
+            raise Diagnostic("E435", f"two attention nodes say they are layer {n.attrs['layer']}", "", node=n)
         layers.add(n.attrs["layer"])
     if len(g.outputs) != 1:
-        raise Diagnostic("E430", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "")
+        raise Diagnostic("E435", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "")
 
 
 class _Rows:
@@ -101,7 +101,7 @@ class _Rows:
         q, k, v, _, *sinks = n.operands
         wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
         if narrow > wide:
-            raise Diagnostic("E430", f"values are wider than keys ({narrow} against {wide})", "", node=n)
+            raise Diagnostic("E435", f"values are wider than keys ({narrow} against {wide})", "", node=n)
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         if narrow < wide:
             v = _pad(b, v, wide)
