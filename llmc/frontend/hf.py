@@ -94,7 +94,7 @@ def trace(
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     limit = _limit(text)
-    if max_positions is not None and max_positions > limit:
+    if max_positions is not None and max_positions > limit and _rope(text).get("rope_type") != "dynamic":
         raise Diagnostic(
             "E305",
             f"{max_positions} positions were asked for; {source.model_type}'s config allows {limit}",
@@ -119,13 +119,18 @@ def _stored_dtype(config: Any) -> str:
     return names.get(str(config.dtype).removeprefix("torch."), "f32")
 
 
+def _rope(config: Any) -> Mapping[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
 def _limit(config: Any) -> int:
-    """The longest sequence that the config vouches for; a scaled rotary embedding stretches the trained length."""
+    """The longest sequence that the config vouches for; a scaled rotary embedding stretches the trained length (not
+    `dynamic`: its frequencies would change while a sequence grows, see `rope.patch`)."""
     limit = getattr(config, "max_position_embeddings", None)
     if not limit:
         raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
-    rope = getattr(config, "rope_parameters", None) or {}
-    stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "dynamic", "yarn") else 1.0
+    rope = _rope(config)
+    stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "yarn") else 1.0
     return max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
 
 
