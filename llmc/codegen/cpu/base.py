@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from types import MappingProxyType
+from typing import ClassVar
 
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
@@ -27,13 +28,20 @@ INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 _INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
 
 
+OURS = "llmc.codegen.cpu"
+
+
 @lru_cache(maxsize=64)
-def _header(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text()
+def _header(packages: tuple[str, ...], name: str) -> str:
+    for package in packages:
+        if (path := resources.files(package).joinpath(name)).is_file():
+            return path.read_text()
+    raise FileNotFoundError(f"no header {name} in {', '.join(packages)}")
 
 
-def inline_headers(text: str, package: str = "llmc.codegen.cpu") -> str:
-    """Replace every `#include "x.h"` by the header's text, each header once, between lines that name it."""
+def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
+    """Replace every `#include "x.h"` by the header's text, each header once, between lines that name it. Headers are
+    files of the packages named, the first that has one."""
     done: set[str] = set()
 
     def expand(m: re.Match[str]) -> str:
@@ -41,7 +49,7 @@ def inline_headers(text: str, package: str = "llmc.codegen.cpu") -> str:
         if name in done:
             return ""
         done.add(name)
-        body = _INCLUDE.sub(expand, _header(package, name))
+        body = _INCLUDE.sub(expand, _header(packages, name))
         return f"// ---- {name}\n{body.rstrip()}\n// ---- end of {name}\n"
 
     return _INCLUDE.sub(expand, text)
@@ -88,7 +96,8 @@ def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None
 class CppKernel(Kernel):
     """A kernel in C++: `body` gives the function's text, the rest of the unit is the same for all."""
 
-    headers: tuple[str, ...] = ("llmc_abi.h",)
+    headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
+    packages: ClassVar[tuple[str, ...]] = (OURS,)  # where the headers are; a package of one's own comes first
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node)
@@ -117,7 +126,8 @@ class CppKernel(Kernel):
             f'extern "C" __attribute__((visibility("default")))\n'
             f"void {entry}(const llmc_ctx* ctx, void* const* args, const int64_t* sizes) {{\n{indent(body)}\n}}\n"
         )
-        return Source(entry, "cpp", inline_headers(text), tuple(sizes.dims), self.scratch(node, schedule, target))
+        text = inline_headers(text, self.packages)
+        return Source(entry, "cpp", text, tuple(sizes.dims), self.scratch(node, schedule, target))
 
 
 def uses_namespace(headers: Sequence[str]) -> bool:
