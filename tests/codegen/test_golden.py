@@ -33,7 +33,8 @@ NODES = {
     ),
     "product": (
         "%x: bf16[T, 66], %w: weight bf16[5, 33, 32, 2], %b: f32[70], %r: bf16[T, 70]",
-        'packed_linear(%x, %w, %b, %r) {n=70, parts=2, body="add(mul(mul(a0, sigmoid(a0)), add(a1, a2)), a3)"} : bf16[T, 70]',
+        'packed_linear(%x, %w, %b, %r) {n=70, parts=2, body="add(mul(mul(a0, sigmoid(a0)), add(a1, a2)), a3)"}'
+        " : bf16[T, 70]",
     ),
     "attention": (
         "%q: bf16[T, 14, 64], %kv: state bf16[P, 2, 2, 16, 64], %p: state i32[8, 64], %r: i32[R], %s: i32[R+1],"
@@ -45,7 +46,8 @@ NODES = {
 
 def source(name: str) -> str:
     inputs, node = NODES[name]
-    m = parse(f"sym T in [1, 64]\nsym R in [1, 8]\nsym P in [1, 99]\ngraph @main({inputs}) {{\n  %out = {node}\n  return %out\n}}", OPS)
+    symbols = "sym T in [1, 64]\nsym R in [1, 8]\nsym P in [1, 99]\n"
+    m = parse(f"{symbols}graph @main({inputs}) {{\n  %out = {node}\n  return %out\n}}", OPS)
     kernels, t = our_kernels(), target("cpu:x86-64-v4")
     Select().run(m, Ctx(OPS, t, kernels))
     (n,) = m.graphs["main"].nodes
