@@ -223,9 +223,11 @@ class LLM:
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with _Bar(len(prompts), use_tqdm) as bar:
-                while any(not c.finished for c in mine):
-                    self._step()
-                    bar.show(mine)
+                for collector in mine:
+                    while not collector.finished:
+                        self._step()
+                        bar.show(mine)
+                bar.show(mine, last=True)
         finally:
             for collector in mine:
                 self._drop(collector.request_id)
@@ -343,19 +345,21 @@ class _Bar:
 
     def __init__(self, total: int, shown: bool) -> None:
         self._done = 0
-        self._began = time.perf_counter()
+        self._began = self._shown = time.perf_counter()
         self._bar: Any = None
         if shown and total:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
 
-    def show(self, collectors: Sequence[Collector]) -> None:
-        """Bring the bar up to date."""
-        if self._bar is None:
+    def show(self, collectors: Sequence[Collector], *, last: bool = False) -> None:
+        """Bring the bar up to date, ten times a second at most."""
+        now = time.perf_counter()
+        if self._bar is None or (now - self._shown < 0.1 and not last):
             return
+        self._shown = now
         done = sum(c.finished for c in collectors)
-        seconds = max(time.perf_counter() - self._began, 1e-9)
+        seconds = max(now - self._began, 1e-9)
         read = sum(len(c.prompt_ids) for c in collectors if c.token_ids)
         written = sum(len(c.token_ids) for c in collectors)
         speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
