@@ -6,7 +6,6 @@ a 512-token prompt as a share of the multiply-add rate. Shares are medians of in
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import kit
+from bench.kit import THREADS, clock, median, record
 from llmc.codegen.cpu.attention import ATTENTION
 from llmc.codegen.cpu.base import inline_headers
 from llmc.codegen.cpu.linear import LINEAR
@@ -24,8 +25,9 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import Type, state, tensor
 from llmc.targets import cpu
 
-THREADS = len(os.sched_getaffinity(0))
 ROUNDS = 7
+TITLE = f"CPU kernels of the Qwen2.5-0.5B shape, medians of {ROUNDS} interleaved with their ceiling"
+pytestmark = pytest.mark.benchmark(timer=clock, group="kernels")
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 # name, outputs, depth, parts, body, whether a residual is added
 PRODUCTS = (
@@ -126,15 +128,15 @@ def _random(nbytes: int) -> np.ndarray:
 def report(benchmark: Any, call: Callable[[], float], ceiling: Callable[[], float], work: float, unit: str) -> None:
     """Time `call` (work a call: bytes or flop) between measurements of its ceiling."""
     call()
-    pairs = [(work / call(), ceiling()) for _ in range(ROUNDS)]
-    rates = sorted(r for r, _ in pairs)
-    shares = sorted(r / c for r, c in pairs)
-    benchmark.extra_info.update(
-        {unit: round(rates[-1] / 1e9, 1), f"{unit}_median": round(rates[len(rates) // 2] / 1e9, 1),
-         "ceiling": round(max(c for _, c in pairs) / 1e9, 1), "share_median": round(shares[len(shares) // 2], 3)}
-    )  # fmt: skip
-    benchmark.pedantic(call, rounds=3, iterations=1)
-    print(f"\n{benchmark.name}: {benchmark.extra_info}")
+    pairs = [(call(), ceiling()) for _ in range(ROUNDS)]
+    seconds = [s for s, _ in pairs]
+    rates, shares = sorted(work / s for s in seconds), sorted(work / s / c for s, c in pairs)
+    limit, rate, share = median([c for _, c in pairs]), median(rates), median(shares)
+    found = [t for t in kit.TABLES if t.title == TITLE]
+    t = found[0] if found else kit.table(TITLE, "kernel", "us", "median", "best", "unit", "ceiling", "share")
+    numbers = (f"{x / 1e9:.1f}" for x in (rate, rates[-1]))
+    t.add(benchmark.name[5:], f"{median(seconds) * 1e6:.0f}", *numbers, unit, f"{limit / 1e9:.1f}", f"{share:.0%}")
+    record(benchmark, seconds, limit_rate=limit, share_median=share)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) 
     """Few rows: bytes of weights a second, against the read bandwidth."""
     node = product(name, dtype)
     call = bench.kernel(LINEAR, node, {"T": rows}, {})
-    report(benchmark, call, bench.bandwidth, _bytes(node.operands[1].type, {}), "GB_per_s")
+    report(benchmark, call, bench.bandwidth, _bytes(node.operands[1].type, {}), "GB/s")
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
@@ -159,7 +161,7 @@ def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int)
     """Many rows: flop a second, against the rate of the same loop out of the first-level cache."""
     node = product(name, dtype)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
-    report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP_per_s")
+    report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP/s")
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1024), (512, 512), (512, 4096)])
@@ -174,4 +176,4 @@ def test_attention(benchmark: Any, bench: Bench, tokens: int, context: int) -> N
     }  # fmt: skip
     flops = 4.0 * 14 * 64 * (tokens * (context - tokens) + tokens * (tokens + 1) / 2)
     sizes = {"T": tokens, "R": 1}
-    report(benchmark, bench.kernel(ATTENTION, node, sizes, fill), lambda: bench.peak("bf16"), flops, "GFLOP_per_s")
+    report(benchmark, bench.kernel(ATTENTION, node, sizes, fill), lambda: bench.peak("bf16"), flops, "GFLOP/s")
