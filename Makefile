@@ -3,6 +3,7 @@
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
 #   make bench   benchmarks, as a table and as JSON in build/bench
+#   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,7 +20,7 @@ JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 
-.PHONY: demo test lint bench sim clean
+.PHONY: demo test lint bench bench-peers sim clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 120
@@ -38,7 +39,17 @@ lint: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	@mkdir -p build/bench
-	$(BIN)/python -m pytest bench -q --benchmark-only --benchmark-json=build/bench/latest.json $(PYTEST_ARGS)
+	$(BIN)/python -m pytest bench -q -rs --benchmark-only --benchmark-columns=median,min,max,rounds \
+	  --benchmark-json=build/bench/latest.json $(PYTEST_ARGS)
+
+# A virtual environment of its own: llama.cpp f16 in the table of bench/test_generate.py; without it the table says so.
+bench-peers: $(VENV)/.stamp-venv
+	@mkdir -p build/bench
+	$(BIN)/python -m venv build/bench/llamacpp
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF" \
+	  build/bench/llamacpp/bin/pip install --disable-pip-version-check -q --no-binary llama-cpp-python \
+	  llama-cpp-python==0.3.36 gguf==0.19.0
 
 sim: $(VENV)/.stamp-dev
 	$(BIN)/python tests/runtime/simulator.py --seed $(SEED) --steps $(STEPS) --jobs 2

@@ -65,18 +65,20 @@ EXPORT double bench_kernel(kernel f, void* const* const* args, const int64_t* si
   for (auto m : mem) free(m);
   return took / sets;
 }
-// Bytes a second of summing `bytes` bytes at p, every thread its own range, front to back.
+// Bytes a second of summing `bytes` bytes at p, in rounds of 4 MiB with a barrier after each, so that the threads
+// share the memory as a kernel's do; every thread reads its own half of a round, front to back.
 EXPORT double bench_read(const char* p, int64_t bytes, int threads) {
+  constexpr int64_t ROUND = 4 << 20;
   volatile float sink = 0;
-  double took = timed(threads, 1, [&](int t, int) {
+  double took = timed(threads, (int)(bytes / ROUND), [&](int t, int round) {
     llmc::vf a[8] = {};
-    const char *q = p + bytes / threads * t, *end = q + bytes / threads / 512 * 512;
+    const char *q = p + round * ROUND + ROUND / threads * t, *end = q + ROUND / threads / 512 * 512;
     for (; q < end; q += 8 * sizeof(llmc::vf))
 #pragma GCC unroll 8
       for (int i = 0; i < 8; i++) a[i] += llmc::vload((const float*)q + i * llmc::VN);
     sink = llmc::hsum(a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7]);
   });
-  return bytes / took;
+  return bytes / ROUND * ROUND / took;
 }
 // Flop a second of the product's own inner loop with everything in the first-level cache.
 template <class X> static double peak(int threads) {

@@ -1,6 +1,6 @@
 """A step of an artifact, launch by launch: where its microseconds go and what bytes and flops it moves. Not a bench.
 
-    python -m bench.launches ARTIFACT [--tokens 1] [--context 64] [--repeat 20] [--top 30] [--each]
+    python -m bench.launches ARTIFACT [--tokens 1] [--context 64] [--rows 1] [--repeat 20] [--top 30] [--each]
 
 Times are thread 0's, with a barrier after every launch (which the ordinary step leaves out where it can). The minimum
 over the repeats is printed beside the median, since a busy machine only ever adds.
@@ -65,20 +65,26 @@ def engine(path: Path, device: CpuDevice) -> tuple[Engine, Executor]:
     return Engine(Scheduler(config, lambda: 0), executor), executor
 
 
-def collect(path: Path, tokens: int, context: int, repeat: int) -> tuple[Program, dict[str, int], np.ndarray]:
-    """(program, its symbols, ns[repeat, launches]) of steps of `tokens` tokens; 1: decode steps behind `context`."""
+def collect(
+    path: Path, tokens: int, context: int, repeat: int, rows: int
+) -> tuple[Program, dict[str, int], np.ndarray]:
+    """(program, its symbols, ns[repeat, launches]): a prompt of `tokens` tokens; 1: decode of `rows` behind `context`."""
     device = ProfilingDevice()
     eng, executor = engine(path, device)
     vocab = executor.artifact.manifest.vocab_size
-    rounds = 1 if tokens == 1 else repeat
-    for i in range(rounds + 1):
-        ids = [random.randrange(vocab) for _ in range(context if tokens == 1 else tokens)]
-        new = repeat + 2 if tokens == 1 else 1
-        eng.add(Request(str(i), ids, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
+    decode = tokens == 1
+    length, new = (context, repeat + 2 + 2 * rows) if decode else (tokens, 1)
+    for i in range(repeat + 1):
+        for j in range(rows if decode else 1):
+            ids = [random.randrange(vocab) for _ in range(length)]
+            eng.add(Request(f"{i}.{j}", ids, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
         while eng.has_work():
             eng.step()
+        if decode:
+            break
     named = [(p, dict(zip(p.symbols, s)), ns) for p, s, ns in device.times]
-    wanted = [x for x in named if x[1].get("T", x[1].get("R")) == tokens][-repeat:]
+    count = rows if decode else tokens
+    wanted = [x for x in named if x[1]["T"] == count and (x[1]["R"] == count) == decode][-repeat:]
     executor.close()
     return wanted[0][0], wanted[0][1], np.stack([ns for _, _, ns in wanted])
 
@@ -88,11 +94,12 @@ def main() -> None:
     ap.add_argument("artifact", type=Path)
     ap.add_argument("--tokens", type=int, default=1)
     ap.add_argument("--context", type=int, default=64)
+    ap.add_argument("--rows", type=int, default=1, help="sequences that decode at once")
     ap.add_argument("--repeat", type=int, default=20)
     ap.add_argument("--top", type=int, default=30)
     ap.add_argument("--each", action="store_true", help="every launch in order, not groups")
     a = ap.parse_args()
-    program, env, ns = collect(a.artifact, a.tokens, a.context, a.repeat)
+    program, env, ns = collect(a.artifact, a.tokens, a.context, a.repeat, a.rows)
     median, least = np.median(ns, 0) / 1e3, ns.min(0) / 1e3
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, x in enumerate(program.launches):

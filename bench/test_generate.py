@@ -2,7 +2,7 @@
 transformers (eager; static cache and torch.compile) and llama.cpp f16, interleaved in one run.
 
 decode = (seconds of a prompt and N + 1 tokens - seconds of the prompt and 1) / N; prefill = seconds of a prompt and 1.
-llama.cpp takes part where build/bench/llamacpp holds a virtual environment with llama-cpp-python and gguf.
+llama.cpp takes part where build/bench/llamacpp holds llama-cpp-python and gguf (make bench-peers).
 """
 
 from __future__ import annotations
