@@ -82,6 +82,8 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument("model", help="a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
     p.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder, for example model.llmc")
     _build_arguments(p)
+    p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
+    p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
     p.add_argument("--force", action="store_true", help="replace an artifact that is there")
     p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
 
@@ -139,6 +141,9 @@ def _look_arguments(sub: Any) -> None:
 
 
 def _artifact_arguments(sub: Any) -> None:
+    p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
+    p.add_argument("artifact")
+    p.add_argument("checkpoint", help="the Hugging Face folder that the artifact was compiled from")
     p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
     p.add_argument("artifact")
     p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
@@ -176,6 +181,7 @@ def _options(args: argparse.Namespace) -> Any:
         pipeline=args.pipeline or "",
         cache=None if args.no_cache else (args.cache or default_cache()),
         reuse=not args.no_reuse,
+        weights=args.weights,
     )
 
 
@@ -194,6 +200,13 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
         print(json.dumps(summary.as_json(), indent=2), file=out)
     else:
         print(summary.text(), file=sys.stderr)
+    return 0
+
+
+def _pack(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.driver import Console, pack_model
+
+    pack_model(Path(args.artifact), Path(args.checkpoint), Console(sys.stderr))
     return 0
 
 

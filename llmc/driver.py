@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -13,9 +14,10 @@ from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
 
 from llmc import __version__
+from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Module
-from llmc.ir.text import show
+from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.spec import override, parse_pipeline, run_pipeline
 from llmc.targets.target import Target
@@ -28,7 +30,8 @@ MOST_LEN = 32768
 class Options:
     """How to compile. max_model_len: tokens of the longest sequence (None: the model's own, at most 32768);
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step; pipeline: passes, "" for the target's; cache:
-    a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too."""
+    a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights:
+    "packed", "none" (to be packed later) or "random:SEED" (filled by the runtime: for benchmarks)."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -38,6 +41,7 @@ class Options:
     pipeline: str = ""
     cache: Path | None = None
     reuse: bool = True
+    weights: str = "packed"
 
 
 @dataclass
@@ -165,16 +169,20 @@ class _Trip:
 
     def run(self) -> Manifest:
         from llmc.artifact.place import check_free
+        from llmc.artifact.write import PackedWeights
         from llmc.frontend.checkpoint import Checkpoint
 
         check_free(self.output.absolute(), self.force)
         registry = load()
         target = self.target(registry)
+        seed = random_seed(self.options.weights)
         traced = self.trace()
-        with Checkpoint(traced) as checkpoint:
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(Checkpoint(traced)) if self.options.weights == "packed" else None
             self.optimise(traced.module, registry, target, traced.facts.max_positions)
             built = self.build(traced.module, registry, target)
-            return self.write(traced, checkpoint, target, built)
+            weights = PackedWeights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
+            return self.write(traced, weights, target, built)
 
     def target(self, registry: Registry) -> Target:
         from llmc.targets.cpu import parse as parse_target
@@ -244,8 +252,8 @@ class _Trip:
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
         return built
 
-    def write(self, traced: Any, checkpoint: Any, target: Target, built: Any) -> Manifest:
-        from llmc.artifact.write import KernelBinary, PackedWeights, Parts, write_artifact
+    def write(self, traced: Any, weights: Any, target: Target, built: Any) -> Manifest:
+        from llmc.artifact.write import KernelBinary, Parts, write_artifact
 
         module, facts, o = traced.module, traced.facts, self.options
         kernels = [
@@ -253,7 +261,7 @@ class _Trip:
         ]
         parts = Parts(
             compiler=f"llmc {__version__}",
-            source=self.source(traced, checkpoint),
+            source=source_of(traced),
             target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
             limits=Limits(facts.max_positions, o.max_num_seqs, o.max_num_batched_tokens),
             vocab_size=facts.vocab_size,
@@ -262,7 +270,7 @@ class _Trip:
             states=states_of(module),
             kernels=kernels,
             programs=built.programs,
-            weights=PackedWeights(module.graphs["weights"], checkpoint),
+            weights=weights,
             tokenizer=traced.source.tokenizer_files,
             generation=facts.generation,
             ir=self.ir,
@@ -272,15 +280,59 @@ class _Trip:
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
         )
-        self.done("weights", f"{sum(w.bytes for w in manifest.weights.files) / 1e6:.1f} MB packed and hashed")
+        self.done("weights", f"{manifest.weights.mode}, {weight_bytes(manifest) / 1e6:.1f} MB written and hashed")
         return manifest
 
-    def source(self, traced: Any, checkpoint: Any) -> Source:
-        """Name and hashes of the model's small files; the packed weights have hashes of their own."""
-        from llmc_runtime.format.hashing import sha256
 
-        small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
-        return Source("hf", traced.source.folder.resolve().name, "", small)
+def source_of(traced: Any) -> Source:
+    """Name and hashes of the model's small files; the packed weights have hashes of their own."""
+    from llmc_runtime.format.hashing import sha256
+
+    small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
+    return Source("hf", traced.source.folder.resolve().name, "", small)
+
+
+def random_seed(weights: str) -> int | None:
+    """The seed of "random:SEED"; None for "packed" and "none"; Diagnostic E126 for anything else."""
+    kind, colon, seed = weights.partition(":")
+    if kind == "random" and seed.isdigit():
+        return int(seed)
+    if colon or kind not in ("packed", "none"):
+        raise Diagnostic("E127", f"--weights {weights!r} is not known", "use packed, none or random:SEED")
+    return None
+
+
+def pack_model(artifact: Path, model: Path, console: Console | None = None) -> Manifest:
+    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model`.
+
+    Raises LlmcError E1xx where the artifact does not open, Diagnostic E3xx where the checkpoint is not that model's.
+    """
+    from llmc_runtime.format.folder import Folder
+
+    from llmc.artifact.linked import pack_weights
+    from llmc.frontend.checkpoint import Checkpoint
+    from llmc.frontend.hf import trace
+
+    console = console or Quiet()
+    limits = Folder(artifact).manifest().limits
+    last = max((artifact / "ir").glob("*.llir"))
+    graph = parse(last.read_text(), load().opset()).graphs["weights"]
+    dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
+    traced = trace(model, max(set(dtypes), key=dtypes.count), limits.max_model_len)
+    ours = {v.name: v.type for v in graph.inputs}
+    theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
+            raise Diagnostic("E328", cause, "give the checkpoint of the model that the artifact was compiled from")
+    with Checkpoint(traced) as checkpoint:
+        done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
+    console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
+    return done
+
+
+def weight_bytes(m: Manifest) -> int:
+    return sum(w.bytes for w in m.weights.files)
 
 
 def _stored(model: Path, note: Any) -> str | None:

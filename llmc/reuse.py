@@ -14,8 +14,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.files import Files
-from llmc.artifact.place import PART, check_free, locked, publish, sweep
+from llmc.artifact.linked import link_folder
+from llmc.artifact.place import check_free, locked, sweep
 
 
 class Reuse:
@@ -68,30 +68,3 @@ def intact(path: Path) -> bool:
     except (OSError, LlmcError):
         return False
     return not wrong
-
-
-def link_folder(source: Path, out: Path) -> None:
-    """Hard links of every file (copies across file systems), the manifest last; the caller holds the lock of `out`."""
-    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    files.folder()
-    try:
-        for path in sorted(source.rglob("*")):
-            name = path.relative_to(source)
-            if path.is_dir():
-                (files.root / name).mkdir(parents=True, exist_ok=True)
-            elif name.as_posix() not in (NAME, PART):
-                (files.root / name).parent.mkdir(parents=True, exist_ok=True)
-                _link(path, files.root / name)
-        files.put(PART, (source / NAME).read_bytes())
-        files.sync()
-        publish(files, out)
-    except BaseException:
-        shutil.rmtree(files.root, ignore_errors=True)
-        raise
-
-
-def _link(old: Path, new: Path) -> None:
-    try:
-        os.link(old, new)
-    except OSError:
-        shutil.copyfile(old, new)

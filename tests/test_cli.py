@@ -170,3 +170,45 @@ def test_help_imports_nothing_heavy(flag: str) -> None:
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_weights_may_come_later(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiling without weights, then packing, gives the weights of one compile; another model is refused."""
+    cache = ["--cache", str(tmp_path / "cache")]
+    whole, later = tmp_path / "whole.llmc", tmp_path / "later.llmc"
+    assert main(["compile", str(model), "-o", str(whole), *cache]) == 0
+    assert main(["compile", str(model), "-o", str(later), "--no-weights", *cache]) == 0
+    assert not (later / "weights").exists() and main(["verify", str(later)]) == 0
+    assert main(["pack", str(later), str(model)]) == 0
+    assert main(["verify", str(later)]) == 0
+    shards = [sorted(p.read_bytes() for p in (a / "weights").iterdir()) for a in (whole, later)]
+    assert shards[0] == shards[1]
+    save(LISTED[2], tmp_path / "other")
+    capsys.readouterr()
+    assert main(["pack", str(later), str(tmp_path / "other")]) == 1
+    assert "LLMC-E328" in capsys.readouterr().err
+    assert main(["verify", str(later)]) == 0
+
+
+def test_an_equal_compile_is_reused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second compile links the first one's artifact; a damaged entry is built again; other options are others."""
+    args = ["--cache", str(tmp_path / "cache"), "--json"]
+    out: list[dict[str, object]] = []
+    for i, extra in enumerate(([], [], ["--max-num-seqs", "3"])):
+        main(["compile", str(model), "-o", str(tmp_path / f"{i}.llmc"), *args, *extra])
+        out.append(json.loads(capsys.readouterr().out))
+    stages = [set(o["seconds"]) for o in out]  # type: ignore[call-overload]
+    assert stages[1] == {"reuse"} and "kernels" in stages[0] & stages[2]
+    (entry,) = [p for p in (tmp_path / "cache" / "reuse").glob("*.llmc") if intact_seqs(p) == 16]
+    weights = next((entry / "weights").iterdir())
+    data = bytearray(weights.read_bytes())
+    weights.unlink()
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    main(["compile", str(model), "-o", str(tmp_path / "3.llmc"), *args])
+    assert "kernels" in json.loads(capsys.readouterr().out)["seconds"]
+    assert main(["verify", str(tmp_path / "3.llmc")]) == 0
+
+
+def intact_seqs(artifact: Path) -> int:
+    return int(json.loads((artifact / "manifest.json").read_text())["limits"]["max_num_seqs"])

@@ -1,0 +1,70 @@
+"""An artifact made of another one's files: hard links, so that no byte is copied; what differs is written anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import NAME, Manifest, Weights
+
+from llmc.artifact.blocks import WeightSource
+from llmc.artifact.files import Files
+from llmc.artifact.place import PART, locked, publish, sweep
+from llmc.artifact.weights import Progress, write_weights
+from llmc.ir.graph import Graph
+
+
+def link_folder(source: Path, out: Path) -> None:
+    """Put every file of the artifact `source` at `out`, the manifest last; the caller holds the lock of `out`."""
+    with _linked(source, out, skip="") as files:
+        files.put(PART, (source / NAME).read_bytes())
+        files.sync()
+        publish(files, out)
+
+
+def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: Progress | None = None) -> Manifest:
+    """Evaluate the weights graph from `source` into an artifact that has none, or other ones; it is replaced at once.
+
+    Raises LlmcError E1xx where the artifact does not open, Diagnostic E121, E123, E124, and what `source` raises.
+    """
+    path = Path(os.path.abspath(artifact))
+    with locked(path):
+        sweep(path)
+        manifest = Folder(path).manifest()
+        with _linked(path, path, skip="weights") as files:
+            written = write_weights(graph, source, files, progress=progress)
+            manifest = replace(manifest, weights=Weights("packed", written))
+            files.put(PART, manifest.dump())
+            files.sync()
+            publish(files, path)
+    return manifest
+
+
+@contextmanager
+def _linked(source: Path, out: Path, skip: str) -> Iterator[Files]:
+    """A folder beside `out` with links to the files of `source`, less its manifest and its folder `skip`."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    files.folder()
+    try:
+        for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
+            name = path.relative_to(source)
+            if name.as_posix() in (NAME, PART) or (skip and name.parts[0] == skip):
+                continue
+            (files.root / name).parent.mkdir(parents=True, exist_ok=True)
+            _link(path, files.root / name)
+        yield files
+    except BaseException:
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:  # another file system
+        shutil.copyfile(old, new)
