@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ FLAGS = (
     "-Wl,--build-id=none", "-static-libgcc",
 )  # fmt: skip
 _DIGEST = 32
+_STALE = 3600.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class CppToolchain:
         out: dict[str, bytes] = {}
         done = 0
         cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
         with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
             futures = {k: pool.submit(self._one, k, u, cache) for k, u in todo.items()}
             try:
@@ -110,6 +113,16 @@ class CppToolchain:
             f"the source is kept at {kept}; report it, or choose another target",
             loc=unit.loc,
         )
+
+
+def _sweep(cache: Path) -> None:
+    """Remove the work folders of compiles that were killed: those that nobody touched for an hour."""
+    for path in cache.glob("build-*"):
+        try:
+            if time.time() - path.stat().st_mtime > _STALE:
+                shutil.rmtree(path, ignore_errors=True)
+        except FileNotFoundError:  # its owner has just finished
+            continue
 
 
 def _read_entry(path: Path) -> bytes | None:

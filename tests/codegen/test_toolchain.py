@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +44,14 @@ def test_equal_units_are_compiled_once(toolchain: CppToolchain, tmp_path: Path) 
     path = tmp_path / "x.so"
     path.write_bytes(first[tool.key(GOOD)])
     assert ctypes.CDLL(str(path)).answer() == 42
+
+
+def test_work_folders_of_killed_compiles_are_removed(toolchain: CppToolchain, tmp_path: Path) -> None:
+    for name, age in (("build-old", 7200), ("build-new", 5)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    toolchain.compile([GOOD], tmp_path)
+    assert not (tmp_path / "build-old").exists() and (tmp_path / "build-new").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
