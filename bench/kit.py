@@ -73,13 +73,17 @@ class Contender:
         self.version, self.load_seconds = str(hello["version"]), float(hello["seconds"])
         self.warm_seconds = 0.0
 
-    def seconds(self, prompt: Sequence[int], new: int) -> float:
-        """Seconds that `new` tokens behind the prompt take, its tokens checked for their number."""
+    def generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], float]:
+        """`new` greedy tokens behind the prompt, and the seconds they took."""
         assert self.process.stdin is not None
         print(json.dumps({"prompt": list(prompt), "new": new}), file=self.process.stdin, flush=True)
         answer = self._answer()
-        assert len(answer["tokens"]) == new, f"{self.kind}: {len(answer['tokens'])} tokens of {new}"
-        return float(answer["seconds"])
+        tokens = [int(i) for i in answer["tokens"]]
+        assert len(tokens) == new, f"{self.kind}: {len(tokens)} tokens of {new}"
+        return tokens, float(answer["seconds"])
+
+    def seconds(self, prompt: Sequence[int], new: int) -> float:
+        return self.generate(prompt, new)[1]
 
     def warm(self, first: Callable[[], object]) -> None:
         """Let it do something for the first time; the seconds go to `warm_seconds`."""

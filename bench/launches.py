@@ -68,7 +68,7 @@ def engine(path: Path, device: CpuDevice) -> tuple[Engine, Executor]:
 def collect(
     path: Path, tokens: int, context: int, repeat: int, rows: int
 ) -> tuple[Program, dict[str, int], np.ndarray]:
-    """(program, its symbols, ns[repeat, launches]): a prompt of `tokens` tokens; 1: decode of `rows` behind `context`."""
+    """(program, its symbols, ns[repeat, launches]): a prompt of `tokens`; 1: `rows` decode behind `context`."""
     device = ProfilingDevice()
     eng, executor = engine(path, device)
     vocab = executor.artifact.manifest.vocab_size

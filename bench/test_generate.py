@@ -91,12 +91,24 @@ def present(contenders: dict[str, Contender | str]) -> dict[str, Contender]:
     return {k: v for k, v in contenders.items() if isinstance(v, Contender)}
 
 
+def check_same(here: dict[str, Contender]) -> None:
+    """First greedy tokens agree for most prompts: speed is compared between equal models. Random weights leave the
+    likeliest token a rounding error ahead, so that other orders of summation change some."""
+    prompts = [prompt(n) for n in (16, 32, 64, 128, 192, 256, 384, 512)]
+    first = {k: [c.generate(p, 1)[0][0] for p in prompts] for k, c in here.items()}
+    ours = first.pop("llmc")
+    for name, theirs in first.items():
+        same = sum(a == b for a, b in zip(ours, theirs))
+        assert same >= len(prompts) // 2, f"{name}: {same} of {len(prompts)} first tokens agree with ours"
+
+
 @pytest.mark.benchmark(timer=clock, group="generate")
 def test_decode(benchmark: Any, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
     """Seconds a token behind a short prompt; the limit is the weights' bytes over the read bandwidth."""
     here = present(contenders)
     for c in here.values():
         c.warm(lambda c=c: decode_seconds(c))
+    check_same(here)
     measures = {k: lambda c=c: decode_seconds(c) for k, c in here.items()}
     found = interleave({**measures, "limit": ceilings.bandwidth}, ROUNDS)
     title = f"Decode, {SHAPE.name} bf16, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
