@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,7 +32,8 @@ struct llmc_thread {
   llmc_ctx ctx;
   llmc_pool* pool;
   pthread_t id;
-  int spin;  // how long a barrier is worth spinning for, learnt from the last ones
+  int spin;        // how many times a barrier looks before it sleeps
+  long preempted;  // times the system took the core away, so far
 };
 struct llmc_pool {
   llmc_word gen, arrived, sleepers, job, waiters;
@@ -63,16 +65,21 @@ inline void llmc_signal(llmc_word& w, llmc_word& count) {
   llmc_add(w, 1);
   if (llmc_get(count)) syscall(SYS_futex, &w.v, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
-inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int& spin) {
+inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int spin) {
   for (int i = 0; i < spin; i++) {
-    if (llmc_get(w) != old) {
-      spin = spin < 4096 ? spin + 64 : spin;
-      return;
-    }
+    if (llmc_get(w) != old) return;
     llmc_relax();
   }
-  spin = spin > 512 ? spin / 2 : spin;
   if (llmc_get(w) == old) llmc_sleep(w, count, old);
+}
+// Spinning pays where every thread has a core to itself: after a step in which the system took this one's away, its
+// barriers sleep soon (others need the core, perhaps the very thread that is waited for); otherwise they spin longer.
+inline void llmc_learn(llmc_thread* t) {
+  rusage u;
+  if (getrusage(RUSAGE_THREAD, &u)) return;
+  bool taken = u.ru_nivcsw != t->preempted;
+  t->preempted = u.ru_nivcsw;
+  t->spin = taken ? (t->spin > 512 ? t->spin / 8 : 64) : (t->spin < 2048 ? t->spin * 2 : 4096);
 }
 inline void llmc_barrier(llmc_pool* p, llmc_thread* t) {
   uint32_t g = llmc_get(p->gen);
@@ -102,13 +109,13 @@ void llmc_work(llmc_pool* p, llmc_thread* t) {
       last = now;
     }
   }
+  if (p->n > 1) llmc_learn(t);
 }
 void* llmc_loop(void* arg) {
   llmc_thread* t = (llmc_thread*)arg;
   llmc_pool* p = t->pool;
   for (uint32_t seen = 0;; seen++) {
-    int spin = 2000;
-    llmc_wait(p->job, p->waiters, seen, spin);
+    llmc_wait(p->job, p->waiters, seen, t->spin);
     if (p->quit) return nullptr;
     llmc_work(p, t);
   }
@@ -158,7 +165,7 @@ LLMC_EXPORT void* llmc_open(int nthreads) {
     good = !posix_memalign(&scratch, 64, LLMC_SCRATCH + 64);
     t->ctx = llmc_ctx{i, nthreads, (char*)scratch, LLMC_SCRATCH};
     t->pool = p;
-    t->spin = 2000;
+    t->spin = 1024;
     if (good && i > 0) good = !pthread_create(&t->id, nullptr, llmc_loop, t);
     if (good && i > 0) p->started++;
   }
