@@ -28,6 +28,12 @@ def widens(src: str, dst: str) -> bool:
     return src == dst
 
 
+def rounds_little(n: Node) -> bool:
+    """True for a cast among the floats that models compute in: leaving it out changes last bits alone. A cast to an
+    8-bit float, or through an integer, is meant to lose more."""
+    return all(v.type.dtype in ("f64", "f32", "bf16", "f16") for v in (n.operands[0], n.results[0]))
+
+
 def core(v: Value) -> Value:
     """`v` without the casts that only widen it: the same numbers."""
     while (n := made_by(v, "cast")) and widens(n.operands[0].type.dtype, v.type.dtype):

@@ -12,7 +12,7 @@ from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 
 from .base import Ctx, Pass
-from .facts import const_value, is_pointwise, weight_only
+from .facts import const_value, is_pointwise, rounds_little, weight_only
 
 PRODUCTS = ("linear", "linear_map")
 
@@ -75,6 +75,8 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
     """Make pointwise `n` the epilogue of a product that only `n` reads, at the place of `n`."""
     y = n.results[0]
     if not _is_float(y) or not all(map(_is_float, n.operands)) or not ctx.allows(n):
+        return False
+    if n.op.name == "cast" and not rounds_little(n):
         return False
     found = [v for v in dict.fromkeys(n.operands) if _only_reader(g, v, n)]
     products = [v for v in found if v.type.shape == y.type.shape]

@@ -12,7 +12,7 @@ from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 
 from .base import Ctx, Pass
-from .facts import const_value
+from .facts import const_value, rounds_little
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ def expression(n: Node) -> E | None:
     if len(n.results) != 1 or n.op.writes:
         return None
     if n.op.name == "cast":
-        kinds = {DTYPES[v.type.dtype].kind for v in (n.operands[0], n.results[0])}
-        return arg(0) if kinds == {"f"} else None
+        return arg(0) if rounds_little(n) else None
     if n.op.name == "fused":
         return parse_expr(n.attrs["body"][0])
     return n.op.scalar(n.attrs) if n.op.scalar else None

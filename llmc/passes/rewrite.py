@@ -21,7 +21,7 @@ from typing import Any
 from llmc.ir.graph import Builder, Graph, Node, Value
 
 from .base import Ctx
-from .facts import const_value, core, same_type
+from .facts import const_value, core, rounds_little, same_type
 
 Bound = dict[str, Any]
 
@@ -57,7 +57,7 @@ class Const:
 
 @dataclass(frozen=True)
 class Through:
-    """A pattern below any number of casts."""
+    """A pattern below any number of casts among floats of 16 bits and more."""
 
     inner: Pattern
 
@@ -149,7 +149,7 @@ def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
     elif isinstance(p, Through):
         while True:
             yield from _match(p.inner, v, (bound, inner), t)
-            if v.node is None or v.node.op.name != "cast":
+            if v.node is None or v.node.op.name != "cast" or not rounds_little(v.node):
                 return
             inner = (*inner, (v.node, False))
             v = v.node.operands[0]

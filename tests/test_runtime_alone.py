@@ -1,0 +1,81 @@
+"""The runtime in an interpreter that has what the plain install brings: no torch, no Triton, no transformers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ABSENT = ("torch", "triton", "transformers", "safetensors", "ml_dtypes", "pytest", "llmc")
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import importlib, importlib.util, pkgutil
+for name in {absent}:
+    assert importlib.util.find_spec(name) is None, name
+import llmc_runtime
+names = [m.name for m in pkgutil.walk_packages(llmc_runtime.__path__, "llmc_runtime.")]
+for name in names:
+    importlib.import_module(name)
+print(len(names), "modules")
+from llmc_runtime.cli import main_run
+sys.exit(main_run(["--help"]))
+"""
+
+
+def plain_install() -> set[str]:
+    """Names of the distributions that the plain install brings, from metadata."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    work, found = list(wanted), set()
+    while work:
+        text = work.pop()
+        name = re.split(r"[\s;<>=!~\[(]", text, maxsplit=1)[0].lower().replace("_", "-")
+        if name in found or "extra ==" in text:
+            continue
+        try:
+            work += distribution(name).requires or []
+        except PackageNotFoundError:  # an optional or another platform's requirement
+            continue
+        found.add(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with links to the files of those distributions and to the runtime."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in plain_install():
+        d = distribution(name)
+        tops = {f.parts[0] for f in d.files or [] if f.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(Path(str(d.locate_file(top))))
+    (folder / "llmc_runtime").symlink_to(ROOT / "runtime" / "llmc_runtime")
+    return folder
+
+
+def test_every_module_imports_and_the_command_answers(site: Path) -> None:
+    program = PROGRAM.format(absent=repr(ABSENT))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(site)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert " modules" in done.stdout
+    assert "usage" in done.stdout.lower()
+
+
+def test_the_room_is_really_bare(site: Path) -> None:
+    """The test above can fail: importing torch there does."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(site)!r}); import torch"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "No module named 'torch'" in done.stderr
