@@ -49,10 +49,10 @@ class Ceilings:
         self.lib.bench_read.restype = self.lib.bench_peak_bf16.restype = ctypes.c_double
         self.memory = np.ones(256 << 20, np.uint8)
 
-    def bandwidth(self) -> float:
-        return float(
-            self.lib.bench_read(ctypes.c_void_p(self.memory.ctypes.data), ctypes.c_int64(self.memory.nbytes), THREADS)
-        )
+    def bandwidth(self, times: int = 1) -> float:
+        """Of `times` sweeps on end: one says what is possible, many what lasts."""
+        at, size = ctypes.c_void_p(self.memory.ctypes.data), ctypes.c_int64(self.memory.nbytes)
+        return times / sum(1 / float(self.lib.bench_read(at, size, THREADS)) for _ in range(times))
 
     def flops(self) -> float:
         return float(self.lib.bench_peak_bf16(THREADS))
@@ -90,6 +90,10 @@ class Contender:
         begin = time.perf_counter()
         first()
         self.warm_seconds += time.perf_counter() - begin
+
+    @property
+    def readiness(self) -> str:
+        return f"{self.load_seconds:.1f} + {self.warm_seconds:.1f}"
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,18 @@ def check_same(here: dict[str, Contender]) -> None:
         assert same >= len(prompts) // 2, f"{name}: {same} of {len(prompts)} first tokens agree with ours"
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one measurement does: its title, tokens, bytes or flops, and their limit: a rate of this machine."""
+
+    title: str
+    tokens: int
+    amount: int
+    unit: str
+    limit: str
+    rate: Callable[[], float]
+
+
 @pytest.mark.benchmark(timer=clock, group="generate")
 def test_decode(benchmark: Any, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
     """Seconds a token behind a short prompt; the limit is the weights' bytes over the read bandwidth."""
@@ -109,66 +121,50 @@ def test_decode(benchmark: Any, contenders: dict[str, Contender | str], ceilings
     for c in here.values():
         c.warm(lambda c=c: decode_seconds(c))
     check_same(here)
-    measures = {k: lambda c=c: decode_seconds(c) for k, c in here.items()}
-    found = interleave({**measures, "limit": ceilings.bandwidth}, ROUNDS)
     title = f"Decode, {SHAPE.name} bf16, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
-    work = Work("weights read / read bandwidth", "GB/s", SHAPE.read_per_token, 1, found.pop("limit"))
-    _report(benchmark, title, work, found, contenders)
+    limit = "bytes of weights / read bandwidth"
+    work = Work(title, 1, SHAPE.read_per_token, "GB/s", limit, lambda: ceilings.bandwidth(16))
+    compare(benchmark, work, contenders, decode_seconds)
 
 
 @pytest.mark.benchmark(timer=clock, group="generate")
 def test_prefill(benchmark: Any, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
     """Seconds of a 512-token prompt and its first token; the limit is the products' flops over the rate of fma."""
-    here = present(contenders)
-    for c in here.values():
+    for c in present(contenders).values():
         for _ in range(2):
             c.warm(lambda c=c: c.seconds(prompt(PROMPT), 1))
-    measures = {k: lambda c=c: c.seconds(prompt(PROMPT), 1) for k, c in here.items()}
-    found = interleave({**measures, "limit": ceilings.flops}, ROUNDS)
     title = f"Prefill, {SHAPE.name} bf16, {PROMPT} tokens and the first new one, medians of {ROUNDS}"
     flops = SHAPE.prefill_flops_per_token * PROMPT
-    _report(
-        benchmark, title, Work("products / fma rate", "GFLOP/s", flops, PROMPT, found.pop("limit")), found, contenders
-    )
+    work = Work(title, PROMPT, flops, "GFLOP/s", "flops of products / fma rate", ceilings.flops)
+    compare(benchmark, work, contenders, lambda c: c.seconds(prompt(PROMPT), 1))
 
 
-@dataclass
-class Work:
-    """What one measurement does: bytes or flops, tokens, and the machine's rates measured in between."""
-
-    limit: str
-    unit: str
-    amount: int
-    tokens: int
-    rates: list[float]
-
-
-def _report(
-    benchmark: Any, title: str, work: Work, found: dict[str, list[float]], contenders: dict[str, Contender | str]
+def compare(
+    benchmark: Any, work: Work, contenders: dict[str, Contender | str], seconds_of: Callable[[Contender], float]
 ) -> None:
-    ceiling = median(work.rates)
-    floor = work.amount / ceiling
-    t = table(title, "who", "ms", "token/s", "least ms", work.unit, f"share of {ceiling / 1e9:.1f} {work.unit}")
-    for name, seconds in {**found, f"limit: {work.limit}": [floor]}.items():
-        s = median(seconds)
-        rate = work.amount / s
-        times = (f"{s * 1e3:.2f}", f"{work.tokens / s:.1f}", f"{min(seconds) * 1e3:.2f}")
-        t.add(name, *times, f"{rate / 1e9:.1f}", f"{rate / ceiling:.0%}")
-    low, high = min(work.rates) / 1e9, max(work.rates) / 1e9
-    t.notes.append(f"the limit's rate in this run: median {ceiling / 1e9:.1f}, {low:.1f} to {high:.1f} {work.unit}")
-    _absent(t, contenders)
-    record(benchmark, found["llmc"], **_extra(found), limit_rate=ceiling, limit_seconds=floor)
+    """Measure everybody in turn, the limit's rate right before each; shares are medians of those pairs."""
+    rates: dict[str, list[float]] = {}
 
+    def measure(name: str, c: Contender) -> float:
+        rates.setdefault(name, []).append(work.rate())
+        return seconds_of(c)
 
-def _extra(found: dict[str, list[float]]) -> dict[str, Any]:
-    return {"peers_median_seconds": {k: median(v) for k, v in found.items() if k != "llmc"}, "all_seconds": found}
-
-
-def _absent(t: Any, contenders: dict[str, Contender | str]) -> None:
+    here = present(contenders)
+    found = interleave({k: lambda k=k, c=c: measure(k, c) for k, c in here.items()}, ROUNDS)
+    every = [r for each in rates.values() for r in each]
+    floor = work.amount / median(every)
+    t = table(work.title, "who", "ms", "least ms", "token/s", work.unit, "limit's rate beside it", "share of it")
+    for name, seconds in found.items():
+        s, beside = median(seconds), rates[name]
+        share = median([work.amount / x / r for x, r in zip(seconds, beside)])
+        spread = f"{median(beside) / 1e9:.0f} ({min(beside) / 1e9:.0f} to {max(beside) / 1e9:.0f})"
+        times = (f"{s * 1e3:.2f}", f"{min(seconds) * 1e3:.2f}", f"{work.tokens / s:.1f}")
+        t.add(name, *times, f"{work.amount / s / 1e9:.1f}", spread, f"{share:.0%}")
+    t.add(f"limit: {work.limit}", f"{floor * 1e3:.2f}", "", f"{work.tokens / floor:.1f}", "", "", "100%")
     for name, c in contenders.items():
         if isinstance(c, str):
             t.add(name, *[c] + [""] * (len(t.columns) - 2))
-        else:
-            t.notes.append(
-                f"{name}: {c.version}, loaded in {c.load_seconds:.1f} s, warmed up in {c.warm_seconds:.1f} s"
-            )
+    t.notes.append("; ".join(f"{k}: {c.version}" for k, c in here.items()))
+    t.notes.append("seconds to load + warm up: " + ", ".join(f"{k} {c.readiness}" for k, c in here.items()))
+    peers = {k: median(v) for k, v in found.items() if k != "llmc"}
+    record(benchmark, found["llmc"], peers_median_seconds=peers, all_seconds=found, rates=rates, limit_seconds=floor)
