@@ -76,6 +76,11 @@ TEXTS = (
     Text(
         "f32[3, 4]; f32[4]", 'fused {body=["add(a0, a1)", "mul(a1, 2.0)"], dtypes=["f32", "f32"]}', "f32[3, 4], f32[4]"
     ),
+    Text(
+        "f32[T, 9]; f32[T, 1]",
+        'fused {body=["add(a0, row_sum(a1))", "mul(a0, row_sum(row_sum(a0)))"], dtypes=["f32", "f32"]}',
+        "f32[T, 9], f32[T, 9]",
+    ),
     Text("f32[1]", 'fused {body=["sub(row_max(a0), row_sum(a0))"], dtypes=["f32"]}', "f32[1]"),
     Text("f32[T, 8]; bool[T, 1]", 'fused {body=["select(a1, a0, -inf)"], dtypes=["f32"]}', "f32[T, 8]"),
     Text(
@@ -128,6 +133,23 @@ TEXTS = (
     Text("bf16[R, 640]; i32[R]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]", ints=640),
     Text("f32[2, 7, 21]; f32[2, 21, 41]", "matmul", "f32[2, 7, 41]"),
     Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
+    Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]", ints=5),
+    Text(
+        "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]", 'moe {act="gelu"}', "bf16[T, 33]", ints=4
+    ),
+    Text("f32[T, 4, 10]; f32[T, 2, 10]; f32[T, 2, 6]; i32[T]", "attention {layer=0, scale=0.3}", "f32[T, 4, 6]"),
+    Text(
+        "bf16[T, 4, 18]; bf16[T, 1, 18]; bf16[T, 1, 18]; i64[T]",
+        "attention {layer=0, scale=0.3, causal=false, softcap=5.0}",
+        "bf16[T, 4, 18]",
+        ints=2,
+    ),
+    Text(
+        "state bf16[4, 2, 2, 4, 12]; f32[1, 2, 12]; f32[1, 2, 12]; i32[1]",
+        "kv_append",
+        "state bf16[4, 2, 2, 4, 12]",
+        ints=16,
+    ),
     Text("bf16[T, 3, 24]; f32[T, 8]; f32[T, 8]", "rope", "bf16[T, 3, 24]"),
     Text("f32[T, 2, 34]; f32[T, 17]; f32[T, 17]", "rope {interleaved=true}", "f32[T, 2, 34]"),
     Text("f32[20]; i32[T]", 'rope_tables {scaling=1.5, dtype="bf16"}', "bf16[T, 20], bf16[T, 20]", ints=5000),

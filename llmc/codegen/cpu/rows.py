@@ -118,7 +118,8 @@ class RowProgram:
         self.cached = self._cached()
 
     def reduction(self, i: int) -> bool:
-        return self.dag.nodes[i][0].startswith("row_")
+        """Whether a node folds the row; of a value that is one number a row, a reduction is that number."""
+        return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
         """For each pass, the nodes it computes last: reductions of its level, and in the last pass the results."""
@@ -282,6 +283,8 @@ def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> li
         if fn == "arg":
             lines.append(f"const vf t{i} = splat((float)scalar(q{int(args[0])}[0]));")
             names[i] = (f"t{i}", "f")
+        elif fn.startswith("row_"):
+            names[i] = names[p.dag.operands(i)[0]]
         else:
             lines += statements(p.dag, [i], names, VECTOR)
     return lines
