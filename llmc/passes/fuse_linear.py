@@ -21,10 +21,12 @@ PRODUCTS = ("linear", "linear_map")
 class FuseLinear(Pass):
     """Fuse products: one whose readers are slices is split into products of weight slices; a pointwise reader (bias,
     activation, residual, gate times up) becomes the product's epilogue; products of one operand are made one, over
-    concatenated weights. parts: how many row blocks an epilogue may join."""
+    concatenated weights. parts: how many row blocks an epilogue may join. siblings: whether products of one operand
+    are joined, at the price of slicing the result."""
 
     name: ClassVar[str] = "fuse-linear"
     parts: int = 2
+    siblings: bool = True
 
     def run(self, m: Module, ctx: Ctx) -> int:
         done = 0
@@ -32,7 +34,7 @@ class FuseLinear(Pass):
             known = weight_only(g)
             done += sum(_split(g, n, known, ctx) for n in list(g.nodes) if n.op.name == "linear")
             done += sum(_absorb(g, n, self.parts, ctx) for n in list(g.nodes) if is_pointwise(n) or n.op.name == "cast")
-            done += _join_siblings(g, ctx)
+            done += _join_siblings(g, ctx) if self.siblings else 0
         return done
 
 
