@@ -198,6 +198,10 @@ class LLM:
         rendered = self._templates[text].render(messages, **template)
         return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
 
+    def stats(self) -> dict[str, float]:
+        """The engine's counters and gauges by name: steps, tokens, preemptions, prefix hits, pages in use ..."""
+        return {**self.engine.counters.as_dict(), **self.engine.stats()}
+
     def close(self) -> None:
         """Give memory and threads back; the LLM cannot be used afterwards."""
         for request_id in list(self._live):

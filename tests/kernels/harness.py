@@ -22,7 +22,7 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 GUARD = 256  # bytes before and behind every buffer, which must stay as they were
-POISON = 0xAB
+POISON = 0xFF  # NaN in every float width
 
 
 class Ctx(ctypes.Structure):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels import harness
 from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.cpu.attention import ATTENTION
@@ -94,11 +93,6 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
     out = [rng.standard_normal((total, s.h, s.d)).astype(np.float32), kv, pages]
     out += [np.array([row for row, _, _ in step], np.int32), starts, positions]
     return out + ([rng.standard_normal(s.h).astype(np.float32) * 2] if s.sinks else [])
-
-
-@pytest.fixture(autouse=True)
-def poison_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "POISON", 0xFF)  # as a float of any width: a result that nobody wrote shows
 
 
 @pytest.fixture(scope="module", params=LEVELS)

@@ -77,7 +77,7 @@ def _paged_example(rng: Any) -> Any:
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], sinks?: f[h]) -> q[t, h, d]",
-    flops="4*t*h*d*m*page", bytes="2*r*m*page*g*d*bytes_kv + 2*t*h*d*bytes_q", example=_paged_example,
+    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", example=_paged_example,
 )  # fmt: skip
 def paged_attention(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
@@ -85,7 +85,7 @@ def paged_attention(
 ) -> Any:  # fmt: skip
     """Causal attention of row i's tokens starts[i] .. starts[i+1] over the pages of its device row. A token at position
     p sees positions 0 .. p (p - window + 1 .. p with a window), its own included: append first. Rows of -1 and tokens
-    at position -1 are padding; their result is zero."""
+    at position -1 are padding; their result is zero. The cost takes every page of the pool to be in use."""
     page = kv.shape[3]
     out = np.zeros_like(q)
     for i, row in enumerate(rows):

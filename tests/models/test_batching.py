@@ -1,0 +1,86 @@
+"""A request's tokens do not depend on its company: batched, chunked, preempted or from the cache, they are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmc_runtime import LLM, SamplingParams
+from models.cases import LISTED
+from models.kit import save
+
+from llmc.driver import Options, compile_model
+
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A qwen3-like model in float32, 6 rows, 24 tokens a step."""
+    folder = tmp_path_factory.mktemp("batching")
+    save(LISTED[3], folder / "model", SEED)
+    options = Options(cache=folder / "cache", reuse=False, max_num_seqs=6, max_num_batched_tokens=24)
+    compile_model(folder / "model", folder / "model.llmc", options)
+    yield folder / "model.llmc"
+
+
+def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Prompts of 1 to 90 tokens, half of them with a shared beginning; every kind of sampling."""
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    shared = rng.integers(3, 320, 40).tolist()
+    prompts, params = [], []
+    for i in range(24):
+        own = rng.integers(3, 320, int(rng.integers(1, 50))).tolist()
+        prompts.append({"prompt_token_ids": shared + own if i % 2 else own})
+        kind = {
+            "temperature": float(rng.choice([0.0, 0.7, 1.3])),
+            "top_k": int(rng.choice([0, 8])),
+            "top_p": float(rng.choice([1.0, 0.85])),
+            "min_p": float(rng.choice([0.0, 0.02])),
+            "repetition_penalty": float(rng.choice([1.0, 1.3])),
+            "frequency_penalty": float(rng.choice([0.0, 0.4])),
+            "presence_penalty": float(rng.choice([0.0, 0.3])),
+            "min_tokens": int(rng.choice([0, 5])),
+            "max_tokens": int(rng.integers(6, 24)),
+            "seed": i,
+        }
+        params.append(SamplingParams(**kind))
+    return prompts, params
+
+
+def tokens(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def quiet(text: str) -> None:
+    return
+
+
+def test_company_changes_nothing(artifact: Path) -> None:
+    prompts, params = requests()
+    roomy = LLM(artifact, say=quiet, enable_prefix_caching=False)
+    alone = [tokens(roomy, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+    assert tokens(roomy, prompts, params) == alone, "batched"
+    roomy.close()
+    page = json.loads((artifact / "manifest.json").read_text())["kv"]["bytes_per_page"]
+    tight = LLM(artifact, say=quiet, kv_cache_memory_bytes=14 * page)
+    assert tokens(tight, prompts, params) == alone, "with preemption and the prefix cache"
+    assert tokens(tight, prompts[::-1], params[::-1]) == alone[::-1], "from a warm cache"
+    stats = tight.stats()
+    assert stats["num_preemptions"] > 0 and stats["prefix_cache_hits"] > 0
+    tight.close()
+
+
+def test_threads_change_nothing(artifact: Path) -> None:
+    prompts, params = requests()
+    found = []
+    for threads in (1, 3):
+        llm = LLM(artifact, say=quiet, threads=threads)
+        found.append(tokens(llm, prompts[:6], params[:6]))
+        llm.close()
+    assert found[0] == found[1]
