@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -172,6 +173,46 @@ def of_texts(kernels: list[Kernel], target: Target) -> Iterator[Case]:
         g = t.graph()
         inputs = t.inputs(g, np.random.default_rng(i))
         yield from _cases(f"{t.call.split()[0]}-{i}", g, inputs, kernels, target)
+
+
+def _random_body(rng: random.Random, count: int, depth: int) -> str:
+    """An expression over a0 .. a{count-1} whose values stay moderate."""
+    if depth == 0 or rng.random() < 0.1:
+        return f"a{rng.randrange(count)}"
+    part = [_random_body(rng, count, depth - 1) for _ in range(3)]
+    return rng.choice(
+        [
+            f"add({part[0]}, {part[1]})",
+            f"sub({part[0]}, {part[1]})",
+            f"mul(sigmoid({part[0]}), {part[1]})",
+            f"max({part[0]}, {part[1]})",
+            f"tanh({part[0]})",
+            f"exp(min({part[0]}, 1.0))",
+            f"select(gt({part[0]}, {part[1]}), {part[2]}, 0.5)",
+            f"row_mean({part[0]})",
+            f"row_max({part[0]})",
+            f"sub({part[0]}, row_max({part[1]}))",
+            f"div({part[0]}, add(row_sum(abs({part[1]})), 1.0))",
+        ]
+    )
+
+
+def of_random(kernels: list[Kernel], target: Target, count: int = 40) -> Iterator[Case]:
+    """Random `fused` groups over randomly broadcast operands."""
+    for seed in range(count):
+        rng = random.Random(seed)
+        space = ["T", "3", rng.choice(["1", "8", "19", "70"])]
+        types = []
+        for i in range(rng.randint(1, 3)):
+            dims = [d if i == 0 or rng.random() < 0.7 else "1" for d in space]
+            types.append(f"{rng.choice(['f32', 'bf16'])}[{', '.join(dims[rng.randint(0, 2) if i else 0 :])}]")
+        bodies = [f"add(a0, {_random_body(rng, len(types), 4)})" for _ in range(rng.randint(1, 2))]
+        dtypes = [rng.choice(["f32", "bf16"]) for _ in bodies]
+        quoted = [", ".join(f'"{x}"' for x in part) for part in (bodies, dtypes)]
+        results = ", ".join(f"{d}[{', '.join(space)}]" for d in dtypes)
+        t = Text("; ".join(types), f"fused {{body=[{quoted[0]}], dtypes=[{quoted[1]}]}}", results)
+        g = t.graph()
+        yield from _cases(f"random-{seed}", g, t.inputs(g, np.random.default_rng(seed)), kernels, target)
 
 
 def _cases(name: str, g: Graph, inputs: list[np.ndarray], kernels: list[Kernel], target: Target) -> Iterator[Case]:

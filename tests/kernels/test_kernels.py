@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from kernels.cases import PACKED_FIRST, TEXTS, of_ops, of_texts
+from kernels.cases import PACKED_FIRST, TEXTS, of_ops, of_random, of_texts
 from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.driver import our_kernels
@@ -20,7 +20,7 @@ LEVELS = ("cpu:native", "cpu:portable")
 @lru_cache(maxsize=4)
 def cases(level: str) -> dict[str, Case]:
     kernels, target = list(our_kernels().values()), parse(level)
-    found = [*of_ops(kernels, target), *of_texts(kernels, target)]
+    found = [*of_ops(kernels, target), *of_texts(kernels, target), *of_random(kernels, target)]
     by_name = {c.name: c for c in found}
     assert len(by_name) == len(found)
     return by_name
