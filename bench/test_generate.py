@@ -21,7 +21,7 @@ from bench import shapes
 from bench.kit import BUILD, LLAMACPP, ROOT, Ceilings, Contender, clock, interleave, median, record, run, table
 
 SHAPE = shapes.QWEN25_05B
-NEW, CONTEXT, PROMPT, ROUNDS = 32, 64, 512, 6
+NEW, CONTEXT, PROMPT, ROUNDS = 32, 64, 512, 8
 
 
 def artifact(checkpoint: Path) -> Path:
