@@ -44,7 +44,7 @@ def check(llm: LLM, model: Any, prompts: list[list[int]], tolerance: float) -> N
 def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolerance: float, **options: Any) -> None:
     print(f"seed {SEED}")
     model = save(case, tmp_path / "model", SEED, dtype)
-    length = min(case.trace.get("max_positions", 96), 96) if "longrope" not in case.name else None
+    length = min(case.trace.get("max_positions", 96), 96)
     o = Options(cache=cache, reuse=False, max_model_len=length, max_num_batched_tokens=32, max_num_seqs=4, **options)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", o)
     rng = np.random.default_rng(SEED)
@@ -63,8 +63,9 @@ def test_listed(case: Case, tmp_path: Path, cache: Path) -> None:
     run_case(case, tmp_path, cache, torch.float32, 1e-3)
 
 
-@pytest.mark.parametrize("case", sample(2), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", sample(2, without="rope-longrope-long"), ids=lambda c: c.name)
 def test_sampled_from_the_others(case: Case, tmp_path: Path, cache: Path) -> None:
+    """Without the long set of frequencies: transformers itself takes the short one for prompts this short."""
     run_case(case, tmp_path, cache, torch.float32, 1e-3)
 
 

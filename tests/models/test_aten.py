@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.aten import TABLE
+from llmc.frontend.aten_math import Row, softplus
 from llmc.frontend.convert import convert
 from llmc.frontend.export import Exported
 from llmc.ir import text
@@ -77,21 +79,24 @@ def exported(fn: Fn | torch.nn.Module) -> tuple[Small, Exported]:
     return module, Exported(module, program, {}, 64, 8)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_row_equals_torch(name: str) -> None:
-    module, traced = exported(CASES[name])
-    converted = convert(traced)
+def agrees(module: Small, traced: Exported, table: Mapping[str, Row] = TABLE) -> None:
+    """The lowered graph gives torch's numbers at another length, and its text parses back."""
+    converted = convert(traced, table)
     verify(converted.module)
     assert text.show(text.parse(text.show(converted.module), OPS)) == text.show(converted.module)
     ids, last = torch.randint(0, 320, (1, 11)), torch.tensor([0, 5, 10])
     positions = torch.arange(11)[None]
     want = module(ids, positions, last).detach().numpy()[0]
-    table = module.embed.weight.detach().numpy()
-    weights = {"embed.weight": table}
+    weights = {"embed.weight": module.embed.weight.detach().numpy()}
     graph = converted.module.graphs["main"]
     fixed = {"tokens": ids[0].numpy(), "positions": positions[0].numpy(), "last": last.numpy()}
     (got,) = run(graph, [weights[v.name] if v.weight else fixed[v.name] for v in graph.inputs])
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row_equals_torch(name: str) -> None:
+    agrees(*exported(CASES[name]))
 
 
 def test_an_op_without_a_row_names_itself_its_module_and_the_file_to_change() -> None:
@@ -114,12 +119,14 @@ def test_an_op_without_a_row_names_itself_its_module_and_the_file_to_change() ->
 
 
 def test_a_row_is_one_line() -> None:
-    """What the error above asks for works: a table with one more row lowers the op."""
-    _, traced = exported(lambda x, p: torch.special.erfc(x))
-    with pytest.raises(Diagnostic, match=r"special_erfc"):
+    """What the error above asks for works: the line that docs/models.md prints lowers the op, and right."""
+    module, traced = exported(lambda x, p: torch.nn.functional.mish(x))
+    with pytest.raises(Diagnostic, match=r"aten\.mish\.default"):
         convert(traced)
-    row = {"aten.special_erfc.default": lambda c, x: c.b.sub(c.b.constant(1.0, "f32"), c.b.erf(x))}
-    convert(traced, MappingProxyType({**TABLE, **row}))
+    line = '"aten.mish.default": lambda c, x: c.b.mul(x, c.b.tanh(softplus(c, x))),'
+    assert line in (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    row = {"aten.mish.default": lambda c, x: c.b.mul(x, c.b.tanh(softplus(c, x)))}
+    agrees(module, traced, MappingProxyType({**TABLE, **row}))
 
 
 @pytest.mark.parametrize(
