@@ -29,7 +29,7 @@ class CpuDevice(Device):
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or default_threads()
         self._libraries: dict[str, ctypes.CDLL] = {}
-        self._pools: dict[tuple[str, str], tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
+        self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
         self._kept: list[object] = []
 
     def alloc(self, nbytes: int) -> Memory:
@@ -79,7 +79,7 @@ class CpuDevice(Device):
         if program.step is None:
             cause = f"program {program.name} has no step function, which the CPU needs"
             raise LlmcError("E113", cause, "recompile with --target cpu:native")
-        unit, pool = self._pool(*program.step)
+        unit, pool = self._pool(program.step[0])
         run = self._symbol(unit, program.step[1])
         run.restype = ctypes.c_int
         run.argtypes = [ctypes.c_void_p] * 4
@@ -97,8 +97,9 @@ class CpuDevice(Device):
 
         return step
 
-    def _pool(self, key: str, entry: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-        if (key, entry) not in self._pools:
+    def _pool(self, key: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+        """The threads of one step unit, shared by its programs: they never run at the same time."""
+        if key not in self._pools:
             unit = self._libraries[key]
             opened = self._symbol(unit, "llmc_open")
             opened.restype, opened.argtypes = ctypes.c_void_p, [ctypes.c_int]
@@ -106,8 +107,8 @@ class CpuDevice(Device):
             if not pool:
                 cause = f"a pool of {self.threads} threads cannot be started"
                 raise LlmcError("E203", cause, "use fewer threads")
-            self._pools[key, entry] = unit, ctypes.c_void_p(pool)
-        return self._pools[key, entry]
+            self._pools[key] = unit, ctypes.c_void_p(pool)
+        return self._pools[key]
 
     def _address(self, key: str, entry: str) -> int:
         return ctypes.cast(self._symbol(self._libraries[key], entry), ctypes.c_void_p).value or 0
