@@ -48,12 +48,12 @@ def load_module(path: str) -> Module:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """ "T=128,R=4" -> sizes; Diagnostic E425 where it is not that."""
+    """ "T=128,R=4" -> sizes; Diagnostic E426 where it is not that."""
     out = {}
     for item in filter(None, text.split(",")):
         name, eq, value = item.partition("=")
         if not eq or not value.strip().isdigit():
-            raise Diagnostic("E425", f"--bind {item!r} is not a size", "write --bind T=128,R=4")
+            raise Diagnostic("E426", f"--bind {item!r} is not a size", "write --bind T=128,R=4")
         out[name.strip()] = int(value)
     return out
 
@@ -69,7 +69,7 @@ def price(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float, by:
     try:
         priced = rows(g, sizes, peak, bandwidth)
     except ValueError as e:
-        raise Diagnostic("E425", f"@{g.name}: {e}", "add it to --bind, as in --bind T=128,R=1") from None
+        raise Diagnostic("E426", f"@{g.name}: {e}", "add it to --bind, as in --bind T=128,R=1") from None
     merged: dict[str, dict[str, Any]] = {}
     for i, r in enumerate(priced):
         _merge(merged.setdefault(_key(r, by, i), {"count": 0, "flops": 0, "bytes": 0, "seconds": 0.0}), r, sizes)

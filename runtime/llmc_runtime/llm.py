@@ -198,7 +198,7 @@ class LLM:
         rendered = self._templates[text].render(messages, **template)
         return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges by name: steps, tokens, preemptions, prefix hits, pages in use ..."""
         return {**self.engine.counters.as_dict(), **self.engine.stats()}
 
