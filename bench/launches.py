@@ -38,7 +38,7 @@ class ProfilingDevice(CpuDevice):
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
         super().bind(program, addresses, symbols)
         key, entry = program.step or ("", "")
-        unit, pool = self._pool(key, entry)
+        unit, pool = self._pool(key)
         run = self._symbol(unit, entry.replace("llmc_run_", "llmc_profile_"))
         run.restype, run.argtypes = ctypes.c_int, [ctypes.c_void_p] * 5
         table, buffers = self._kept[-3], self._kept[-2]
