@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def trace(
     source = open_source(path)
     config = export.load_config(source)
     text = config.get_text_config()
-    stored = _stored_dtype(text)
+    stored = _stored_dtype(source, text)
     dtype = dtype or stored
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
@@ -114,9 +115,20 @@ def trace(
     )
 
 
-def _stored_dtype(config: Any) -> str:
+def _stored_dtype(source: Source, config: Any) -> str:
+    """What config.json says, else what most stored tensors are, else f32."""
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-    return names.get(str(config.dtype).removeprefix("torch."), "f32")
+    if said := names.get(str(config.dtype).removeprefix("torch.")):
+        return said
+    from .tensors import STORED, TensorFiles
+
+    if not any(source.folder.glob("*.safetensors")):
+        return "f32"
+    files = TensorFiles(source.folder)
+    held = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
+    files.close()
+    common = held.most_common(1)[0][0] if held else "f32"
+    return common if common in FLOATS else "f32"
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
@@ -148,9 +160,7 @@ def _facts(
 ) -> Facts:
     found = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
     layers = sorted(found, key=lambda n: n.attrs["layer"])
-    generation = dict(source.generation)
-    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
-    ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    eos = _ids(source, config, "eos_token_id")
     return Facts(
         model_type=source.model_type,
         architecture=architecture,
@@ -158,13 +168,30 @@ def _facts(
         stored_dtype=stored,
         vocab_size=int(config.vocab_size),
         max_positions=longest,
-        eos_token_ids=tuple(int(i) for i in ids),
-        bos_token_id=generation.get("bos_token_id", getattr(config, "bos_token_id", None)),
-        pad_token_id=generation.get("pad_token_id", getattr(config, "pad_token_id", None)),
-        generation=MappingProxyType({k: v for k in GENERATION_KEYS if (v := generation.get(k)) is not None}),
+        eos_token_ids=eos,
+        bos_token_id=next(iter(_ids(source, config, "bos_token_id")), None),
+        pad_token_id=next(iter(_ids(source, config, "pad_token_id")), None),
+        generation=MappingProxyType(_generation(source)),
         windows=tuple(n.attrs["window"] for n in layers),
         heads=tuple(_heads(n) for n in layers),
     )
+
+
+def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
+    """Token ids of a role; generation_config.json outranks config.json, and either may name one or several."""
+    value = source.generation.get(key, getattr(config, key, None))
+    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")
+    return tuple(i for i in ids if i >= 0)
+
+
+def _generation(source: Source) -> dict[str, Any]:
+    found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
+    for key, value in found.items():
+        if not isinstance(value, int | float):
+            raise Diagnostic("E302", f"generation_config.json: {key} is {value!r}, not a number", "correct the file")
+    return found
 
 
 def _heads(n: Any) -> tuple[int, int, int, int]:

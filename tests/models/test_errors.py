@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from models.cases import LISTED, ROPES, SMALL, UNLISTED, rope
+from models.cases import LISTED, ROPES, SEED, SMALL, UNLISTED, rope
 from models.kit import save
 from safetensors.numpy import load_file, save_file
 
@@ -93,6 +95,24 @@ def test_architecture(tmp_path: Path) -> None:
     fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))
 
 
+def test_generation_config(tmp_path: Path) -> None:
+    config(tmp_path, eos_token_id=[2, 5])
+    assert trace(tmp_path).facts.eos_token_ids == (2, 5)
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": 7, "temperature": 0.5, "num_beams": 4}))
+    facts = trace(tmp_path).facts
+    assert facts.eos_token_ids == (7,) and dict(facts.generation) == {"temperature": 0.5}
+    for wrong in ({"eos_token_id": "</s>"}, {"eos_token_id": [1.5]}, {"temperature": "hot"}):
+        generation.write_text(json.dumps(wrong))
+        fails("E302", next(iter(wrong)), do=lambda: trace(tmp_path))
+
+
+def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
+    assert trace(config(tmp_path)).facts.dtype == "f32"
+    save_file({"a": np.ones(4, ml_dtypes.bfloat16), "b": np.ones(4, np.int8)}, tmp_path / FILE)
+    assert trace(tmp_path).facts.dtype == "bf16"
+
+
 def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
     """auto_map beside a model that transformers has: ours is transformers' own."""
     custom = {"AutoModelForCausalLM": "modeling_x.X"}
@@ -170,6 +190,23 @@ def test_corrupt_header(at: int, folder: Path, saved: Traced) -> None:
     with pytest.raises(Diagnostic) as e:
         read_all(saved, folder)
     assert e.value.code in ("E321", "E323", "E324", "E325", "E326")
+
+
+def test_random_damage(folder: Path, saved: Traced) -> None:
+    """Whatever bytes of the header change: a Diagnostic, or weights of the right form."""
+    print(f"seed {SEED}")
+    rng = Random(SEED)
+    data = (folder / FILE).read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(100):
+        harmed = bytearray(data)
+        for _ in range(rng.choice((1, 2, 5))):
+            harmed[rng.randrange(size)] = rng.randrange(256)
+        (folder / FILE).write_bytes(harmed[: rng.choice((len(data), rng.randrange(len(data))))])
+        try:
+            read_all(saved, folder)
+        except Diagnostic as e:
+            assert e.code.startswith("E32") and len(str(e).splitlines()) <= 5
 
 
 def test_index(folder: Path, saved: Traced) -> None:
