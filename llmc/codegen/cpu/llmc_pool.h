@@ -1,11 +1,13 @@
 // A thread pool that runs a list of launches: every thread runs every launch, with a barrier where one is needed.
-// Threads spin shortly at a barrier and then sleep in the kernel, so oversubscribed cores make it slow, never stuck;
-// between steps they sleep. One step at a time: the caller of llmc_run is thread 0.
+// At a barrier threads spin shortly, then offer their core to others (waking a sleeper costs more than most launches),
+// and sleep after about a millisecond: oversubscribed cores make it slow, never stuck. Between steps they do the same.
+// One step at a time: the caller of llmc_run is thread 0.
 #ifndef LLMC_POOL_H
 #define LLMC_POOL_H
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
@@ -65,10 +67,15 @@ inline void llmc_signal(llmc_word& w, llmc_word& count) {
   llmc_add(w, 1);
   if (llmc_get(count)) syscall(SYS_futex, &w.v, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
+constexpr int LLMC_YIELDS = 4000;
 inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int spin) {
   for (int i = 0; i < spin; i++) {
     if (llmc_get(w) != old) return;
     llmc_relax();
+  }
+  for (int i = 0; i < LLMC_YIELDS; i++) {
+    if (llmc_get(w) != old) return;
+    sched_yield();
   }
   if (llmc_get(w) == old) llmc_sleep(w, count, old);
 }
