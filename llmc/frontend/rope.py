@@ -100,18 +100,12 @@ def _layout(
     module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor, path: str
 ) -> tuple[str, torch.dtype | None]:
     """Run the module's own forward on a few positions: which layout gives its table, and in which dtype (None: x's)."""
-    probe = copy.copy(module)
-    probe._buffers = dict(module._buffers)
-    for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
-        if name in probe._buffers:
-            probe._buffers[name] = freq
-    positions = torch.arange(4)[None]
-    args = (layer_type,) if layer_type else ()
-    with torch.no_grad(), torch.device("cpu"):
-        tables = type(module).forward(probe, torch.zeros(1), positions, *args)
-        low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
-        angles = positions[..., None].float() * freq
-        scaling = float(getattr(module, f"{prefix}attention_scaling"))
+    try:
+        tables, low = _probe(module, prefix, layer_type, freq)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants more than positions of one axis
+        tables = low = None
+    angles = torch.arange(4)[None, :, None].float() * freq
+    scaling = float(getattr(module, f"{prefix}attention_scaling"))
     for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
         (cos, sin), a = tables, spread(angles)
         if a.shape == cos.shape and torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
@@ -121,3 +115,17 @@ def _layout(
         f"{path}: {type(module).__name__} makes rotary tables of a kind that is not known",
         "add its order to LAYOUTS in llmc/frontend/rope.py, and to `rope_tables` in llmc/frontend/aten.py",
     )
+
+
+def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:
+    """What the module's own forward answers at positions 0 .. 3, asked in float32 and in bfloat16."""
+    probe = copy.copy(module)
+    probe._buffers = dict(module._buffers)
+    for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
+        if name in probe._buffers:
+            probe._buffers[name] = freq
+    positions = torch.arange(4)[None]
+    args = (layer_type,) if layer_type else ()
+    with torch.no_grad(), torch.device("cpu"):
+        low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
+        return type(module).forward(probe, torch.zeros(1), positions, *args), low
