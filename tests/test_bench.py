@@ -1,0 +1,64 @@
+"""The benches' own arithmetic: sizes of the real models, random checkpoints, the order of interleaved measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import shapes
+from llmc.frontend.source import open_source
+
+PUBLISHED = ((shapes.QWEN25_05B, 494_032_768), (shapes.LLAMA31_8B, 8_030_261_248))
+
+
+@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=[s.name for s, _ in PUBLISHED])
+def test_a_shape_has_the_real_models_parameters(shape: shapes.Shape, parameters: int) -> None:
+    assert shape.parameters == parameters
+
+
+def test_a_decode_step_reads_a_tied_head_but_no_untied_embedding() -> None:
+    q, llama = shapes.QWEN25_05B, shapes.LLAMA31_8B
+    assert q.read_per_token == 2 * q.parameters
+    assert llama.read_per_token == 2 * (llama.parameters - llama.vocab * llama.hidden)
+
+
+def test_prefill_counts_the_products_of_the_layers() -> None:
+    s = shapes.SMALL
+    d, f, q, kv = s.hidden, s.intermediate, s.heads * s.head_dim, s.kv_heads * s.head_dim
+    assert s.prefill_flops_per_token == 2 * s.layers * (2 * d * q + 2 * d * kv + 3 * d * f)
+
+
+def test_a_checkpoint_holds_every_tensor_in_bf16(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path = shapes.checkpoint(shapes.SMALL, tmp_path)
+    assert open_source(path).model_type == "llama"
+    assert json.loads((path / "config.json").read_text())["hidden_size"] == shapes.SMALL.hidden
+    found = safetensors.load_file(path / "model.safetensors")
+    assert {n: x.shape for n, x in found.items()} == dict(shapes.SMALL.tensors())
+    norm = found["model.norm.weight"].astype(np.float32)
+    gate = found["model.layers.0.mlp.gate_proj.weight"].astype(np.float32)
+    assert abs(norm.mean() - 1) < 0.01 and 0.015 < gate.std() < 0.025 and np.isfinite(gate).all()
+
+
+def test_a_big_checkpoint_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "SHARD", 1 << 20)
+    path = shapes.checkpoint(shapes.SMALL, tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == {n for n, _ in shapes.SMALL.tensors()}
+    assert len(set(index.values())) > 1 and all((path / name).is_file() for name in index.values())
+
+
+def test_measurements_take_turns_forwards_then_backwards() -> None:
+    kit = pytest.importorskip("bench.kit")
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = kit.interleave({n: lambda n=n: measure(n) for n in "AB"}, 2)
+    assert "".join(order) == "ABBA"
+    assert found == {"A": [1.0, 4.0], "B": [2.0, 3.0]}
