@@ -159,7 +159,24 @@ class Pack(Pass):
                 if kernel.layouts(n, schedule, target):
                     kernel.pack(g, n, schedule, target, ctx.opset)
                     count += 1
+            count += sum(_share(g, n, ctx) for n in list(g.nodes) if n.op.name == "take")
         return count
+
+
+def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
+    """An embedding whose weight is also in panels (a tied head) reads the panels: the weight is kept once."""
+    table, idx = n.operands
+    packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)
+    name = next((k for k in ctx.kernels if k.endswith("/packed_take")), "")
+    only = all(u is n or u is packed for u in table.uses) and not any(table is o for o in g.outputs)
+    if not (table.weight and table.type.rank == 2 and packed and name and only):
+        return False
+    g.move_before(packed, n)
+    new = g.add(ctx.opset["packed_take"], [packed.result, idx], {"k": table.type.shape[1]}, before=n, loc=n.loc)
+    new.choice = {"kernel": name}
+    g.replace(n.result, new.result)
+    g.erase(n)
+    return True
 
 
 def explain(offered: list[Offer]) -> list[dict[str, Any]]:

@@ -44,6 +44,18 @@ static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const 
     lo += n;
   }
 }
+// y[i] = row idx[i] of a weight in panels [.., DEPTH, ROWS, PAIR], K elements; zeros where the index is negative.
+template <class T, class I, int64_t K, int64_t DEPTH, int ROWS, int PAIR>
+static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t count) {
+  int64_t lo, hi;
+  llmc_split(ctx, count * DEPTH, 64, &lo, &hi);
+  for (int64_t p = lo; p < hi; p++) {
+    int64_t r = p / DEPTH, j = p % DEPTH, n = K - j * PAIR < PAIR ? K - j * PAIR : PAIR;
+    T* to = y + r * K + j * PAIR;
+    if (idx[r] < 0) memset((void*)to, 0, n * sizeof(T));
+    else memcpy((void*)to, x + ((idx[r] / ROWS * DEPTH + j) * ROWS + idx[r] % ROWS) * PAIR, n * sizeof(T));
+  }
+}
 // y[o, j, i] = x[o, idx[o, j, i], i]
 template <class T, class I>
 static inline void gather(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t outer, int64_t n, int64_t k,

@@ -117,6 +117,24 @@ class Take(CppKernel):
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
 
 
+class PackedTake(CppKernel):
+    """Rows by index of a weight in panels."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[1].type.dtype not in INTS:
+            return f"the index has dtype {node.operands[1].type.dtype}"
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        wp, idx = (v.type for v in node.operands)
+        t, i = raw(node), ctype(idx)
+        shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
+        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        return f"take_packed<{t}, {i}, {shape}>(ctx, {ptrs}, {sizes(idx.numel)});"
+
+
 class Gather(CppKernel):
     """Elements by index along an axis."""
 
@@ -147,5 +165,6 @@ TRANSPOSE = Transpose("cpu/transpose", ("transpose",))
 SLICE = Slice("cpu/slice", ("slice",))
 CONCAT = Concat("cpu/concat", ("concat",))
 TAKE = Take("cpu/take", ("take",))
+PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))
 GATHER = Gather("cpu/gather", ("gather",))
 IOTA = Iota("cpu/iota", ("iota",))

@@ -17,6 +17,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/slice": f"{_HERE}.shape:SLICE",
         "cpu/concat": f"{_HERE}.shape:CONCAT",
         "cpu/take": f"{_HERE}.shape:TAKE",
+        "cpu/packed_take": f"{_HERE}.shape:PACKED_TAKE",
         "cpu/gather": f"{_HERE}.shape:GATHER",
         "cpu/iota": f"{_HERE}.shape:IOTA",
         "cpu/reduce": f"{_HERE}.reduce:REDUCE",

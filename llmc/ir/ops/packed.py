@@ -96,5 +96,29 @@ def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: s
     return evaluate(parse_expr(body), NUMPY, [*np.split(acc, parts, axis=-1), *extras])
 
 
-OPS = (pack_panel, packed_linear)
+def _take_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if Dim.of(attrs["k"]).ceildiv(env["pair"].const or 1) != env["depth"]:
+        raise Mismatch(f"{env['wp']} does not hold rows of {attrs['k']}")
+    return [Type(env["wp"].dtype, (*env["*b"], Dim.of(attrs["k"])))]
+
+
+def _take_example(rng: Any) -> Any:
+    wp = pack_panel.ref(rng.standard_normal((14, 5)).astype(np.float32), rows=8, pair=2)
+    return [wp, rng.integers(-1, 14, (2, 3))], {"k": 5}
+
+
+@op(
+    "(wp: f[panels, depth, rows, pair], idx: i[*b]) -> wp[*b, k]", infer=_take_type, bytes="2*out*bytes_wp",
+    example=_take_example,
+)  # fmt: skip
+def packed_take(wp: Any, idx: Any, *, k: int) -> Any:
+    """take over a weight in panels of one part: a tied embedding shares the layout of the head. A negative index gives
+    a row of zeros."""
+    rows = wp.shape[2]
+    i = np.maximum(idx, 0)
+    found = wp[i // rows, :, i % rows].reshape(*idx.shape, -1)[..., :k]
+    return np.where((idx >= 0)[..., None], found, 0)
+
+
+OPS = (pack_panel, packed_linear, packed_take)
 assert all(isinstance(o, OpDef) for o in OPS)
