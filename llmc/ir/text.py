@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
@@ -232,9 +232,9 @@ def parse_attr(text: str) -> Any:
         return Dim.of(text)
 
 
-def split_attr_list(text: str) -> list[str]:
-    """Split at commas outside brackets and string literals."""
-    out, depth, start, quoted, i = [], 0, 0, False, 0
+def _plain(text: str) -> Iterator[tuple[int, str]]:
+    """(index, character) of everything outside string literals."""
+    quoted, i = False, 0
     while i < len(text):
         c = text[i]
         if quoted:
@@ -242,12 +242,19 @@ def split_attr_list(text: str) -> list[str]:
             quoted = c != '"'
         elif c == '"':
             quoted = True
-        elif c == "," and depth == 0:
+        else:
+            yield i, c
+        i += 1
+
+
+def split_attr_list(text: str) -> list[str]:
+    """Split at commas outside brackets and string literals."""
+    out, depth, start = [], 0, 0
+    for i, c in _plain(text):
+        if c == "," and depth == 0:
             out.append(text[start:i])
             start = i + 1
-        else:
-            depth += (c in "([{") - (c in ")]}")
-        i += 1
+        depth += (c in "([{") - (c in ")]}")
     return [s.strip() for s in [*out, text[start:]] if s.strip()]
 
 
@@ -256,20 +263,12 @@ def _split_attrs(text: str) -> tuple[str | None, str | None]:
     text = text.strip()
     if not text.startswith("{"):
         return ("", text[1:].strip()) if text.startswith(":") else (None, None)
-    depth, quoted, i = 0, False, 0
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            i += c == "\\"
-            quoted = c != '"'
-        elif c == '"':
-            quoted = True
-        else:
-            depth += (c == "{") - (c == "}")
-            if depth == 0:
-                rest = text[i + 1 :].strip()
-                return (text[1:i], rest[1:].strip()) if rest.startswith(":") else (None, None)
-        i += 1
+    depth = 0
+    for i, c in _plain(text):
+        depth += (c == "{") - (c == "}")
+        if depth == 0:
+            rest = text[i + 1 :].strip()
+            return (text[1:i], rest[1:].strip()) if rest.startswith(":") else (None, None)
     return None, None
 
 

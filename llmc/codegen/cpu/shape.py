@@ -117,15 +117,8 @@ class Take(CppKernel):
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
 
 
-class PackedTake(CppKernel):
+class PackedTake(Take):
     """Rows by index of a weight in panels."""
-
-    headers = ("llmc_abi.h", "llmc_shape.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        if node.operands[1].type.dtype not in INTS:
-            return f"the index has dtype {node.operands[1].type.dtype}"
-        return unsupported(node)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         wp, idx = (v.type for v in node.operands)
