@@ -76,6 +76,11 @@ class Engine:
                 self._end(interrupt)
             raise
 
+    def end(self, error: LlmcError) -> list[RequestDelta]:
+        """End the engine and every live request with `error`: each is told once. The first reason stays."""
+        self.error = self.error or error
+        return self.scheduler.end_all(self.error)
+
     def stats(self) -> dict[str, float]:
         """Gauges: live requests by state, share of the KV pool in use."""
         scheduler = self.scheduler
@@ -87,9 +92,8 @@ class Engine:
 
     def _end(self, cause: BaseException) -> list[RequestDelta]:
         if isinstance(cause, LlmcError):
-            self.error = cause
-        else:
-            words = f"the engine ended: {type(cause).__name__}: {str(cause)[:200]}"
-            self.error = LlmcError("E608", words, "start a new one; if it happens again, report it with the step's log")
-            self.error.__cause__ = cause
-        return self.scheduler.end_all(self.error)
+            return self.end(cause)
+        words = f"the engine ended: {type(cause).__name__}: {str(cause)[:200]}"
+        error = LlmcError("E608", words, "start a new one; if it happens again, report it with the step's log")
+        error.__cause__ = cause
+        return self.end(error)

@@ -1,6 +1,6 @@
 """LLM: an open model as an object of a program, for prompts in lists, chats and streams; it serves no network.
 
-One thread at a time may use an LLM. Requests of open streams and of `generate` share the engine's steps.
+Requests of open streams and of `generate`, from any thread, share the engine's steps; threads take turns.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.outputs import Collector, Piece, RequestOutput
+from llmc_runtime.progress import Bar
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, as_prompts, default_params, numbered
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.turns import Turns
 
 
 class LLM:
@@ -87,7 +90,8 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             policy=scheduling_policy,
         )
-        self._close = opened.close
+        self._close = weakref.finalize(self, opened.close)
+        self._close.atexit = False  # the process takes everything with it, and daemon threads may still run
         self._say(opened.summary)
         self._start(opened.engine, tokenizer, artifact.manifest.generation, chat_template)
 
@@ -101,7 +105,8 @@ class LLM:
     ) -> LLM:
         """An LLM over an engine made elsewhere: a simulated device, a test."""
         self = cls.__new__(cls)
-        self.model, self._say, self._close = "", _to_stderr, lambda: None
+        self.model, self._say = "", _to_stderr
+        self._close = weakref.finalize(self, lambda: None)
         self._start(engine, tokenizer, generation or {}, chat_template)
         return self
 
@@ -114,6 +119,7 @@ class LLM:
         self._templates: dict[str, ChatTemplate] = {}
         self._live: dict[str, Collector] = {}
         self._ids = itertools.count()
+        self._turns = Turns()
 
     @property
     def config(self) -> SchedulerConfig:
@@ -200,13 +206,19 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges by name: steps, tokens, preemptions, prefix hits, pages in use ..."""
-        return {**self.engine.counters.as_dict(), **self.engine.stats()}
+        with self._turns:
+            return {**self.engine.counters.as_dict(), **self.engine.stats()}
 
     def close(self) -> None:
-        """Give memory and threads back; the LLM cannot be used afterwards."""
-        for request_id in list(self._live):
-            self._drop(request_id)
-        self._close()
+        """Give memory and threads back; open streams end here, and the LLM cannot be used afterwards."""
+        if self._turns.elsewhere:  # they are the parent's
+            self._close.detach()
+            return
+        with self._turns:
+            for request_id in list(self._live):
+                self._drop(request_id)
+            self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
+            self._close()
 
     def __enter__(self) -> LLM:
         return self
@@ -223,24 +235,27 @@ class LLM:
         try:
             for i, (prompt, wanted) in enumerate(zip(prompts, params)):
                 try:
-                    mine.append(self._add(prompt, wanted, priority[i] if priority is not None else 0))
+                    with self._turns:
+                        mine.append(self._add(prompt, wanted, priority[i] if priority is not None else 0))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
-            with _Bar(len(prompts), use_tqdm) as bar:
+            with Bar(len(prompts), use_tqdm) as bar:
                 for collector in mine:
                     while not collector.finished:
-                        self._step()
+                        with self._turns:
+                            self._step()
                         bar.show(mine)
                 bar.show(mine, last=True)
         finally:
-            for collector in mine:
-                self._drop(collector.request_id)
+            with self._turns:
+                for collector in mine:
+                    self._drop(collector.request_id)
         _raise_first(mine)
         return [c.output() for c in mine]
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        collector = self._add(prompt, params, 0)
-        return Stream(collector, self._step, self._drop)
+        with self._turns:
+            return Stream(self._add(prompt, params, 0), self._turns, self._step, self._drop)
 
     def _add(self, prompt: Prompt, params: SamplingParams, priority: int) -> Collector:
         if params.stop and self.tokenizer is None:
@@ -252,7 +267,7 @@ class LLM:
         return collector
 
     def _step(self) -> None:
-        """One step of the engine, for whoever has requests in it."""
+        """One step of the engine, for whoever has requests in it; like `_add` and `_drop`, it needs a turn."""
         for delta in self.engine.step():
             collector = self._live.get(delta.id)
             if collector is None:
@@ -273,8 +288,11 @@ class LLM:
 class Stream:
     """One request in progress: iterate for its pieces. Closing it (or losing it) ends the request."""
 
-    def __init__(self, collector: Collector, step: Callable[[], None], drop: Callable[[str], None]) -> None:
-        self._collector, self._step, self._drop = collector, step, drop
+    def __init__(
+        self, collector: Collector, turns: Turns, step: Callable[[], None], drop: Callable[[str], None]
+    ) -> None:
+        self._collector, self._turns = collector, turns
+        self._step, self._drop = step, partial(drop, collector.request_id)
         self._done = False
 
     def __iter__(self) -> Iterator[Piece]:
@@ -282,26 +300,31 @@ class Stream:
 
     def __next__(self) -> Piece:
         collector = self._collector
-        while not self._done:
-            try:
-                while not collector.finished and not collector.fresh:
-                    self._step()
-            except BaseException:
-                self.close()
-                raise
-            self._done = collector.finished
-            _raise_first([collector])
-            return collector.piece()
+        try:
+            while not self._done:
+                with self._turns:
+                    if not collector.finished and not collector.fresh:
+                        self._step()
+                    self._done = collector.finished
+                    _raise_first([collector])
+                    if self._done or collector.fresh:
+                        return collector.piece()
+        except BaseException:
+            self.close()
+            raise
         raise StopIteration
 
     @property
     def output(self) -> RequestOutput:
         """Everything so far, the prompt included."""
-        return self._collector.output()
+        with self._turns:
+            return self._collector.output()
 
     def close(self) -> None:
         """End the request now."""
-        self._drop(self._collector.request_id)
+        if not self._turns.elsewhere:
+            with self._turns:
+                self._drop()
         self._done = True
 
     def __enter__(self) -> Stream:
@@ -311,7 +334,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._turns.soon(self._drop)
 
 
 def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:
@@ -342,38 +365,3 @@ def _raise_first(collectors: Iterable[Collector]) -> None:
 
 def _to_stderr(line: str) -> None:
     print(f"llmc: {line}", file=sys.stderr, flush=True)
-
-
-class _Bar:
-    """The progress bar of `generate` on stderr: prompts done, and tokens per second in and out."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._done = 0
-        self._began = self._shown = time.perf_counter()
-        self._bar: Any = None
-        if shown and total:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
-
-    def show(self, collectors: Sequence[Collector], *, last: bool = False) -> None:
-        """Bring the bar up to date, ten times a second at most."""
-        now = time.perf_counter()
-        if self._bar is None or (now - self._shown < 0.1 and not last):
-            return
-        self._shown = now
-        done = sum(c.finished for c in collectors)
-        seconds = max(now - self._began, 1e-9)
-        read = sum(len(c.prompt_ids) for c in collectors if c.token_ids)
-        written = sum(len(c.token_ids) for c in collectors)
-        speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
-        self._bar.set_postfix_str(speeds, refresh=False)
-        self._bar.update(done - self._done)
-        self._done = done
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

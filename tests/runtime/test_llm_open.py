@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import textkit
 from artifact import tiny
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.cpu import CpuDevice
 from llmc_runtime.open import open_device
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -105,3 +107,15 @@ def test_an_artifact_of_a_device_that_this_runtime_lacks_is_refused(toy: Path) -
     other = replace(artifact, manifest=replace(artifact.manifest, target=target))
     with pytest.raises(LlmcError, match="no device of that kind"):
         open_device(other, None)
+
+
+def test_an_llm_that_nobody_has_gives_its_device_back(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(CpuDevice, "close", lambda self: closed.append(self.name))
+    llm = quiet(toy)
+    stream = llm.stream([5, 6, 7], GREEDY)
+    del llm
+    assert len(list(stream)) == 5 and not closed
+    del stream
+    gc.collect()
+    assert closed == ["cpu"]

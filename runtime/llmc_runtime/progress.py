@@ -1,0 +1,45 @@
+"""The progress bar of `LLM.generate` on stderr: prompts done, and tokens per second in and out; it runs nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llmc_runtime.outputs import Collector
+
+
+class Bar:
+    """A context manager; without `shown`, or without prompts, it does nothing."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._done = 0
+        self._began = self._shown = time.perf_counter()
+        self._bar: Any = None
+        if shown and total:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
+
+    def show(self, collectors: Sequence[Collector], *, last: bool = False) -> None:
+        """Bring the bar up to date, ten times a second at most."""
+        now = time.perf_counter()
+        if self._bar is None or (now - self._shown < 0.1 and not last):
+            return
+        self._shown = now
+        done = sum(c.finished for c in collectors)
+        seconds = max(now - self._began, 1e-9)
+        read = sum(len(c.prompt_ids) for c in collectors if c.token_ids)
+        written = sum(len(c.token_ids) for c in collectors)
+        speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
+        self._bar.set_postfix_str(speeds, refresh=False)
+        self._bar.update(done - self._done)
+        self._done = done
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
