@@ -19,6 +19,8 @@ from .aten_math import Row
 from .aten_shape import ALIASES
 from .export import Exported
 from .lower import Call, Sizes, Unsupported
+from .source import KNOWN_TO_WORK
+from .tokens import check_tokens
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Converted:
 def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     """Graph @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
 
-    Raises Diagnostic E310 (an op without a row) and E311 (arguments that a row does not cover)."""
+    Raises Diagnostic E310 (an op without a row), E311 (arguments that a row does not cover), and E305 where tokens meet
+    outside of attention."""
     nodes = exported.program.graph.nodes
     needed = _needed(nodes)
     lowering = _Lowering(exported, needed, table)
@@ -44,6 +47,7 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     for dead in list(reversed(graph.nodes)):
         if not graph.is_used(dead):
             graph.erase(dead)
+    check_tokens(graph, type(exported.model).__name__)
     symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
     weights = tuple(v.name for v in graph.inputs if v.weight)
     return Converted(Module({graph.name: graph}, symbols), weights, lowering.tied)
@@ -112,8 +116,11 @@ class _Lowering:
         return self.weights[name]
 
     def _output(self, n: Any) -> None:
-        (logits,) = (x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None)
-        v = self.env[logits]
+        outputs = [x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None]
+        if len(outputs) != 1:
+            name = type(self.exported.model).__name__
+            raise Diagnostic("E305", f"{name} answers {len(outputs)} tensors; logits alone are wanted", KNOWN_TO_WORK)
+        v = self.env[outputs[0]]
         shape = v.type.shape[1:] if v.type.rank == 3 else v.type.shape
         call = Call(Builder(self.graph, OPS), (v.type,), self.inputs["position_ids"])
         self.graph.outputs = [call.reshape(v, shape)]

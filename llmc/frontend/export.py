@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import traceback
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmc.diagnostics import Diagnostic
 
 from . import hooks, rope
-from .source import TESTED, Source
+from .source import KNOWN_TO_WORK, Source
 
 TORCH = types.MappingProxyType(
     {
@@ -78,7 +79,7 @@ def load_config(source: Source) -> Any:
         raise Diagnostic(
             "E303",
             f"model_type {name!r} {what} ({transformers.__version__})",
-            f"tested architectures: {', '.join(TESTED)}",
+            KNOWN_TO_WORK,
         )
     rope.check_config(dict(source.config))
     try:
@@ -118,14 +119,27 @@ def _build(config: Any, dtype: str) -> Any:
         raise _failed(config.model_type, "cannot be built from its config", e) from e
     model.eval()
     model.config.use_cache = False
+    _check_positions(model)
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
             "E305",
             f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}",
-            f"tested architectures: {', '.join(TESTED)}",
+            KNOWN_TO_WORK,
         )
     return model
+
+
+def _check_positions(model: Any) -> None:
+    """RoBERTa's kin number tokens from padding_idx + 1 on and skip pad tokens; ours are 0, 1, 2 whatever they are."""
+    for path, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise Diagnostic(
+                "E305",
+                f"{type(module).__name__} derives positions from its own padding token, which we do not model",
+                KNOWN_TO_WORK,
+                loc=path,
+            )
 
 
 def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
@@ -147,16 +161,26 @@ def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.Exported
             if isinstance(cause, Diagnostic):
                 raise cause from None
             cause = cause.__cause__ or cause.__context__
-        raise _failed(type(model).__name__, "cannot be traced by torch.export", e) from e
+        raise _failed(type(model).__name__, "cannot be traced by torch.export", e, _where(model, e)) from e
 
 
-def _failed(name: str, what: str, e: Exception) -> Diagnostic:
-    reason = " ".join(str(e).split())[:200]
-    if isinstance(e, KeyError) and hooks.NAME in str(e):
+def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
+    loc, cls = at
+    reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    if (isinstance(e, KeyError) and hooks.NAME in str(e)) or hooks.MaskTag.__name__ in str(e):
         reason = "it bypasses transformers' AttentionInterface"
-    return Diagnostic(
-        "E305", f"{name} {what}: {type(e).__name__}: {reason}", f"tested architectures: {', '.join(TESTED)}"
-    )
+    return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
+
+
+def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
+    """Path and class of the innermost module that was running when `e` was raised; empty where none was."""
+    paths = {id(m): path for path, m in model.named_modules()}
+    found = ("", "")
+    for frame, _ in traceback.walk_tb(e.__traceback__):
+        running = frame.f_locals.get("self")
+        if paths.get(id(running)):
+            found = (paths[id(running)], type(running).__name__)
+    return found
 
 
 def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:

@@ -14,7 +14,12 @@ from llmc.diagnostics import Diagnostic
 NAME = "llmc"
 
 # What models hand to the attention function besides its own arguments and what does not change its result.
-HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"})
+HARMLESS = frozenset(
+    {
+        "position_ids", "use_cache", "cache_position", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "output_router_logits",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,10 @@ _OTHER = "only causal attention, with or without a sliding window, is supported"
 
 def _attention_hook(
     module: torch.nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -101,17 +106,19 @@ def _attention_hook(
     is_causal: bool | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    name = type(module).__name__
+    """Attention as transformers' models call it; some name the arguments, so these names are theirs."""
+    name, mask = type(module).__name__, attention_mask
     if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
         raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
     if is_causal is False or getattr(module, "is_causal", True) is False or isinstance(mask, Tensor):
         raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
     # Eager attention applies the window through its mask, so the mask's word counts where there is one.
     window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
-    assert isinstance(layer, int), f"{name} has no layer_idx"
-    out = torch.ops.llmc.attention(q, k, v, layer, float(scale), window, float(softcap or 0), s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise Diagnostic("E305", f"{name} does not say which layer it is (layer_idx)", _OTHER)
+    out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux)
     return out, None
 
 

@@ -81,19 +81,18 @@ def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
     extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
-    if kind == "default":
-        return module.compute_default_rope_parameters(module.config, **extra)[0]
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(
             "E306",
             f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were asked for",
             f"compile for at most {limit} positions",
         )
-    if kind not in ROPE_INIT_FUNCTIONS:
+    if kind not in KNOWN:
         raise Diagnostic("E306", f"rope type {kind!r} is unknown", f"known types: {', '.join(KNOWN)}")
     if kind == "longrope":
-        extra["seq_len"] = max_positions
-    return ROPE_INIT_FUNCTIONS[kind](module.config, **extra)[0]
+        return ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=max_positions, **extra)[0]
+    with torch.device("cpu"):  # as the module itself computes them, whichever of the config's entries it takes
+        return getattr(type(module)(module.config), f"{prefix}inv_freq")
 
 
 def _layout(

@@ -31,7 +31,10 @@ TESTED = (
     "smollm3", "starcoder2", "cohere", "cohere2", "glm", "glm4", "gemma", "gemma3_text", "opt", "phi", "mixtral",
     "qwen3_moe", "olmo", "olmo3", "olmoe", "phimoe", "granitemoe", "nemotron", "persimmon", "ernie4_5", "exaone4",
     "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3", "gpt_bigcode", "biogpt",
+    "afmoe", "gemma4_text",
 )  # fmt: skip
+
+KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ LONG = rope(
     long_factor=[2.0 + 0.5 * i for i in range(8)],
 )
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 # The architectures that must agree.
 LISTED = (
     Case("llama", "llama", SMALL | LLAMA3, (77, 20)),
@@ -122,6 +124,21 @@ UNLISTED = (
     Case("granitemoe", "granitemoe", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Case("phimoe", "phimoe", SMALL | {"num_local_experts": 4}),
     Case("olmoe", "olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
+    Case("afmoe", "afmoe", SMALL | EXPERTS | {"head_dim": 16, "sliding_window": 8, "num_dense_layers": 1}),
+    Case(
+        "gemma4_text",
+        "gemma4_text",
+        SMALL
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 8,
+        }
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320},
+    ),
     Case(
         "qwen3_moe",
         "qwen3_moe",

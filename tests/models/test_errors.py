@@ -140,7 +140,9 @@ ODD = {
     "falcon": (SMALL, "AttentionInterface"),
     "gpt_oss": (SMALL | {"head_dim": 16, "num_local_experts": 4}, "GptOssExperts"),
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
-    "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "traced"),
+    "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "it bypasses"),
+    "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
+    "moshi": (SMALL | {"head_dim": 16}, "answers 2 tensors"),
 }  # fmt: skip
 
 
@@ -151,6 +153,13 @@ def test_models_that_cannot_be_traced(name: str, tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=words) as e:
         trace(tmp_path)
     assert e.value.code in ("E305", "E306", "E310", "E311")
+
+
+def test_attention_of_its_own(tmp_path: Path) -> None:
+    """Plain products over all packed tokens would let one prompt read another."""
+    entries = {"model_type": "openai-gpt", **VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    fails("E305", "h.0.attn", "joins tokens", "[1, 4, T, T]", do=lambda: trace(tmp_path, max_tokens=128))
 
 
 def test_an_op_we_lack(tmp_path: Path) -> None:
