@@ -13,8 +13,8 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Limits, Target
 
 PIPELINE = (
-    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, specialize, "
-    "select, pack, lift-weights, cse, dce, memory"
+    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear{siblings=false}, fold, fuse-pointwise, "
+    "specialize, select, pack, lift-weights, cse, dce, memory"
 )
 
 # The psABI levels by the names that /proc/cpuinfo uses (abm is LZCNT, pni is SSE3).

@@ -1,7 +1,8 @@
-// A thread pool that runs a list of launches: every thread runs every launch, with a barrier where one is needed.
-// At a barrier threads spin shortly, then offer their core to others (waking a sleeper costs more than most launches),
-// and sleep after about a millisecond: oversubscribed cores make it slow, never stuck. Between steps they do the same.
-// One step at a time: the caller of llmc_run is thread 0.
+// A thread pool that runs a list of launches. Every launch is cut into as many parts as there are threads; a thread
+// takes the next part that nobody has, so one whose core is taken away holds up no more than the part it is in. Where a
+// launch reads what others write, threads wait for all parts so far: they spin shortly, then offer their core to others
+// (waking a sleeper costs more than most launches), and sleep after about a millisecond.
+// One step at a time: the caller of llmc_run is one of the threads, and can do all of it alone.
 #ifndef LLMC_POOL_H
 #define LLMC_POOL_H
 #include <errno.h>
@@ -19,7 +20,7 @@ namespace {
 typedef void (*llmc_kernel)(const llmc_ctx*, void* const*, const int64_t*);
 struct llmc_launch {
   int32_t args, sizes;  // offsets into the step's argument and size arrays
-  int32_t sync;         // whether a barrier follows
+  int32_t sync;         // whether the next launch waits for this one and all before it
 };
 struct llmc_step {
   const llmc_launch* launches;
@@ -34,11 +35,13 @@ struct llmc_thread {
   llmc_ctx ctx;
   llmc_pool* pool;
   pthread_t id;
-  int spin;        // how many times a barrier looks before it sleeps
+  int spin;        // how many times a wait looks before it yields
   long preempted;  // times the system took the core away, so far
 };
 struct llmc_pool {
-  llmc_word gen, arrived, sleepers, job, waiters;
+  llmc_word done, sleepers;  // finished parts of this step; threads that sleep until there are more
+  llmc_word job, waiters;    // changes when a step begins; threads that sleep until then
+  uint64_t serial;           // twice the number of the step; odd while the next one is being put in place
   int n, started;
   bool quit;
   llmc_thread* threads;
@@ -47,6 +50,7 @@ struct llmc_pool {
   int64_t* ns;  // where thread 0 records nanoseconds per launch, or null
   void* args[LLMC_MAX_ARGS];
   int64_t sizes[LLMC_MAX_SIZES];
+  uint64_t taken[LLMC_MAX_LAUNCHES];  // parts of a launch that are taken, counted over all steps: n of them a step
 };
 
 inline void llmc_relax() {
@@ -88,13 +92,25 @@ inline void llmc_learn(llmc_thread* t) {
   t->preempted = u.ru_nivcsw;
   t->spin = taken ? (t->spin > 512 ? t->spin / 8 : 64) : (t->spin < 2048 ? t->spin * 2 : 4096);
 }
-inline void llmc_barrier(llmc_pool* p, llmc_thread* t) {
-  uint32_t g = llmc_get(p->gen);
-  if (llmc_add(p->arrived, 1) == (uint32_t)p->n) {
-    __atomic_store_n(&p->arrived.v, 0u, __ATOMIC_SEQ_CST);
-    llmc_signal(p->gen, p->sleepers);
-  } else {
-    llmc_wait(p->gen, p->sleepers, g, t->spin);
+inline uint64_t llmc_serial(const llmc_pool* p) { return __atomic_load_n(&p->serial, __ATOMIC_SEQ_CST); }
+inline void llmc_turn(llmc_pool* p) { __atomic_store_n(&p->serial, p->serial + 1, __ATOMIC_SEQ_CST); }
+// The next part of launch i in step `serial`; n where all are taken. A thread that is late, in a step that is over,
+// takes nothing: the count is past that step's parts.
+inline int llmc_take(llmc_pool* p, int i, uint64_t serial) {
+  uint64_t first = serial / 2 * (uint64_t)p->n, have = __atomic_load_n(&p->taken[i], __ATOMIC_SEQ_CST);
+  for (;;) {
+    uint64_t next = have > first ? have : first;
+    if (next >= first + (uint64_t)p->n) return p->n;
+    if (__atomic_compare_exchange_n(&p->taken[i], &have, next + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+      return (int)(next - first);
+  }
+}
+// Waits until `parts` are finished in step `serial`, or that step is over.
+inline void llmc_until(llmc_pool* p, llmc_thread* t, uint32_t parts, uint64_t serial) {
+  for (;;) {
+    uint32_t d = llmc_get(p->done);
+    if (d >= parts || llmc_serial(p) != serial) return;
+    llmc_wait(p->done, p->sleepers, d, t->spin);
   }
 }
 inline int64_t llmc_now() {
@@ -102,14 +118,21 @@ inline int64_t llmc_now() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
-void llmc_work(llmc_pool* p, llmc_thread* t) {
+void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
   const llmc_step* s = p->step;
-  int64_t* ns = t->ctx.tid == 0 ? p->ns : nullptr;
+  void* const* kernels = p->kernels;
+  bool each = p->ns != nullptr;
+  if (serial % 2 || llmc_serial(p) != serial) return;  // what was read may belong to another step
+  int64_t* ns = t == p->threads ? p->ns : nullptr;
   int64_t last = ns ? llmc_now() : 0;
   for (int i = 0; i < s->count; i++) {
     const llmc_launch& l = s->launches[i];
-    ((llmc_kernel)p->kernels[i])(&t->ctx, p->args + l.args, p->sizes + l.sizes);
-    if (p->n > 1 && (l.sync || i + 1 == s->count || p->ns)) llmc_barrier(p, t);
+    while ((t->ctx.tid = llmc_take(p, i, serial)) < p->n) {
+      ((llmc_kernel)kernels[i])(&t->ctx, p->args + l.args, p->sizes + l.sizes);
+      llmc_signal(p->done, p->sleepers);
+    }
+    if (llmc_serial(p) != serial) return;
+    if (l.sync || i + 1 == s->count || each) llmc_until(p, t, (uint32_t)(i + 1) * p->n, serial);
     if (ns) {
       int64_t now = llmc_now();
       ns[i] = now - last;
@@ -121,23 +144,28 @@ void llmc_work(llmc_pool* p, llmc_thread* t) {
 void* llmc_loop(void* arg) {
   llmc_thread* t = (llmc_thread*)arg;
   llmc_pool* p = t->pool;
-  for (uint32_t seen = 0;; seen++) {
+  for (uint32_t seen = 0;;) {
     llmc_wait(p->job, p->waiters, seen, t->spin);
-    if (p->quit) return nullptr;
-    llmc_work(p, t);
+    seen = llmc_get(p->job);
+    if (__atomic_load_n(&p->quit, __ATOMIC_SEQ_CST)) return nullptr;
+    llmc_work(p, t, llmc_serial(p));
   }
 }
 int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const* buffers, const int64_t* symbols,
             int64_t* ns) {
   if (!p || !kernels || !buffers) return EINVAL;
+  if (s->count == 0) return 0;
+  llmc_turn(p);
   for (int i = 0; i < s->nargs; i++) p->args[i] = buffers[s->args[i]];
   s->sizes(symbols, p->sizes);
   p->step = s;
   p->kernels = kernels;
   p->ns = ns;
-  if (s->count == 0) return 0;
+  __atomic_store_n(&p->done.v, 0u - 1, __ATOMIC_SEQ_CST);
+  llmc_signal(p->done, p->sleepers);  // to 0: whoever still waits for the last step looks up
+  llmc_turn(p);
   if (p->n > 1) llmc_signal(p->job, p->waiters);
-  llmc_work(p, &p->threads[0]);
+  llmc_work(p, &p->threads[0], p->serial);
   return 0;
 }
 }  // namespace
@@ -146,7 +174,9 @@ int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const*
 LLMC_EXPORT void llmc_close(void* pool) {
   llmc_pool* p = (llmc_pool*)pool;
   if (!p) return;
-  p->quit = true;
+  __atomic_store_n(&p->quit, true, __ATOMIC_SEQ_CST);
+  llmc_turn(p);
+  llmc_signal(p->done, p->sleepers);
   llmc_signal(p->job, p->waiters);
   for (int i = 1; i < p->started; i++) pthread_join(p->threads[i].id, nullptr);
   for (int i = 0; p->threads && i < p->n; i++) free(p->threads[i].ctx.scratch);

@@ -42,6 +42,7 @@ def step_unit(steps: Sequence[StepTable]) -> str:
         "// The step functions of one artifact: launches in order on a pool of threads.",
         f"#define LLMC_MAX_ARGS {max([1, *(len(p.args) for p in plans)])}",
         f"#define LLMC_MAX_SIZES {max([1, *(len(p.sizes) for p in plans)])}",
+        f"#define LLMC_MAX_LAUNCHES {max([1, *(len(p.rows) for p in plans)])}",
         f"#define LLMC_SCRATCH INT64_C({max([64, *(-(-s.scratch // 64) * 64 for s in steps)])})",
         '#include "llmc_abi.h"',
         '#include "llmc_pool.h"',

@@ -1,6 +1,7 @@
 // The step functions of one artifact: launches in order on a pool of threads.
 #define LLMC_MAX_ARGS 7
 #define LLMC_MAX_SIZES 2
+#define LLMC_MAX_LAUNCHES 3
 #define LLMC_SCRATCH INT64_C(1024)
 #include "llmc_abi.h"
 #include "llmc_pool.h"
