@@ -119,11 +119,12 @@ inline int64_t llmc_now() {
   return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
-  const llmc_step* s = p->step;
-  void* const* kernels = p->kernels;
-  bool each = p->ns != nullptr;
+  const llmc_step* s = __atomic_load_n(&p->step, __ATOMIC_SEQ_CST);
+  void* const* kernels = __atomic_load_n(&p->kernels, __ATOMIC_SEQ_CST);
+  int64_t* ns = __atomic_load_n(&p->ns, __ATOMIC_SEQ_CST);
   if (serial % 2 || llmc_serial(p) != serial) return;  // what was read may belong to another step
-  int64_t* ns = t == p->threads ? p->ns : nullptr;
+  bool each = ns != nullptr;
+  if (t != p->threads) ns = nullptr;
   int64_t last = ns ? llmc_now() : 0;
   for (int i = 0; i < s->count; i++) {
     const llmc_launch& l = s->launches[i];
@@ -158,9 +159,9 @@ int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const*
   llmc_turn(p);
   for (int i = 0; i < s->nargs; i++) p->args[i] = buffers[s->args[i]];
   s->sizes(symbols, p->sizes);
-  p->step = s;
-  p->kernels = kernels;
-  p->ns = ns;
+  __atomic_store_n(&p->step, s, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&p->kernels, kernels, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&p->ns, ns, __ATOMIC_SEQ_CST);
   __atomic_store_n(&p->done.v, 0u - 1, __ATOMIC_SEQ_CST);
   llmc_signal(p->done, p->sleepers);  // to 0: whoever still waits for the last step looks up
   llmc_turn(p);

@@ -1,0 +1,89 @@
+"""The thread pool under stress: every step sees all of the one before, however many threads share the cores."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import llmc.codegen.cpu
+
+HEADERS = Path(llmc.codegen.cpu.__file__).parent
+
+# Each launch computes y[i] = x[i + 101] + 1 from the last one's result: a part that is skipped, run twice, run early or
+# run with another step's arguments shows in the sum. Two programs of different length alternate at random.
+PROGRAM = r"""
+#define LLMC_MAX_ARGS 12
+#define LLMC_MAX_SIZES 1
+#define LLMC_MAX_LAUNCHES 6
+#define LLMC_SCRATCH INT64_C(64)
+#include "llmc_abi.h"
+#include "llmc_pool.h"
+#include <stdio.h>
+enum { N = 257 };
+static void shift(const llmc_ctx* c, void* const* a, const int64_t*) {
+  int64_t lo, hi;
+  llmc_split(c, N, 1, &lo, &hi);
+  for (int64_t i = lo; i < hi; i++) ((int64_t*)a[1])[i] = ((int64_t*)a[0])[(i + 101) % N] + 1;
+}
+static void none(const int64_t*, int64_t*) {}
+int main(int, char** argv) {
+  static int64_t x[N], y[N], zero;
+  static llmc_launch launches[6];
+  static int32_t args[12];
+  void* buffers[2] = {x, y};
+  void* kernels[6];
+  for (int i = 0; i < 6; i++) {
+    launches[i] = {2 * i, 0, 1}, kernels[i] = (void*)shift;
+    args[2 * i] = i % 2, args[2 * i + 1] = 1 - i % 2;
+  }
+  llmc_step programs[2] = {{launches, 2, args, 4, none}, {launches, 6, args, 12, none}};
+  void* pool = llmc_open(atoi(argv[1]));
+  int64_t want = 0;
+  unsigned r = atoi(argv[3]);
+  for (int k = 0; k < atoi(argv[2]); k++) {
+    r = r * 1664525u + 1013904223u;
+    const llmc_step* s = &programs[r >> 16 & 1];
+    llmc_go((llmc_pool*)pool, s, kernels, buffers, &zero, nullptr);
+    want += s->count;
+    if ((r >> 20) % 64 == 0) usleep(r % 300);
+    for (int i = 0; i < N; i++)
+      if (x[i] != want) return printf("step %d: %ld, not %ld\n", k, (long)x[i], (long)want), 1;
+  }
+  llmc_close(pool);
+}
+"""
+
+
+def build(folder: Path, *flags: str) -> Path:
+    (folder / "pool.cpp").write_text(PROGRAM)
+    command = [
+        "g++",
+        "-std=c++17",
+        *flags,
+        f"-I{HEADERS}",
+        str(folder / "pool.cpp"),
+        "-o",
+        str(folder / "pool"),
+        "-pthread",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and any("sanitize" in f for f in flags):
+        pytest.skip("this compiler has no thread sanitizer")
+    assert done.returncode == 0, done.stderr
+    return folder / "pool"
+
+
+def test_every_part_runs_once_and_in_time(tmp_path: Path) -> None:
+    program = build(tmp_path, "-O2")
+    for threads in (1, 2, 3, 7):
+        subprocess.run([program, str(threads), "8000", str(threads)], check=True, timeout=120)
+
+
+def test_there_is_no_data_race(tmp_path: Path) -> None:
+    program = build(tmp_path, "-O1", "-g", "-fsanitize=thread")
+    done = subprocess.run([program, "3", "1500", "9"], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
