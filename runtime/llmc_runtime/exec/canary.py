@@ -107,6 +107,18 @@ def check(executor: Executor, canary: Canary) -> Verdict:
     return Verdict(len(canary.tokens), ties, worst, tuple(problems))
 
 
+def require(executor: Executor) -> None:
+    """Compare with the artifact's own recording, before it serves. LlmcError E125 where it fails, E126 without one."""
+    artifact = executor.artifact
+    if NAME not in artifact.manifest.files:
+        remedy = f"llmc verify --record {artifact.root}, on a machine that you trust"
+        raise LlmcError("E126", f"{artifact.root} has no canary", remedy)
+    verdict = check(executor, Canary.load(artifact.read(NAME)))
+    if verdict.problems:
+        words = "; ".join(verdict.problems[:2])
+        raise LlmcError("E125", f"the canary fails: {words}", "do not serve from this machine; recompile")
+
+
 def _next(executor: Executor, prompt: tuple[int, ...], past: Any) -> tuple[int, TokenLogprobs]:
     """The token after prompt and past on row 0; the last call left the KV of all but the last token there."""
     tokens = [*prompt, *past]
