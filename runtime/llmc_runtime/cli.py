@@ -49,7 +49,7 @@ def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool =
         print(f"\n{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return OK
     except LlmcError as e:
         if args.verbose:
@@ -57,7 +57,15 @@ def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool =
 
             traceback.print_exc()
         print(e, file=sys.stderr)
+        if e.code == "E644":
+            _forget_output()
         return ENVIRONMENT if e.code[:2] == "E5" or e.code in ("E109", "E110", "E640") else FAILED
+
+
+def _forget_output() -> None:
+    """What standard output still holds goes nowhere, so that its last flush does not fail again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
@@ -147,6 +155,9 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
     clock = Clock(args.verbose)
     given = _changed(args)
     prompt = args.prompt
+    if sys.stdout is None or (prompt is None and sys.stdin is None):
+        name = "output" if sys.stdout is None else "input"
+        raise LlmcError("E643", f"standard {name} is closed", "give --prompt TEXT, and leave standard output open")
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and args.json:
         raise LlmcError("E643", "--json needs a prompt", "give --prompt TEXT, or pipe one in")

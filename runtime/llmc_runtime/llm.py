@@ -19,13 +19,25 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.outputs import Collector, Piece, RequestOutput
 from llmc_runtime.progress import Bar
-from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, as_prompts, default_params, numbered
+from llmc_runtime.prompts import (
+    TOKENIZE,
+    Prompt,
+    as_params,
+    as_priorities,
+    as_prompt,
+    as_prompts,
+    default_params,
+    fitted,
+    numbered,
+)
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.turns import Turns
+
+_MOST_TEMPLATES = 32  # kept compiled
 
 
 class LLM:
@@ -65,6 +77,7 @@ class LLM:
         say: Callable[[str], None] | None = None,
     ) -> None:
         from llmc_runtime.artifact import open_artifact
+        from llmc_runtime.open import Limits, open_engine, whole
 
         self._say = say or _to_stderr
         sizes = {
@@ -74,12 +87,10 @@ class LLM:
         }
         options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
         path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
-        artifact = open_artifact(path, verify=verify, threads=threads)
+        artifact = open_artifact(path, verify=verify, threads=whole("threads", threads))
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
         tokenizer = Tokenizer.open(artifact.tokenizer_dir) if has_text else None
-        from llmc_runtime.open import Limits, open_engine
-
         limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)
         opened = open_engine(
             artifact,
@@ -136,8 +147,17 @@ class LLM:
         """What is used where none are given: the model's generation_config.json, as transformers reads it."""
         return default_params(self.generation, max_tokens=max_tokens)
 
-    def _chat_params(self) -> SamplingParams:
-        return self.get_default_sampling_params(max_tokens=None)
+    def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """`params` whose max_tokens, that nobody asked for, are cut to what model and KV cache hold after `prompt`."""
+        config = self.config
+        return fitted(params, min(config.max_model_len, config.pool_tokens + 1) - len(prompt.ids))
+
+    def _params(self, given: Any, prompts: list[Prompt], most: int | None) -> list[SamplingParams]:
+        """What was given, or the model's defaults, `most` tokens where they name no number."""
+        if given is not None:
+            return as_params(given, len(prompts))
+        default = self.get_default_sampling_params(max_tokens=most)
+        return [self.fitted(default, prompt) for prompt in prompts]
 
     def generate(
         self,
@@ -153,8 +173,8 @@ class LLM:
         its parameters, cannot be served, LlmcError E6xx names it and nothing runs.
         """
         ready = as_prompts(prompts, self.tokenizer)
-        params = as_params(sampling_params, len(ready), self.get_default_sampling_params)
-        return self._run(ready, params, use_tqdm, priority)
+        params = self._params(sampling_params, ready, 16)
+        return self._run(ready, params, use_tqdm, as_priorities(priority, len(ready)))
 
     def chat(
         self,
@@ -176,18 +196,16 @@ class LLM:
                 ready.append(self.chat_prompt(one, **template))
             except LlmcError as e:
                 raise numbered(e, i, len(chats)) from e
-        params = as_params(sampling_params, len(ready), self._chat_params)
-        return self._run(ready, params, use_tqdm, None)
+        params = self._params(sampling_params, ready, None)
+        return self._run(ready, params, use_tqdm, [0] * len(ready))
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Stream:
         """Continue one prompt; iterate over the result for its pieces as they are known."""
-        params = as_params(sampling_params, 1, self.get_default_sampling_params)
-        return self._stream(as_prompt(prompt, self.tokenizer), params[0])
+        return self._stream(as_prompt(prompt, self.tokenizer), sampling_params, 16)
 
     def stream_chat(self, messages: Any, sampling_params: SamplingParams | None = None, **template: Any) -> Stream:
         """Answer one conversation, piece by piece; `template` as in `chat`."""
-        params = as_params(sampling_params, 1, self._chat_params)
-        return self._stream(self.chat_prompt(messages, **template), params[0])
+        return self._stream(self.chat_prompt(messages, **template), sampling_params, None)
 
     @property
     def has_chat_template(self) -> bool:
@@ -200,6 +218,8 @@ class LLM:
         wanted = chat_template or self._chat_template
         text = choose_template(tokenizer.chat_templates, wanted, template.get("tools"))
         if text not in self._templates:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
             self._templates[text] = ChatTemplate(text, tokenizer.named_tokens)
         rendered = self._templates[text].render(messages, **template)
         return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
@@ -227,16 +247,14 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priority: Sequence[int] | None
+        self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
-        if priority is not None and len(priority) != len(prompts):
-            raise LlmcError("E625", f"{len(prompts)} prompts, but {len(priority)} priorities", "pass one each")
         mine: list[Collector] = []
         try:
-            for i, (prompt, wanted) in enumerate(zip(prompts, params)):
+            for i, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities)):
                 try:
                     with self._turns:
-                        mine.append(self._add(prompt, wanted, priority[i] if priority is not None else 0))
+                        mine.append(self._add(prompt, wanted, priority))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with Bar(len(prompts), use_tqdm) as bar:
@@ -253,9 +271,10 @@ class LLM:
         _raise_first(mine)
         return [c.output() for c in mine]
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Stream:
+    def _stream(self, prompt: Prompt, given: SamplingParams | None, most: int | None) -> Stream:
+        params = self._params(given, [prompt], most)
         with self._turns:
-            return Stream(self._add(prompt, params, 0), self._turns, self._step, self._drop)
+            return Stream(self._add(prompt, params[0], 0), self._turns, self._step, self._drop)
 
     def _add(self, prompt: Prompt, params: SamplingParams, priority: int) -> Collector:
         if params.stop and self.tokenizer is None:
@@ -343,13 +362,17 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     LlmcError E101 where it is neither, E64x from the cache.
     """
     path = Path(model)
-    if (path / MANIFEST).is_file():
+    try:
+        compiled, source, there = (path / MANIFEST).is_file(), (path / "config.json").is_file(), path.exists()
+    except OSError as e:
+        raise LlmcError("E101", f"{path!s:.200} cannot be opened: {e.strerror}", "check the path") from e
+    if compiled:
         return path
-    if (path / "config.json").is_file():
+    if source:
         from llmc_runtime import cache
 
         return cache.compiled(path, options, root or cache.default_root(), say)
-    if not path.exists():
+    if not there:
         cause, remedy = f"there is no folder {path}", "check the path; models are not downloaded"
     else:
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"

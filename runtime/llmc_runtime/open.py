@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
@@ -22,6 +24,10 @@ class Limits:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes is not None and not isinstance(self.kv_bytes, int):
+            object.__setattr__(self, "kv_bytes", whole("kv_cache_memory_bytes", self.kv_bytes))
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,23 @@ def open_device(artifact: Artifact, threads: int | None) -> Device:
     raise LlmcError("E112", cause, "recompile for this machine: llmc compile MODEL --target cpu:native")
 
 
-def _limit(name: str, wanted: int | None, compiled: int) -> int:
+def whole(name: str, value: Any) -> int | None:
+    """`value` as an int of at least 1, or None. LlmcError E201 where it is neither."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number of at least 1")
+    return int(value)
+
+
+def _limit(name: str, wanted: Any, compiled: int) -> int:
     if wanted is None:
         return compiled
-    if not isinstance(wanted, int) or not 1 <= wanted <= compiled:
+    if not isinstance(wanted, Integral) or isinstance(wanted, bool) or not 1 <= int(wanted) <= compiled:
         flag = "--" + name.replace("_", "-")
         raise LlmcError(
             "E204",
             f"{name} = {wanted!r}; the artifact was compiled for 1 to {compiled}",
             f"a value up to {compiled}, or compile again with a larger {flag}",
         )
-    return wanted
+    return int(wanted)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -23,10 +24,13 @@ class Prompt:
 
 
 def as_prompts(given: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """One or several prompts as a list. LlmcError E620 (text without a tokenizer), E621, E625 (none of the forms)."""
+    """One or several prompts as a list; an array means what its lists mean. LlmcError E620 (text without a tokenizer),
+    E621, E625 (none of the forms)."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
     if _is_one(given):
         return [as_prompt(given, tokenizer)]
-    if not isinstance(given, Sequence):
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | range):
         raise LlmcError("E625", f"prompts is a {type(given).__name__}", _FORMS)
     out = []
     for i, one in enumerate(given):
@@ -39,6 +43,8 @@ def as_prompts(given: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
 
 def as_prompt(given: Any, tokenizer: Tokenizer | None) -> Prompt:
     """One prompt: text is encoded with the tokenizer's special tokens, ids are taken as they are."""
+    if isinstance(given, Prompt):
+        return given
     if isinstance(given, Mapping):
         ids = given.get("prompt_token_ids")
         if _is_array(ids):
@@ -59,23 +65,25 @@ def _is_array(value: Any) -> bool:
 
 def _ids(given: Any) -> list[int]:
     values = given.tolist() if hasattr(given, "tolist") else list(given)
-    if not isinstance(values, list) or not all(type(v) is int for v in values):
-        bad = next((v for v in values if type(v) is not int), values) if isinstance(values, list) else values
-        raise LlmcError("E625", f"a prompt has {bad!r:.60} among its token ids", "pass whole numbers only")
-    return values
+    if not isinstance(values, list):
+        values = [values]
+    if all(type(v) is int for v in values):
+        return values
+    bad = [v for v in values if not isinstance(v, Integral) or isinstance(v, bool)]
+    if bad:
+        raise LlmcError("E625", f"a prompt has {bad[0]!r:.60} among its token ids", "pass whole numbers only")
+    return [int(v) for v in values]
 
 
 def _is_one(given: Any) -> bool:
     """A text, a dict, or a list of ids (an empty list is no prompts)."""
-    if isinstance(given, str | Mapping) or hasattr(given, "tolist"):
+    if isinstance(given, str | Mapping | Prompt):
         return True
-    return isinstance(given, list | tuple) and bool(given) and all(isinstance(v, int) for v in given)
+    return isinstance(given, list | tuple) and bool(given) and all(isinstance(v, Integral) for v in given)
 
 
-def as_params(given: Any, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
-    """Sampling parameters for `count` prompts: None (the model's defaults), one for all, or one each."""
-    if given is None:
-        return [default()] * count
+def as_params(given: Any, count: int) -> list[SamplingParams]:
+    """Sampling parameters for `count` prompts: one for all, or one each."""
     if isinstance(given, SamplingParams):
         return [given] * count
     if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
@@ -83,6 +91,26 @@ def as_params(given: Any, count: int, default: Callable[[], SamplingParams]) -> 
     if len(given) != count:
         raise LlmcError("E625", f"{count} prompts, but {len(given)} sampling_params", "pass one for all, or one each")
     return list(given)
+
+
+def as_priorities(given: Any, count: int) -> list[int]:
+    """Priorities of `count` prompts: None (all the same), or one each."""
+    if given is None:
+        return [0] * count
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+        raise LlmcError("E625", f"priority is a {type(given).__name__}", "pass a list of whole numbers, one a prompt")
+    values = [int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for v in given]
+    if len(values) != count:
+        raise LlmcError("E625", f"{count} prompts, but {len(values)} priorities", "pass one each")
+    return values
+
+
+def fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """Defaults, of which nobody has asked for `max_tokens`, cut to the `room` for output; the same where there is none
+    (the engine then says what does not fit)."""
+    if params.max_tokens is None or not 0 < room < params.max_tokens:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16) -> SamplingParams:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.prompts import as_prompt
 
 if TYPE_CHECKING:
-    from llmc_runtime.llm import LLM
+    from llmc_runtime.llm import LLM, Stream
     from llmc_runtime.outputs import Piece, RequestOutput
     from llmc_runtime.sched.params import SamplingParams
 
 MAX_TOKENS = 256
-_HELP = "Ctrl-C stops an answer, Ctrl-D ends; /clear forgets what was said, /exit ends"
+_HELP = "Ctrl-C stops an answer, Ctrl-D ends; /clear forgets what was said, /help says this, /exit ends"
+_COMMAND = re.compile(r"/[a-z?]+")
 
 
 class Clock:
@@ -63,17 +66,15 @@ class Session:
 
     def once(self, prompt: str, *, chat: bool, as_json: bool) -> int:
         """Answer one prompt on stdout. The exit code."""
-        messages = [*self._opening(), {"role": "user", "content": prompt}]
-        params = self._fitted(prompt, chat=chat)
-        stream = self.llm.stream_chat(messages, params) if chat else self.llm.stream(prompt, params)
+        stream = self._begin([*self._opening(), {"role": "user", "content": prompt}], chat=chat)
         began = time.perf_counter()
         with stream:
             text = self._write(stream, show=not as_json)
             if as_json:
                 document = self._document(stream.output, time.perf_counter() - began)
-                print(json.dumps(document, ensure_ascii=False), flush=True)
+                _put(json.dumps(document, ensure_ascii=not _unicode()) + "\n")
             elif not text.endswith("\n"):
-                print(flush=True)
+                _put("\n")
             self._report(stream.output, time.perf_counter() - began)
         return 0
 
@@ -91,11 +92,15 @@ class Session:
             except EOFError:
                 print(file=sys.stderr)
                 return 0
-            if said in ("/exit", "/quit", "/bye"):
+            command = said.strip()
+            if command in ("/exit", "/quit", "/bye"):
                 return 0
-            if said == "/clear":
+            if command == "/clear":
                 messages = self._opening()
-            elif said.strip():
+            elif _COMMAND.fullmatch(command):
+                known = command in ("/help", "/?")
+                print(f"llmc: {'' if known else f'there is no {command}; '}{_HELP}", file=sys.stderr)
+            elif command:
                 self._turn(messages, said, chat=chat)
 
     def _turn(self, messages: list[dict[str, str]], said: str, *, chat: bool) -> None:
@@ -103,13 +108,12 @@ class Session:
         began = time.perf_counter()
         talk = [*messages, {"role": "user", "content": said}]
         try:
-            params = self._fitted(said, chat=chat)
-            with self.llm.stream_chat(talk, params) if chat else self.llm.stream(said, params) as stream:
+            with self._begin(talk, chat=chat) as stream:
                 try:
                     self._write(stream, show=True)
                 except KeyboardInterrupt:
                     print("\nllmc: stopped", file=sys.stderr)
-                print(flush=True)
+                _put("\n")
                 answer = stream.output
         except LlmcError as e:
             print(e, file=sys.stderr)
@@ -119,13 +123,12 @@ class Session:
         messages[:] = [*talk, {"role": "assistant", "content": answer.outputs[0].text}]
         self._report(answer, time.perf_counter() - began)
 
-    def _fitted(self, prompt: str, *, chat: bool) -> SamplingParams:
-        """The parameters; the default number of tokens, not one that was asked for, is cut to what the model holds."""
-        params = self.params(chat=chat)
-        if chat or "max_tokens" in self.given or params.max_tokens is None:
-            return params
-        room = self.llm.config.max_model_len - len(self.llm.get_tokenizer().encode(prompt))
-        return replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+    def _begin(self, talk: Sequence[Mapping[str, str]], *, chat: bool) -> Stream:
+        """Answer the talk, or without `chat` continue its last text. The default number of tokens, not one that was
+        asked for, is cut to what fits."""
+        llm, params = self.llm, self.params(chat=chat)
+        prompt = llm.chat_prompt(talk) if chat else as_prompt(talk[-1]["content"], llm.tokenizer)
+        return llm.stream(prompt, params if "max_tokens" in self.given else llm.fitted(params, prompt))
 
     def _opening(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -140,8 +143,7 @@ class Session:
                 first = False
             text += piece.text
             if show and piece.text:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
+                _put(piece.text)
         return text
 
     def _report(self, output: RequestOutput, seconds: float) -> None:
@@ -171,6 +173,23 @@ class Session:
                 for row in completion.logprobs
             ]
         return document
+
+
+def _unicode() -> bool:
+    """Whether standard output takes every character."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def _put(text: str) -> None:
+    """Text to standard output, now; what its encoding lacks as a backslash escape. LlmcError E644 where it is lost."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise LlmcError("E644", f"standard output cannot be written: {e.strerror}", "free space there") from e
 
 
 def _ask() -> str:

@@ -131,6 +131,14 @@ def test_the_default_length_is_cut_to_what_the_model_holds(toy: Path, capsys: py
     assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == tiny.MAXLEN - 3
 
 
+def test_the_default_length_is_cut_to_what_a_small_cache_holds(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [str(toy), "-p", "abc", "--ignore-eos", "--json", "-q", "--kv-cache-memory", "32"]
+    assert run_command(small) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 2 * tiny.PAGE + 1 - 3
+    assert run_command([*small, "-n", "20"]) == 1
+    assert "LLMC-E604" in capsys.readouterr().err
+
+
 # --- a talk in a terminal
 
 
@@ -172,6 +180,10 @@ def test_a_talk_remembers_and_forgets(toy: Path) -> None:
         assert "5 prompt tokens" in until(master, ">>> ")
         os.write(master, b"cd\n")
         assert "13 prompt tokens" in until(master, ">>> ")
+        os.write(master, b"/help\n")
+        assert "/clear forgets" in until(master, ">>> ")
+        os.write(master, b"/nonsense\n")
+        assert "there is no /nonsense; Ctrl-C" in until(master, ">>> ")
         os.write(master, b"/clear\n")
         until(master, ">>> ")
         os.write(master, b"ab\n")
@@ -242,6 +254,7 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
         (["{toy}", "-p", "abc" * 20], 1, "LLMC-E602"),
         (["{toy}", "-p", ""], 1, "LLMC-E605"),
         (["{toy}", "-p", "abc", "--chat-template", "{{ x.y }}", "--chat"], 1, "LLMC-E633"),
+        (["{toy}", "-p", "abc", "--chat-template", "mistyped.jinja", "--chat"], 1, "LLMC-E630"),
         (["{toy}", "-p", "abc", "--kv-cache-memory", "1"], 1, "LLMC-E202"),
         (["{mute}", "-p", "abc"], 1, "LLMC-E620"),
         (["/nowhere", "-p", "abc"], 1, "LLMC-E101: there is no folder"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import textkit
 from artifact import tiny
@@ -57,6 +59,36 @@ def test_a_caller_may_ask_for_less_than_was_compiled_and_not_for_more(toy: Path)
         with pytest.raises(LlmcError, match=f"{name} = {value}; the artifact was compiled for 1 to") as e:
             quiet(toy, **{name: value})
         assert e.value.code == "E204"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"threads": 0}, "E201"), ({"threads": -1}, "E201"), ({"threads": "2"}, "E201"), ({"threads": 1.5}, "E201"),
+        ({"threads": True}, "E201"), ({"kv_cache_memory_bytes": 1e6}, "E201"), ({"max_num_seqs": True}, "E204"),
+        ({"kv_cache_memory_bytes": float("nan")}, "E201"), ({"kv_cache_memory_bytes": "1G"}, "E201"),
+        ({"kv_cache_memory_bytes": -5}, "E202"), ({"kv_cache_memory_bytes": 0}, "E202"),
+        ({"max_num_seqs": "3"}, "E204"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_none_are_refused(toy: Path, options: dict[str, Any], code: str) -> None:
+    with pytest.raises(LlmcError) as e:
+        quiet(toy, **options)
+    assert e.value.code == code and len(str(e.value).splitlines()) == 2
+
+
+def test_numpy_sizes_are_sizes(toy: Path) -> None:
+    with quiet(toy, kv_cache_memory_bytes=np.int64(160), max_num_seqs=np.int32(2), threads=np.int64(1)) as llm:
+        assert (llm.config.num_pages, llm.config.max_num_seqs) == (10, 2)
+
+
+def test_a_path_may_have_any_bytes(toy: Path, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/sp ace \xc3\xa9 \xff"))
+    shutil.copytree(toy, path)
+    with quiet(path) as llm:
+        assert len(llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
+    with pytest.raises(LlmcError, match=r"E101: x.* cannot be opened: File name too long"):
+        quiet(Path("x" * 5000))
 
 
 def test_without_prefix_caching_nothing_is_found(toy: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import SamplingParams
@@ -80,6 +81,19 @@ def test_values_are_brought_into_one_form() -> None:
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
     with pytest.raises(FrozenInstanceError):
         params.top_p = 0.1  # type: ignore[misc]
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    plain = SamplingParams(temperature=0.5, top_k=3, seed=7, max_tokens=9, min_tokens=2, logprobs=1, stop_token_ids=[4])
+    theirs = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(7), max_tokens=np.int32(9),
+        min_tokens=np.int8(2), logprobs=np.uint8(1), stop_token_ids=np.array([4]),
+    )  # fmt: skip
+    assert repr(theirs) == repr(plain)
+    for field in ("temperature", "max_tokens", "ignore_eos", "stop", "stop_token_ids"):
+        for value in (np.bool_(True), np.array(1)):
+            with pytest.raises(LlmcError, match=f"{field} = "):
+                SamplingParams(**{field: value})
 
 
 def test_the_rows_of_the_device() -> None:

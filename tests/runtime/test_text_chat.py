@@ -136,6 +136,9 @@ def test_a_template_is_chosen_by_name_by_tools_or_by_default() -> None:
         choose_template({"rag": "R", "tool_use": "T"}, None, None)
     with pytest.raises(LlmcError, match="no chat template"):
         choose_template({}, None, None)
+    for wanted in ("mistyped.jinja", "", 5, ["rag"]):  # as a template's text it would be every prompt
+        with pytest.raises(LlmcError, match="E630"):
+            choose_template(both, wanted, None)  # type: ignore[arg-type]
 
 
 # --- bad input

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -110,11 +111,11 @@ class SamplingParams:
         ids = _tuple("stop_token_ids", self.stop_token_ids, allowed)
         if len(ids) > STOPS or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
             raise refused("stop_token_ids", self.stop_token_ids, allowed)
-        self._set(stop=stop, stop_token_ids=ids)
+        self._set(stop=stop, stop_token_ids=tuple(map(int, ids)))
 
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
-        good = isinstance(value, int | float) and not isinstance(value, bool)
+        good = isinstance(value, Real) and not isinstance(value, bool)  # numpy's scalars are among them
         if not good or not low <= value <= high or (above and value == low):  # NaN is in no range
             raise refused(name, value, f"a number {f'above {low}, up to' if above else f'from {low} to'} {high}")
         self._set(**{name: float(value)})
@@ -123,6 +124,7 @@ class SamplingParams:
         value = getattr(self, name)
         if not _is_int(value) or not low <= value <= high:
             raise refused(name, value, allowed)
+        self._set(**{name: int(value)})
 
 
 def refused(name: str, value: object, allowed: str) -> LlmcError:
@@ -136,7 +138,7 @@ def refused(name: str, value: object, allowed: str) -> LlmcError:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_stop(text: object) -> bool:
@@ -146,6 +148,9 @@ def _is_stop(text: object) -> bool:
 def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if isinstance(value, bytes | dict) or not isinstance(value, Iterable):
-        raise refused(name, value, allowed)
-    return tuple(value)
+    try:
+        if not isinstance(value, bytes | dict) and isinstance(value, Iterable):
+            return tuple(value)
+    except TypeError:  # an array without dimensions
+        pass
+    raise refused(name, value, allowed)

@@ -60,7 +60,7 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Seq
     Raises LlmcError E630 where the model has none, or several and no default.
     """
     if wanted is not None:
-        return templates.get(wanted, wanted)
+        return _named(templates, wanted)
     if tools is not None and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:
@@ -72,6 +72,17 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Seq
     raise LlmcError(
         "E630", "the model has no chat template", "use a plain prompt, or give a template (chat_template=TEXT)"
     )
+
+
+def _named(templates: Mapping[str, str], wanted: str) -> str:
+    """The template of that name, or the text itself, which has to be one: a mistyped name would be every prompt."""
+    if not isinstance(wanted, str):
+        cause = f"chat_template is a {type(wanted).__name__}"
+        raise LlmcError("E630", cause, "pass a template's text, or the name of one of the model's")
+    if wanted not in templates and "{{" not in wanted and "{%" not in wanted:
+        cause = f"{wanted[:60]!r} is neither a template's text nor the name of one of the model's"
+        raise LlmcError("E630", cause, f"the model's are: {', '.join(sorted(templates)) or 'none'}")
+    return templates.get(wanted, wanted)
 
 
 class ChatTemplate:

@@ -51,9 +51,9 @@ class Tokenizer:
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as e:
-            raise LlmcError(
-                "E621", f"the text cannot be tokenized: {_reason(e)}", "pass a str without unpaired surrogates"
-            ) from e
+            words = "it has unpaired surrogates" if isinstance(text, str) else _reason(e)
+            remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
+            raise LlmcError("E621", f"the text cannot be tokenized: {words}", remedy) from e
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -110,7 +110,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             " or pass token ids instead of text",
         )
     try:
-        backend = Backend.from_file(str(path))
+        backend = Backend.from_buffer(path.read_bytes())  # its own opening takes no path that is not UTF-8
     except Exception as e:  # tokenizers raises bare Exception for every malformed file
         raise _corrupt(path, e) from e
     backend.no_truncation()
