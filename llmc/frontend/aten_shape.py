@@ -60,7 +60,26 @@ def expand(c: Call, x: Value, *_: Any, **__: Any) -> Value:
 
 def slice_(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Value:
     axis = axis_of(x, dim)
+    lo, hi = _bounds(x.type.shape[axis], start, end)
+    if step == 1:
+        return c.part(x, axis, lo, hi)
+    return c.b.slice(x, axis=axis, start=lo, stop=hi, step=int(step))
+
+
+def joined(c: Call, x: Value, part: Value, dim: int, start: Any, end: Any, step: Any) -> Value | None:
+    """x with `part` in place of its slice start .. end along an axis; None where the slice has gaps."""
+    if step != 1:
+        return None
+    axis = axis_of(x, dim)
     whole = x.type.shape[axis]
+    lo, hi = _bounds(whole, start, end)
+    before = [c.part(x, axis, 0, lo)] if lo != 0 else []
+    after = [c.part(x, axis, hi, whole)] if hi != whole else []
+    return c.b.concat(*before, part, *after, axis=axis) if before or after else part
+
+
+def _bounds(whole: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
+    """Where a torch slice of an axis begins and ends."""
 
     def bound(v: Any, default: Dim) -> Dim:
         if v is None or (isinstance(v, int) and v >= END):
@@ -70,10 +89,7 @@ def slice_(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, 
             return v if v.const is None or v.const >= 0 else whole + v
         return Dim.of(max(0, min(whole.const, v.const + (whole.const if v.const < 0 else 0))))
 
-    lo, hi = bound(start, Dim.of(0)), bound(end, whole)
-    if step == 1:
-        return c.part(x, axis, lo, hi)
-    return c.b.slice(x, axis=axis, start=lo, stop=hi, step=int(step))
+    return bound(start, Dim.of(0)), bound(end, whole)
 
 
 def select(c: Call, x: Value, dim: int, index: Any) -> Value:
@@ -114,6 +130,14 @@ def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, *
     pre, post = shape[: axis + 1], shape[axis + 1 :]
     wide = c.broadcast(c.reshape(x, (*pre, Dim.of(1), *post)), (*pre, Dim.of(repeats), *post))
     return c.reshape(wide, c.shape)
+
+
+def repeat(c: Call, x: Value, repeats: Sequence[Any]) -> Value:
+    """x tiled: each repeated axis becomes (count, size)."""
+    shape = (*[Dim.of(1)] * (len(repeats) - x.type.rank), *x.type.shape)
+    counts = [Dim.of(r) for r in repeats]
+    x = c.reshape(x, [d for s in shape for d in (Dim.of(1), s)])
+    return c.reshape(c.broadcast(x, [d for pair in zip(counts, shape, strict=True) for d in pair]), c.shape)
 
 
 def embedding(c: Call, w: Value, index: Value, *_: Any) -> Value:
@@ -220,6 +244,11 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.full.default": full,
         "aten.full_like.default": full,
         "aten.scalar_tensor.default": lambda c, v, **_: c.value(v, c.type),
+        "aten.new_empty.default": zeros,  # any value would do: it is written before it is read
+        "aten.new_zeros.default": zeros,
+        "aten.copy.default": lambda c, x, source, *_: c.broadcast(c.cast(source, c.type.dtype), c.shape),
+        "aten.repeat.default": repeat,
+        "aten.expand_as.default": expand,
         "aten.zeros.default": zeros,
         "aten.zeros_like.default": zeros,
         "aten.ones.default": ones,

@@ -16,11 +16,10 @@ from llmc.ir.types import Type, tensor
 
 from .aten import TABLE
 from .aten_math import Row
-from .aten_shape import ALIASES
+from .aten_shape import ALIASES, END, joined
 from .export import Exported
 from .lower import Call, Sizes, Unsupported
 from .source import KNOWN_TO_WORK
-from .tokens import check_tokens
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Converted:
 def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     """Graph @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
 
-    Raises Diagnostic E310 (an op without a row), E311 (arguments that a row does not cover), and E305 where tokens meet
-    outside of attention."""
+    Raises Diagnostic E310 (an op without a row) and E311 (arguments that a row does not cover)."""
     nodes = exported.program.graph.nodes
     needed = _needed(nodes)
     lowering = _Lowering(exported, needed, table)
@@ -47,7 +45,6 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     for dead in list(reversed(graph.nodes)):
         if not graph.is_used(dead):
             graph.erase(dead)
-    check_tokens(graph, type(exported.model).__name__)
     symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
     weights = tuple(v.name for v in graph.inputs if v.weight)
     return Converted(Module({graph.name: graph}, symbols), weights, lowering.tied)
@@ -89,6 +86,7 @@ class _Lowering:
             "logits_to_keep": self.graph.input("last", tensor("i32", "R")),
         }
         self.weights: dict[str, Value] = {}
+        self.order = {n: i for i, n in enumerate(exported.program.graph.nodes)}
 
     def node(self, n: Any) -> None:
         if n.op == "placeholder":
@@ -143,8 +141,7 @@ class _Lowering:
         call = Call(Builder(self.graph, OPS, loc=loc), types, self.inputs["position_ids"])
         result = self._apply(call, row, n, name, loc)
         if _in_place(n):
-            self._check_in_place(n, name, loc)
-            self.env[n.args[0]] = result
+            self._write(call, n, result, name)
         return result
 
     def _sized(self, rule: Any, fake: Any, name: str, loc: str) -> Any:
@@ -171,12 +168,26 @@ class _Lowering:
             return [self._value(x) for x in a]
         return a
 
-    def _check_in_place(self, n: Any, name: str, loc: str) -> None:
-        """Writing through or under a view would change a second value, which a functional graph cannot say."""
+    def _write(self, call: Call, n: Any, value: Value, name: str) -> None:
+        """Let later readers see `value` in place of n's target: a tensor, or a slice of one that is no view itself.
+
+        A view made before and read afterwards would change too, which a functional graph cannot say: E311."""
         target = n.args[0]
-        views = [target, *(u for u in target.users if u is not n)]
-        if any(str(v.target) in ALIASES for v in views):
-            raise Diagnostic("E311", f"{name}: it writes into a view", _REPORT, loc=loc)
+        whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target
+        users = {u for u in (*whole.users, *target.users) if u is not target}
+        views = [u for u in users if _is_view(u) and self.order[u] < self.order[n]]
+        late = [r for v in views for r in v.users if _is_view(r) or self.order[r] > self.order[n]]
+        new: Value | None = value
+        if whole is not target:
+            at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
+            new = joined(call, self.env[whole], value, *map(self._value, at))
+        if new is None or late or _is_view(whole):
+            raise Diagnostic("E311", f"{name}: it writes into a view", _REPORT, loc=call.b.loc)
+        self.env[target], self.env[whole] = value, new
+
+
+def _is_view(n: Any) -> bool:
+    return str(n.target) in ALIASES
 
 
 def _fit(call: Call, v: Value, want: Type) -> Value:

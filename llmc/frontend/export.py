@@ -39,6 +39,8 @@ TORCH = types.MappingProxyType(
     }
 )
 
+TOKENS, ROWS = 24, 3  # of the example that is traced
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -143,12 +145,14 @@ def _check_positions(model: Any) -> None:
 
 
 def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
-    tokens, rows = torch.export.Dim("T", min=1, max=max_tokens), torch.export.Dim("R", min=1, max=max_rows)
+    # torch wants bounds beyond its example sizes, and beyond one; the IR's symbols keep the true bounds.
+    tokens = torch.export.Dim("T", min=1, max=max(max_tokens, 2 * TOKENS))
+    rows = torch.export.Dim("R", min=1, max=max(max_rows, 2 * ROWS))
 
     def ids(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.long, device="meta")
 
-    inputs: dict[str, Any] = {"input_ids": ids(1, 24), "position_ids": ids(1, 24), "logits_to_keep": ids(3)}
+    inputs: dict[str, Any] = {"input_ids": ids(1, TOKENS), "position_ids": ids(1, TOKENS), "logits_to_keep": ids(ROWS)}
     dynamic: dict[str, Any] = {"input_ids": {1: tokens}, "position_ids": {1: tokens}, "logits_to_keep": {0: rows}}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"], dynamic["use_cache"] = False, None

@@ -85,7 +85,7 @@ def trace(
     config's own limit); it decides which frequencies a longrope model gets. max_tokens, max_rows: bounds of T and R.
     Raises Diagnostic E301-E311.
     """
-    from . import convert, export
+    from . import convert, export, tokens
 
     source = open_source(path)
     config = export.load_config(source)
@@ -104,6 +104,7 @@ def trace(
     longest = max_positions or limit
     exported = export.export_model(config, dtype, longest, max_tokens, max_rows)
     converted = convert.convert(exported)
+    tokens.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
     return Traced(
         source,
         converted.module,

@@ -50,6 +50,18 @@ LONG = rope(
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+# Keys and values from a latent; keys are wider than values.
+MLA = SMALL | {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+MLA_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
 # The architectures that must agree.
 LISTED = (
     Case("llama", "llama", SMALL | LLAMA3, (77, 20)),
@@ -124,6 +136,9 @@ UNLISTED = (
     Case("granitemoe", "granitemoe", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Case("phimoe", "phimoe", SMALL | {"num_local_experts": 4}),
     Case("olmoe", "olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
+    Case("diffllama", "diffllama", SMALL),
+    *(Case(name, name, MLA) for name in ("minicpm3", "youtu")),
+    *(Case(name, name, MLA | EXPERTS | MLA_EXPERTS) for name in ("deepseek_v3", "glm4_moe_lite")),
     Case("afmoe", "afmoe", SMALL | EXPERTS | {"head_dim": 16, "sliding_window": 8, "num_dense_layers": 1}),
     Case(
         "gemma4_text",

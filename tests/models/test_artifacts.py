@@ -45,7 +45,8 @@ def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolera
     print(f"seed {SEED}")
     model = save(case, tmp_path / "model", SEED, dtype)
     length = min(case.trace.get("max_positions", 96), 96)
-    o = Options(cache=cache, reuse=False, max_model_len=length, max_num_batched_tokens=32, max_num_seqs=4, **options)
+    limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    o = Options(cache=cache, reuse=False, max_model_len=length, **(limits | options))
     compile_model(tmp_path / "model", tmp_path / "model.llmc", o)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, model.config.vocab_size, n).tolist() for n in LENGTHS]
@@ -76,3 +77,10 @@ def test_other_targets(target: str, tmp_path: Path, cache: Path) -> None:
 
 def test_bfloat16(tmp_path: Path, cache: Path) -> None:
     run_case(LISTED[0], tmp_path, cache, torch.bfloat16, 8e-2)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (7, 3), (1, 4)])
+def test_small_limits(tokens: int, rows: int, tmp_path: Path, cache: Path) -> None:
+    """Fewer tokens a step than rows, and fewer of both than the example that is traced."""
+    limits = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
+    run_case(LISTED[4], tmp_path, cache, torch.float32, 1e-3, **limits)

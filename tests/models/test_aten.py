@@ -49,9 +49,20 @@ CASES: dict[str, Fn] = {
     "constants": lambda x, p: x + torch.ones_like(x) - torch.zeros_like(x) * 3 + torch.full_like(x, 2.5),
     "ranges": lambda x, p: x + torch.arange(12, device=x.device) + torch.arange(2, 14, device=x.device, dtype=x.dtype),
     "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
+    "slices_written": lambda x, p: halves_written(x),
+    "tiled": lambda x, p: x.repeat(1, 1, 2) + x[..., :1].expand_as(x).repeat(1, 1, 2),
     "casts": lambda x, p: x.to(torch.bfloat16).float() + p.to(x.dtype)[..., None] + x.long().type_as(x),
     "doubles": lambda x, p: (x.double() * 1e-9).float() * 1e9,
 }  # fmt: skip
+
+
+def halves_written(x: torch.Tensor) -> torch.Tensor:
+    """As MLA puts its keys together: an empty tensor, filled by slices; then one slice is changed in place."""
+    y = x.new_empty(*x.shape[:-1], 14)
+    y[..., :12].copy_(x * 2)
+    y[..., 12:].copy_(x[..., 3:4])
+    y[..., 2:-5].mul_(3)
+    return y[..., :12] + y[..., 2:]
 
 
 class Small(torch.nn.Module):
@@ -144,12 +155,35 @@ def test_arguments_that_a_row_does_not_cover(fn: Fn, words: str) -> None:
     assert e.value.code == "E311"
 
 
-def test_writing_into_a_view_is_refused() -> None:
-    def fn(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        y = x * 1
-        y[..., :3].mul_(2)
-        return y
+def stale(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    first = y[..., :3]
+    y.mul_(2)
+    return torch.cat((first, y[..., 3:]), -1)
 
+
+def stale_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    first = y[..., :3]
+    one = first[..., :1]
+    first.mul_(2)
+    return y + one
+
+
+def view_of_a_view(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.unflatten(-1, (3, 4))[..., :3].mul_(2)
+    return y
+
+
+def gaps(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y[..., ::2].mul_(2)
+    return y
+
+
+@pytest.mark.parametrize("fn", [stale, stale_part, view_of_a_view, gaps], ids=lambda f: f.__name__)
+def test_writing_under_a_view_is_refused(fn: Fn) -> None:
     with pytest.raises(Diagnostic, match="writes into a view") as e:
         convert(exported(fn)[1])
     assert e.value.code == "E311"
