@@ -50,7 +50,7 @@ def widen(x: np.ndarray, dtype: str) -> np.ndarray:
 def narrow(x: Any, dtype: str) -> np.ndarray:
     """Any array to storage, rounded to nearest even."""
     with np.errstate(invalid="ignore"):  # a NaN stays one
-        return np.ascontiguousarray(np.asarray(x).astype(DTYPES[dtype].np, copy=False)).view(words(dtype))
+        return np.asarray(x, dtype=DTYPES[dtype].np, order="C").view(words(dtype))
 
 
 def shape_of(v: Value) -> tuple[int, ...]:

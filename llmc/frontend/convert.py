@@ -45,6 +45,7 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     for dead in list(reversed(graph.nodes)):
         if not graph.is_used(dead):
             graph.erase(dead)
+    _number_layers(graph)
     symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
     weights = tuple(v.name for v in graph.inputs if v.weight)
     return Converted(Module({graph.name: graph}, symbols), weights, lowering.tied)
@@ -184,6 +185,14 @@ class _Lowering:
         if new is None or late or _is_view(whole):
             raise Diagnostic("E311", f"{name}: it writes into a view", _REPORT, loc=call.b.loc)
         self.env[target], self.env[whole] = value, new
+
+
+def _number_layers(g: Graph) -> None:
+    """Every attention keeps keys of its own, also where a module runs several times or calls several attentions."""
+    found = [n for n in g.nodes if n.op.name == "attention"]
+    if len({n.attrs["layer"] for n in found}) < len(found):
+        for i, n in enumerate(found):
+            n.attrs["layer"] = i
 
 
 def _is_view(n: Any) -> bool:

@@ -90,17 +90,18 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
     read = [v for v in known if any(u.results[0] not in known for u in v.uses) or any(v is o for o in g.outputs)]
     order = {v: i for i, v in enumerate([*g.inputs, *(r for n in g.nodes for r in n.results)])}
     done: dict[Value, Value] = {}
+    read_as: dict[str, Value] = {}  # equal nodes are one output, read under one name
     inputs = [v for v in g.inputs if not v.weight]
     for v in sorted(read, key=order.__getitem__):
-        new = Value(v.type, lifted.output(v, lifted.take(v, done)), weight=True)
+        name = lifted.output(v, lifted.take(v, done))
+        new = read_as.setdefault(name, Value(v.type, name, weight=True))
         outside = [u for u in v.uses if u.results[0] not in known]
         for user in set(outside):
             user.operands = [new if o is v else o for o in user.operands]
-        new.uses = outside
+        new.uses += outside
         v.uses = [u for u in v.uses if u.results[0] in known]
         g.outputs = [new if o is v else o for o in g.outputs]
-        inputs.append(new)
-    g.inputs = inputs
+    g.inputs = [*inputs, *read_as.values()]
     for n in reversed(inside):
         g.erase(n)
     return len(inside)

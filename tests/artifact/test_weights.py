@@ -59,7 +59,7 @@ def build() -> tuple[Graph, Checkpoint]:
     output("normed", b.rms_norm(embed, b.cast(gain, dtype="f32"), eps=1e-5))
     output("sum", b.sum(embed, axis=0, keepdim=False))
     output("fused", b.fused(embed, gain, body=["mul(a0, rsqrt(row_mean(mul(a0, a0))))"], dtypes=["f16"]))
-    output("total", b.mul(scale, scale))
+    output("total", b.fused(b.mul(scale, scale), scale, body=["add(exp(a0), a1)"], dtypes=["f32"]))
     g.outputs.append(gain)
     g.outputs.append(scale)
     return g, Checkpoint(**source)

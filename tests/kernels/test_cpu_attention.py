@@ -46,6 +46,7 @@ SHAPES = (
     Shape("mixed", "f32", "bf16", 3, 3, 17, 7, 40, 0.0, True, (("br", 48),)),
     Shape("wide", "bf16", "f32", 2, 1, 130, 16),
     Shape("sinks", "bf16", "bf16", 8, 2, 128, 16, 33, 2.0, True),
+    Shape("widest", "bf16", "bf16", 4, 1, 512),
 )
 # (row, tokens already there, tokens of the step) of each span; -1 is a padding row
 STEPS = (
@@ -130,5 +131,5 @@ def test_what_the_kernel_refuses() -> None:
     target = cpu.parse("cpu:x86-64-v3")
     (node,) = build(replace(SHAPES[0], h=15)).nodes
     assert "evenly" in str(ATTENTION.reject(node, target))
-    (node,) = build(replace(SHAPES[0], d=257)).nodes
-    assert "above 256" in str(ATTENTION.reject(node, target))
+    (node,) = build(replace(SHAPES[0], d=513)).nodes
+    assert "above 512" in str(ATTENTION.reject(node, target))

@@ -10,7 +10,7 @@ from llmc.ir.graph import Node
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-MAX_HEAD = 256
+MAX_HEAD = 512
 
 
 def heads(node: Node) -> tuple[int | None, ...]:
@@ -39,8 +39,9 @@ class PagedAttention(CppKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
-        wide = (heads(node)[3] or 0) > 128  # a tile of keys and values stays in L2
-        return [{"nv": 2, "mr": mr, "br": 192, "kt": 128 if wide else 256}]
+        size = heads(node)[3] or 0  # tiles of queries, keys and values stay in L2
+        br, kt = (192, 256) if size <= 128 else (192, 128) if size <= 256 else (96, 64)
+        return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         s, d = schedule, heads(node)[3] or 1
