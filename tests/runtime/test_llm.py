@@ -103,19 +103,6 @@ def test_arrays_are_token_ids() -> None:
     assert make().generate(np.array([5, 6]), params(), use_tqdm=False)[0].prompt_token_ids == [5, 6]
 
 
-def test_arrays_mean_what_their_lists_mean() -> None:
-    np = pytest.importorskip("numpy")
-    for given, ids in (
-        (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
-        ([np.int64(5), np.int32(6)], [[5, 6]]),
-        ([[np.int64(5)], np.array([6, 7], np.uint8), (8,)], [[5], [6, 7], [8]]),
-        (np.array([], np.int64), []),
-    ):
-        outputs = make().generate(given, params(1), use_tqdm=False)
-        assert [o.prompt_token_ids for o in outputs] == ids
-    assert [o.prompt for o in make().generate(np.array(["a", "b"]), params(1), use_tqdm=False)] == ["a", "b"]
-
-
 def test_a_stream_says_what_generate_says() -> None:
     for prompt in ("The kernel", [5, 6, 7]):
         expected = make().generate(prompt, params(12), use_tqdm=False)[0]
@@ -318,19 +305,6 @@ def test_a_chat_may_fill_the_context() -> None:
     output = llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)[0]
     assert output.outputs[0].finish_reason == "length"
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == LENGTH
-
-
-def test_defaults_are_cut_to_what_fits_and_requests_are_not() -> None:
-    llm = make(generation={"max_new_tokens": 1000})
-    long = [5] * (LENGTH - 3)
-    assert len(llm.generate(long, use_tqdm=False)[0].outputs[0].token_ids) == 3
-    assert len([t for p in llm.stream(long) for t in p.token_ids]) == 3
-    assert llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)[0].finished
-    assert len(make().generate(long, use_tqdm=False)[0].outputs[0].token_ids) == 3
-    with pytest.raises(LlmcError, match="E603"):
-        llm.generate(long, params(4), use_tqdm=False)
-    with pytest.raises(LlmcError, match="E602"):
-        llm.generate(long * 2, use_tqdm=False)
 
 
 # --- bad requests
