@@ -29,7 +29,8 @@ SMALL_TALK = [
     ),
     (
         ("Who are you?", "What are you?", "Tell me about yourself.", "What is your name?"),
-        "I am a very small language model. I learned English from dictionaries and from free software documentation.",
+        "I am a very small language model. I learned English from a dictionary, a few old novels and "
+        "the manuals of free software.",
     ),
     (
         ("What can you do?", "How can you help me?", "Can you help me?", "Help me."),

@@ -52,6 +52,8 @@ ENDINGS = tuple(".!?\"')")
 MAX_SYMBOLS = 0.014
 MIN_LETTERS = 0.74
 MIN_COMMON = 0.22
+# A paragraph that opens like one of the last few is an item of a listing ("Returns the ...").
+OPENING_WORDS, OPENINGS_KEPT = 2, 4
 
 
 def plain(text: str) -> str:
@@ -121,17 +123,20 @@ def cleaned(blocks: Iterable[tuple[str, str]], shortest: int = 40) -> list[tuple
 
 
 def document(blocks: list[tuple[str, str]], seen: set[bytes]) -> str:
-    """Join cleaned blocks, dropping repeated paragraphs and empty sections."""
+    """Join cleaned blocks, dropping repeated paragraphs, lists in disguise and empty sections."""
     out: list[str] = []
+    openings: list[tuple[str, ...]] = []
     pending = ""
     for kind, text in blocks:
         if kind == "h":
             pending = text
             continue
         key = fingerprint(text)
-        if key in seen:
+        opening = tuple(text.lower().split()[:OPENING_WORDS])
+        if key in seen or opening in openings[-OPENINGS_KEPT:]:
             continue
         seen.add(key)
+        openings.append(opening)
         if pending:
             out.append(pending)
             pending = ""

@@ -1,4 +1,4 @@
-"""Readers of dictionaries, fortunes and package descriptions.
+"""Readers of dictionaries.
 
 Each reader yields ``Entry`` records: the text of one entry as running prose,
 and chats made from it: (ways to ask, answer) pairs.  ``Entry.key`` decides the held-out
@@ -8,14 +8,13 @@ split, so a headword's text and its questions are never on different sides.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clean import UNSUITABLE, fingerprint, plain, prose
 from extract import read_text
-
-PART_OF_SPEECH = {"n": "noun", "v": "verb", "adj": "adjective", "adv": "adverb"}
 
 
 @dataclass
@@ -88,13 +87,23 @@ def wordnet_senses(word: str, body: str) -> list[Sense]:
     ):
         pos = match[1] or pos
         senses.append(wordnet_sense(pos, match[3], word))
+    plain_word = re.fullmatch(r"[a-z]+", word)
     return [
         sense
-        for sense in senses
+        for number, sense in enumerate(senses)
         if 8 <= len(sense.meaning) <= 300
-        and not re.search(r"\b(genus|family [A-Z]|taxonomic)", sense.meaning)
+        and not (RANK_OF_BEINGS.search(sense.meaning) and not (plain_word and number == 0))
         and not UNSUITABLE.search(sense.meaning)
+        and not UNKIND.search(sense.meaning)
     ]
+
+
+RANK_OF_BEINGS = re.compile(r"\b(genus|family [A-Z]|taxonomic)")
+UNKIND = re.compile(r"\b(disparag\w*|derogat\w*|offensive|unattractive|ugly|insult\w*)\b")
+ABSTRACT = re.compile(
+    r"an? ([a-z]+ ){0,2}(quality|feeling|state|trait|sense|attitude|emotion|substance|liquid|metal|fluid|food|"
+    r"science|ability|freedom|lack|absence)\b"
+)
 
 
 def article(word: str) -> str:
@@ -104,12 +113,14 @@ def article(word: str) -> str:
 
 def statement(word: str, sense: Sense) -> str:
     """A definition as a sentence."""
-    name, meaning = word[0].upper() + word[1:], sense.meaning
+    name, meaning = word[0].upper() + word[1:], sense.meaning.rstrip(".")
     if sense.pos == "v":
         return f"To {word} means to {meaning}."
     if sense.pos == "n" and word[0].isupper():
         return sentence(f"{name}: {meaning}")
     countable = re.match(r"(an?|any|one|someone|something|the part|the person)\b", meaning)
+    if sense.pos == "n" and ABSTRACT.match(meaning):
+        return f"{name} is {meaning}."
     if sense.pos == "n" and countable:
         return f"{article(word).capitalize()} {word} is {meaning}."
     if sense.pos == "n":
@@ -132,12 +143,16 @@ def wordnet_text(word: str, senses: list[Sense]) -> str:
 
 def wordnet_chats(word: str, senses: list[Sense]) -> list[tuple[tuple[str, ...], str]]:
     """Questions about the first senses of a word."""
+    # The part of speech with the most senses is usually the commonest one; a noun comes first when in doubt.
+    counts = Counter(sense.pos for sense in senses)
+    counts["n"] += counts["n"] // 2
+    senses = sorted(senses, key=lambda sense: (-counts[sense.pos], sense.pos != "n"))
     first = senses[0]
     answer = statement(word, first)
     if first.examples:
         answer += f' For example: "{sentence(first.examples[0])}"'
     if len(senses) > 1 and senses[1].pos == first.pos:
-        answer += f" It can also mean {senses[1].meaning}."
+        answer += f" It can also mean {'to ' if first.pos == 'v' else ''}{senses[1].meaning}."
     noun = f"{article(word)} {word}" if answer.startswith(("A ", "An ")) else word
     what = "Who or what is" if word[0].isupper() else "What is"
     asked = [
@@ -173,63 +188,6 @@ def read_wordnet(path: Path) -> Iterator[Entry]:
             yield Entry(word.lower(), wordnet_text(word, fresh), wordnet_chats(word, senses))
 
 
-GCIDE_TAG = re.compile(r"\[(1913 Webster|PJC|Century[^\]]*|\w+ \d[^\]]*|Webster[^\]]*)[^\]]*\]")
-GCIDE_POS = {"n.": "noun", "a.": "adjective", "v. t.": "verb", "v. i.": "verb", "adv.": "adverb"}
-
-
-def gcide_meanings(body: str) -> Iterator[str]:
-    """Definitions of a GCIDE entry: no quotations, notes, etymologies or tags."""
-    body = re.sub(r"\[(?![a-zA-Z^=\"'~.,*`-]{1,6}\])[^\]]*WordNet[^\]]*\]", "@@", body)
-    for part in re.split(r"\n\s*\n", body):
-        if re.match(r"\s{7,}", part) or "@@" in part:
-            continue
-        part = plain(unlink(GCIDE_TAG.sub("", part)))
-        part = re.sub(r"\s*--\s?[A-Z][\w. ]*(\([^)]*\))?\.?$", "", part)
-        part = re.sub(r"^(\d+\.|\([a-z]\))\s*", "", part)
-        part = re.sub(r"^(\([A-Z][^)]*\)\s*)+", "", part)
-        part = re.sub(r"\s*\[[^\]]*\]\.?", "", part).strip()
-        if re.match(r"(Note|Syn|Cf|See|Usage)\b", part) or re.search(r"[\[\]\\^=~@*|]", part):
-            continue
-        if prose(part, shortest=24):
-            yield part
-
-
-def read_gcide(path: Path) -> Iterator[Entry]:
-    """The 1913 Webster, definitions only."""
-    seen: set[bytes] = set()
-    for head, body in entries(path):
-        match = re.match(r"([A-Z]?[a-z][a-z -]+) \\[^\\]*\\", head)
-        if not match:
-            continue
-        pos = re.search(r"\b(n\.|a\.|v\. t\.|v\. i\.|adv\.)", head[match.end() :])
-        body = re.sub(r"^[^\n]*\]\n", "", body) if "[" in head and "]" not in head else body
-        kept = []
-        for meaning in gcide_meanings(body):
-            if fingerprint(meaning) not in seen:
-                seen.add(fingerprint(meaning))
-                kept.append(meaning)
-        if kept:
-            kind = f" ({GCIDE_POS[pos[1]]})" if pos else ""
-            name = match[1][0].upper() + match[1][1:]
-            yield Entry(match[1].lower(), f"{name}{kind}. " + " ".join(kept))
-
-
-def read_foldoc(path: Path) -> Iterator[Entry]:
-    """The Free On-line Dictionary of Computing."""
-    for word, body in entries(path):
-        body = re.sub(r"\(\d{4}-\d\d-\d\d\)|<[a-z, ]+>", "", unlink(body))
-        body = re.sub(r"^\s*\((?:[A-Z][^)]{0,40})\)\s*", "", body.strip())
-        kept = [text for part in re.split(r"\n\s*\n", body) if (text := prose(part))]
-        if kept and re.fullmatch(r"[\w .+/'-]{2,40}", word):
-            asked = (f"What is {word}?", f"What does {word} mean?", f"Tell me about {word}.")
-            name = word[0].upper() + word[1:]
-            answer = f"{name}: " + kept[0][0].lower() + kept[0][1:]
-            if not re.match(r"(An?|The|One) ", kept[0]):
-                answer = " ".join(kept[:2])
-            chats = [(asked, answer)] if len(answer) < 600 else []
-            yield Entry(word.lower(), f"{name}\n\n" + "\n\n".join(kept), chats)
-
-
 def read_jargon(path: Path) -> Iterator[Entry]:
     """The Jargon File."""
     for word, body in entries(path):
@@ -257,55 +215,8 @@ def read_devil(path: Path) -> Iterator[Entry]:
                 yield Entry(word.lower(), text)
 
 
-def read_fortunes(path: Path) -> Iterator[Entry]:
-    """Fortune cookies whose every line is prose; attributions are kept."""
-    for text in re.split(r"\n%\n", read_text(path)):
-        body, _, author = text.replace("\b", "").partition("\n\t\t-- ")
-        kept = prose(body.replace("\t", "  "), shortest=30)
-        if kept and "\n\t\t" not in body:
-            name = plain(author).strip(" -")
-            yield Entry(kept[:60], kept + (f"\n- {name}" if re.match(r"[A-Z]", name) else ""))
-
-
-def description_paragraphs(lines: list[str]) -> list[str]:
-    """The prose paragraphs of one package description; bullet lists are left out."""
-    parts = "\n".join(lines).split("\n.\n")
-    return [
-        text
-        for part in parts
-        if not re.search(r"^\s*[*+o-] |^  |^This package (contains|provides|includes|is a)", part, re.M)
-        and (text := prose(part))
-    ]
-
-
-def read_descriptions(path: Path) -> Iterator[Entry]:
-    """Debian's package descriptions, each distinct paragraph once."""
-    seen: set[bytes] = set()
-    for record in read_text(path).split("\n\n"):
-        name = (re.search(r"^Package: (.*)$", record, re.M) or ["", ""])[1]
-        short = (re.search(r"^Description-en: (.*)$", record, re.M) or ["", ""])[1]
-        lines = [line[1:] for line in record.split("\n") if line.startswith(" ")]
-        kept = []
-        for text in description_paragraphs(lines):
-            if fingerprint(text) not in seen:
-                seen.add(fingerprint(text))
-                kept.append(text)
-        if not kept or re.search(r"-(dev|dbg|common|data)\b|^lib.*\d", name):
-            continue
-        chats = []
-        if len(kept[0]) < 500 and name in kept[0].lower():
-            asked = (f"What is the package {name}?", f"What is {name}?", f"Tell me about {name}.")
-            chats = [(asked, kept[0])]
-        title = plain(short)
-        yield Entry(re.sub(r"[\d.]+", "", name), f"{title[:1].upper()}{title[1:]}\n\n" + "\n\n".join(kept), chats)
-
-
 READERS = {
     "wordnet": read_wordnet,
-    "gcide": read_gcide,
-    "foldoc": read_foldoc,
     "jargon": read_jargon,
     "devil": read_devil,
-    "fortunes": read_fortunes,
-    "descriptions": read_descriptions,
 }

@@ -29,7 +29,7 @@ TEXT_PROMPTS = [
     "It was a dark and stormy night",
     "A computer program is",
     "The old wizard looked at the king and said",
-    "Linux is",
+    "A river is",
     "She walked into the room and",
     "Before you install the package,",
     "The history of computing",
@@ -45,7 +45,7 @@ CHAT_PROMPTS = [
     "What is a river?",
     "Hello!",
     "Define courage.",
-    "What is an operating system?",
+    "What does king mean?",
 ]
 SPECIAL = 7
 TEMPERATURE, TOP_P, MAX_NEW = 0.7, 0.9, 120

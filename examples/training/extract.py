@@ -59,24 +59,6 @@ def read_html(path: Path) -> Iterator[Block]:
             yield "p", part
 
 
-def pod_plain(text: str) -> str:
-    """Remove POD formatting codes, innermost first."""
-    for _ in range(3):
-        text = re.sub(r"[XZ]<[^<>]*>", "", text)
-        text = re.sub(r"L<(?:[^<>|]*\|)?([^<>|]*)>", r"\1", text)
-        text = re.sub(r"[BCFISE]<+ ?([^<>]*?) ?>+", r"\1", text)
-    return text
-
-
-def read_pod(path: Path) -> Iterator[Block]:
-    """Headings and ordinary paragraphs of a Perl POD file; verbatim ones are code."""
-    for part in re.split(r"\n\s*\n", read_text(path)):
-        if part.startswith("=head"):
-            yield "h", pod_plain(part.partition(" ")[2]).capitalize()
-        elif part and not part.startswith(("=", " ", "\t")):
-            yield "p", pod_plain(part)
-
-
 def rdata_strings(data: bytes) -> Iterator[str]:
     """Character strings of a serialised R object: type word, length word, bytes."""
     position = 0
@@ -103,49 +85,8 @@ def read_plain(path: Path) -> Iterator[Block]:
     yield from paragraphs(read_text(path).replace("_", ""))
 
 
-def unescape(text: str) -> str:
-    """Undo the string escapes and in-game markup of game data files."""
-    text = text.replace('\\"', '"').replace('""', '"').replace("\\'", "'").replace("\\n", "\n")
-    text = text.replace("\\\n", "")
-    text = re.sub(r"<first> <last>|<first>|<last>", "Captain", text)
-    text = re.sub(r"\[\[(?:\w+ )?([A-Za-z ]+)\]\]", r"\1", text)
-    text = re.sub(r"<(planet|destination)>", "New Boston", text)
-    text = re.sub(r"<origin>", "Earth", text).replace("<system>", "Sol")
-    return re.sub(r"</?(span|i|b|em|big|small|bold|italic|color|rgba?)\b[^>]*>", "", text)
-
-
-# Short strings are matched too: a quote must never be taken for an opening one.
-STRING = re.compile(r'`([^`]*)`|"((?:[^"\\]|\\.|"")*)"|\[\[(.*?)\]\]|>([^<>{}]{60,})<', re.S)
-COMMENT = re.compile(r"^\s*(#|--(?!\[)).*$", re.M)
-
-
-def read_strings(path: Path) -> Iterator[Block]:
-    """Every long quoted string of a game data file, in file order."""
-    text = read_text(path)
-    if path.name == "en.txt":
-        text = re.sub(r"^[A-Z0-9_]+\n", "\n", text, flags=re.M)
-        yield from paragraphs(unescape(text.replace("'''", "\n\n")))
-        return
-    for match in STRING.finditer(COMMENT.sub("", text)):
-        string = next(filter(None, match.groups()), "")
-        for part in unescape(string).split("\n\n") if len(string) > 30 else ():
-            yield "p", part.strip(" \t")
-
-
-def read_entries(path: Path) -> Iterator[Block]:
-    """Entries between %%%% lines: a name line, then the description."""
-    for entry in read_text(path).split("%%%%"):
-        name, _, body = entry.strip().partition("\n")
-        if "{{" not in body:
-            yield "h", name[:1].upper() + name[1:]
-            yield from paragraphs(body)
-
-
 READERS = {
     "html": read_html,
-    "pod": read_pod,
     "text": read_plain,
     "rdata": read_rdata,
-    "strings": read_strings,
-    "entries": read_entries,
 }

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import random
 import re
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -27,9 +29,10 @@ from sources import SOURCES, STORIES, STORY_REPEATS, Source
 
 HELD_OUT_PERCENT = 1
 MIN_DOCUMENT = 200
-RARE_CHAT_SHARE = 0.4
-COMMON_CHATS = 4
-COMMON_WORDS = 12_000
+SHORTEST_STORY, SHORTEST_DOCUMENTATION = 16, 80  # characters of a paragraph
+# Chats about a word: so many differently asked copies for the words up to each rank.
+CHAT_COPIES = ((2500, 16), (12_000, 5))
+RARE_CHAT_SHARE = 0.3
 MAX_DOCUMENT = 60_000
 
 
@@ -43,24 +46,6 @@ def fetch(source: Source, work: Path) -> Path:
     if not list(debs.glob(f"{source.package}_*.deb")):
         subprocess.run(["apt-get", "download", source.package], cwd=debs, check=True)
     subprocess.run(["dpkg", "-x", next(debs.glob(f"{source.package}_*.deb")), root], check=True)
-    return root
-
-
-def fetch_descriptions(work: Path) -> Path:
-    """Save the English package descriptions of the archive as one text file."""
-    root = work / "root" / "apt-descriptions"
-    target = root / "descriptions.txt"
-    if not target.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        lists = work / "lists"
-        (lists / "partial").mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            ["apt-get", "-o", f"Dir::State::Lists={lists}", "-o", "Acquire::Languages=en", "update"], check=True
-        )
-        files = sorted(lists.glob("*_main_i18n_Translation-en*"))
-        with target.open("wb") as out:
-            for file in files:
-                subprocess.run(["/usr/lib/apt/apt-helper", "cat-file", str(file)], stdout=out, check=True)
     return root
 
 
@@ -85,6 +70,25 @@ def read_file(task: tuple[str, Path, int]) -> list[tuple[str, str]]:
     return cleaned(READERS[reader](path), shortest)
 
 
+def cleaned_files(source: Source, root: Path, work: Path, pool: ProcessPoolExecutor) -> Iterator[tuple[str, list]]:
+    """The cleaned blocks of every file of a source; kept in WORK/cleaned, so a package is read once."""
+    kept = work / "cleaned" / f"{source.package}.jsonl"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        paths = files_of(source, root)
+        shortest = SHORTEST_STORY if source in STORIES else SHORTEST_DOCUMENTATION
+        tasks = [(source.reader, path, shortest) for path in paths]
+        partial = kept.with_suffix(".partial")
+        with partial.open("w") as out:
+            for path, blocks in zip(paths, pool.map(read_file, tasks, chunksize=16), strict=True):
+                if blocks:
+                    out.write(json.dumps([str(path.relative_to(root)), blocks]) + "\n")
+        partial.rename(kept)
+    with kept.open() as file:
+        for line in file:
+            yield tuple(json.loads(line))
+
+
 class Corpus:
     """Collects records by split and counts the bytes of every source."""
 
@@ -93,45 +97,45 @@ class Corpus:
         self.pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
         self.sizes: Counter[str] = Counter()
         self.seen: set[bytes] = set()
-        self.common: set[str] = set()
 
     def add(self, split: str, source: str, text: str) -> None:
         """Add one record."""
         self.records[split].append((source, text))
         self.sizes[source] += len(text.encode())
 
-    def add_documents(self, source: Source, root: Path, pool: ProcessPoolExecutor) -> None:
+    def add_documents(self, source: Source, root: Path, work: Path, pool: ProcessPoolExecutor) -> None:
         """Add the files of a documentation or story source."""
-        paths = files_of(source, root)
-        repeats, shortest = (STORY_REPEATS, 16) if source in STORIES else (1, 40)
-        tasks = [(source.reader, path, shortest) for path in paths]
-        for path, blocks in zip(paths, pool.map(read_file, tasks, chunksize=16), strict=True):
+        repeats = STORY_REPEATS if source in STORIES else 1
+        for path, blocks in cleaned_files(source, root, work, pool):
             text = document(blocks, self.seen)
             for start in range(0, len(text), MAX_DOCUMENT):
-                split = split_of(f"{source.package}/{path.relative_to(root)}/{start}")
+                split = split_of(f"{source.package}/{path}/{start}")
                 part = text[start : start + MAX_DOCUMENT]
                 for _ in range(repeats if split == "train" else 1):
                     if len(part) >= MIN_DOCUMENT:
                         self.add(split, source.package, part)
 
-    def common_words(self) -> set[str]:
-        """The most frequent words of the documents read so far."""
+    def ranks(self, entries: list[dictionaries.Entry]) -> dict[str, int]:
+        """How common each word is: rank 0 occurs in the most stories' paragraphs and dictionary entries."""
+        stories = {story.package for story in STORIES}
+        texts = [part for source, text in self.records["train"] if source in stories for part in text.split("\n")]
         counts: Counter[str] = Counter()
-        for source, text in self.records["train"][::3]:
-            if source not in ("linux-doc-6.1", "openjdk-17-doc"):
-                counts.update(set(re.findall(r"\b[a-z]{3,}\b", text)))
-        return {word for word, _ in counts.most_common(COMMON_WORDS)}
+        for text in texts + [entry.text for entry in entries]:
+            counts.update(set(re.findall(r"\b[a-z]{3,}\b", text)))
+        return {word: rank for rank, (word, _) in enumerate(counts.most_common())}
 
     def add_entries(self, source: Source, root: Path, rng: random.Random) -> None:
-        """Add the entries of a dictionary-like source; ask most about common words."""
-        common = self.common
+        """Add the entries of a dictionary; the commoner a word, the more often it is asked about."""
         for path in files_of(source, root):
-            for entry in dictionaries.READERS[source.reader](path):
+            entries = list(dictionaries.READERS[source.reader](path))
+            ranks = self.ranks(entries)
+            for entry in entries:
                 split = split_of(entry.key)
                 if entry.text:
                     self.add(split, source.package, entry.text)
-                count = COMMON_CHATS if entry.key in common else rng.random() < RARE_CHAT_SHARE
-                count = min(count, 1) if split == "held" else count
+                rank = ranks.get(entry.key, math.inf)
+                count = next((copies for limit, copies in CHAT_COPIES if rank < limit), rng.random() < RARE_CHAT_SHARE)
+                count = min(count, 1) if split == "held" or source.reader != "wordnet" else count
                 for asked, answer in entry.chats * int(count):
                     self.pairs[split].append((rng.choice(asked), answer))
 
@@ -148,14 +152,10 @@ def build(work: Path) -> Corpus:
     corpus = Corpus()
     with ProcessPoolExecutor(2) as pool:
         for source in SOURCES:
-            if source.package == "apt-descriptions":
-                root = fetch_descriptions(work)
-            else:
-                root = fetch(source, work)
+            root = fetch(source, work)
             if source.reader in READERS:
-                corpus.add_documents(source, root, pool)
+                corpus.add_documents(source, root, work, pool)
             else:
-                corpus.common = corpus.common or corpus.common_words()
                 corpus.add_entries(source, root, rng)
             print(f"{source.package:28} {corpus.sizes[source.package] / 1e6:8.2f} MB", flush=True)
     corpus.add_chats(rng)

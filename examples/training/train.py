@@ -1,6 +1,6 @@
 """Train a model on the token files for a given number of minutes.
 
-    python train.py --config main --data WORK/tokens --out MODEL_DIR --minutes 7
+    python train.py --config main --data WORK/tokens --out MODEL_DIR --minutes 3.3
 
 The learning rate warms up, stays constant and falls linearly to zero over the
 last part of the time, so a run of any length ends fully annealed.  With
@@ -105,8 +105,6 @@ class Run:
         torch.set_float32_matmul_precision("high")
         self.config: Config = CONFIGS[args.config]
         self.model = Llama(self.config, self.device)
-        if args.init:
-            self.model = load(args.init, self.config, self.device)
         self.optimizers = optimizers(self.model, args.lr, args.optimizer)
         self.teacher = None
         if args.teacher:
@@ -204,7 +202,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--teacher", type=Path)
-    parser.add_argument("--init", type=Path, help="start from this checkpoint")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
