@@ -102,6 +102,8 @@ def trace(
             f"use at most {limit}",
         )
     longest = max_positions or limit
+    if longest < 2:
+        raise Diagnostic("E305", f"a sequence of {longest} token has no room for an answer", "use at least 2")
     exported = export.export_model(config, dtype, longest, max_tokens, max_rows)
     converted = convert.convert(exported)
     tokens.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)

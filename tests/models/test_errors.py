@@ -132,6 +132,7 @@ def test_positions(tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", **BY_NAME["gpt2"].config}
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(gpt2))
     fails("E305", "256", "300", do=lambda: trace(tmp_path / "gpt2", max_positions=300))
+    fails("E305", "1 token", "at least 2", do=lambda: trace(tmp_path / "gpt2", max_positions=1))
 
 
 VOCAB = {"vocab_size": 320}
