@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
 DEMO_MODEL ?= examples/demo-model
 DEMO := build/demo.llmc
-PROMPT ?= The kernel
+PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
 JOBS ?= auto
 SEED ?= $(shell date +%s)
@@ -23,7 +23,8 @@ STEPS ?= 1000000
 .PHONY: demo test lint bench bench-peers sim clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
-	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 120
+	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
+	$(BIN)/llmc-run $(DEMO) --chat --prompt "What is a river?" --temperature 0 -q
 
 $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL)/*)
 	@mkdir -p build && rm -rf $(DEMO)
