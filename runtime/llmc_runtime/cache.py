@@ -53,7 +53,7 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
         if is_artifact(entry):
             say(f"using {entry}, compiled from {source}")
             return entry
-        with _locked(root / "artifacts" / f".{entry.name}.lock"):
+        with _locked(root / "artifacts" / f".{entry.name}.lock", say):
             if not is_artifact(entry):
                 _build(source, options, root, entry, say)
     except OSError as e:
@@ -130,7 +130,11 @@ def _run(command: Sequence[str], source: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, say: Say) -> Iterator[None]:
     with open(path, "w", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another process is compiling this model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -162,10 +162,11 @@ class Collector:
     def _candidates(self, token: int, row: TokenLogprobs) -> dict[int, Logprob]:
         out = {token: Logprob(row.logprob, row.rank, self._spelled(token))}
         for rank, (other, value) in enumerate(zip(row.top_ids, row.top_logprobs), 1):
-            out.setdefault(other, Logprob(value, rank, self._spelled(other)))
+            if other != token:
+                out[other] = Logprob(value, rank, self._spelled(other))
         return out
 
     def _spelled(self, token: int) -> str | None:
         if self.tokenizer is None or not self.params.detokenize:
             return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        return self.tokenizer.spelled(token)

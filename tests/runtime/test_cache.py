@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -110,6 +111,21 @@ def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path, monkeypatc
     (tmp_path / "hashes.json").write_text("[damaged")
     assert cache_key.source_hashes(model, tmp_path) == first
     assert len(hashed) == 4
+
+
+def test_who_waits_for_another_build_is_told(model: Path, builds: Path, tmp_path: Path) -> None:
+    entry = build(model, tmp_path / "root")
+    shutil.rmtree(entry)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    with open(entry.parent / f".{entry.name}.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert cache.compiled(model, OPTIONS, tmp_path / "root", say) == entry
+    assert "another process is compiling this model" in said[0]
 
 
 def test_two_at_once_build_once(model: Path, builds: Path, tmp_path: Path) -> None:

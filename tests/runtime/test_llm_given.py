@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from llmc_runtime import LlmcError
+from llmc_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.test_llm import LENGTH, make, params
+from tests.runtime.test_llm import LENGTH, make, params, tokenizer
 
 
 def test_arrays_mean_what_their_lists_mean() -> None:
@@ -19,6 +20,21 @@ def test_arrays_mean_what_their_lists_mean() -> None:
         outputs = make().generate(given, params(1), use_tqdm=False)
         assert [o.prompt_token_ids for o in outputs] == ids
     assert [o.prompt for o in make().generate(np.array(["a", "b"]), params(1), use_tqdm=False)] == ["a", "b"]
+
+
+def test_candidates_are_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, asked = make(tok=tokenizer()), []
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: list[int], **how: bool) -> str:
+        asked.append(tuple(ids))
+        return decode(self, ids, **how)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    for _ in range(2):
+        rows = llm.generate("a b", params(8, logprobs=3), use_tqdm=False)[0].outputs[0].logprobs
+        assert {(i,) for row in rows or () for i in row} == set(asked)
+    assert len(asked) == len(set(asked))
 
 
 def test_defaults_are_cut_to_what_fits_and_requests_are_not() -> None:

@@ -31,6 +31,7 @@ class Tokenizer:
         self.named_tokens: Mapping[str, str] = MappingProxyType(dict(names))
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._spelled: dict[int, str] = {}
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
@@ -58,6 +59,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def spelled(self, token_id: int) -> str:
+        """The text of one id alone, special or not; remembered, as log-probabilities ask for the same ones again."""
+        text = self._spelled.get(token_id)
+        if text is None:
+            text = self._spelled[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id as the file spells it; None where the id has none."""
