@@ -113,6 +113,7 @@ def _resources(group: Any) -> None:
     add = group.add_argument
     add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
     add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
+    add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
     add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
 
 
@@ -217,6 +218,7 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
         seed=int.from_bytes(os.urandom(8), "little") if args.seed is None else 0,
         chat_template=_template(args.chat_template),
         verify=not args.no_verify,
+        canary=args.canary,
         say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
         **options,
     )

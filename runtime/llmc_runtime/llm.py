@@ -52,6 +52,7 @@ class LLM:
     seed                   draws the seeds of requests that bring none; the same seed, the same draws
     chat_template          a template's text, or the name of one of the model's own
     verify                 check the hashes of the weights while opening
+    canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
     say                    is told, in one line each, what happens (by default printed to stderr)
 
     Raises LlmcError: E1xx artifact, E2xx memory and limits, E64x compiling.
@@ -74,6 +75,7 @@ class LLM:
         dtype: str = "auto",
         cache_dir: str | Path | None = None,
         verify: bool = True,
+        canary: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         from llmc_runtime.artifact import open_artifact
@@ -100,6 +102,7 @@ class LLM:
             eos=() if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
             prefix_caching=enable_prefix_caching,
             policy=scheduling_policy,
+            canary=canary,
         )
         self._close = weakref.finalize(self, opened.close)
         self._close.atexit = False  # the process takes everything with it, and daemon threads may still run

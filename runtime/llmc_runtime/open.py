@@ -10,6 +10,7 @@ from typing import Any
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.engine import Engine
+from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.config import SchedulerConfig
@@ -48,15 +49,19 @@ def open_engine(
     eos: Sequence[int] = (),
     prefix_caching: bool = True,
     policy: str = "fcfs",
+    canary: bool = False,
 ) -> Opened:
     """Load the artifact onto its device.
 
-    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's. LlmcError E112 (device), E2xx (memory).
+    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's. LlmcError E112 (device),
+    E2xx (memory), E125 and E126 (`canary`: the recorded tokens differ here, or none were recorded).
     """
     manifest = artifact.manifest
     device = open_device(artifact, threads)
     try:
         executor = Executor(artifact, device, limits.kv_bytes)
+        if canary:
+            require(executor)
         ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,

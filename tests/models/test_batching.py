@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llmc_runtime import LLM, SamplingParams
+from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.exec.canary import Canary
 from models.cases import LISTED
 from models.kit import save
 
+from llmc.artifact.amend import put_file
 from llmc.driver import Options, compile_model
+from llmc.lab.verify import verify_artifact
 
 SEED = random.SystemRandom().randrange(1 << 30)
 
@@ -84,3 +89,21 @@ def test_threads_change_nothing(artifact: Path) -> None:
         found.append(tokens(llm, prompts[:6], params[:6]))
         llm.close()
     assert found[0] == found[1]
+
+
+def test_a_canary_is_required_on_request(artifact: Path, tmp_path: Path) -> None:
+    """What `verify --record` recorded is compared at load; another model's recording, or none, is refused."""
+    folder = tmp_path / "copy.llmc"
+    shutil.copytree(artifact, folder)
+    with pytest.raises(LlmcError, match="has no canary"):
+        LLM(folder, say=quiet, canary=True)
+    assert verify_artifact(folder, record=True)["ok"]
+    with LLM(folder, say=quiet, canary=True) as llm:
+        prompts, params = requests()
+        with LLM(artifact, say=quiet) as plain:
+            assert tokens(llm, prompts[:4], params[:4]) == tokens(plain, prompts[:4], params[:4])
+    recorded = Canary.load((folder / "canary.json").read_bytes())
+    wrong = replace(recorded, tokens=tuple((t + 1) % 320 for t in recorded.tokens))
+    put_file(folder, "canary.json", wrong.dump())
+    with pytest.raises(LlmcError, match="the canary fails"):
+        LLM(folder, say=quiet, canary=True)

@@ -73,7 +73,10 @@ class CpuDevice(Device):
                 self._libraries[kernel.hash] = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
             except OSError as error:
                 cause = f"kernel {kernel.file} cannot be loaded: {str(error)[:200]}"
-                raise LlmcError("E112", cause, "recompile on this machine (--target cpu:native)") from None
+                remedy = "recompile on this machine (--target cpu:native)"
+                if os.path.exists(path) and os.statvfs(path).f_flag & os.ST_NOEXEC:
+                    remedy = "copy the artifact to a file system that is not mounted noexec"
+                raise LlmcError("E112", cause, remedy) from None
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
         if program.step is None:
