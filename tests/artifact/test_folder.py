@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from artifact import tiny
@@ -206,7 +207,7 @@ def test_feature_names_of_compilers_and_kernels_are_one() -> None:
         check_target(TargetInfo("t", "x86-64-v4", ("avx512vnni",)), host)
 
 
-def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     from llmc_runtime.device.cpu import CpuDevice
@@ -214,7 +215,10 @@ def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:
     parts = tiny.parts(tmp_path)
     broken = replace(parts, kernels=(replace(parts.kernels[0], binary=b"\x7fELF not really"), parts.kernels[1]))
     write_artifact(tmp_path / "a.llmc", broken)
-    with pytest.raises(LlmcError, match=r"E112.*cannot be loaded"):
+    with pytest.raises(LlmcError, match=r"E112.*cannot be loaded.*\n.*recompile"):
+        CpuDevice(1).load(open_artifact(tmp_path / "a.llmc"))
+    with monkeypatch.context() as patch, pytest.raises(LlmcError, match=r"E112.*cannot be loaded.*\n.*noexec"):
+        patch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
         CpuDevice(1).load(open_artifact(tmp_path / "a.llmc"))
     strange = replace(parts, kernels=(replace(parts.kernels[0], abi="cpu-9"), parts.kernels[1]))
     write_artifact(tmp_path / "b.llmc", strange)
