@@ -155,6 +155,15 @@ def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     return c.reshape(c.b.take(c.reshape(x, x.type.shape[axis:]), at), c.shape)
 
 
+def index_put(c: Call, x: Value, indices: Sequence[Value | None], value: Value, accumulate: bool = False) -> Value:
+    """x[mask] = one value."""
+    if len(indices) != 1 or indices[0] is None or indices[0].type.shape != x.type.shape or accumulate:
+        raise Unsupported("an index_put other than through one mask of the tensor's shape")
+    if indices[0].type.dtype != "bool" or product(value.type.shape).const != 1:
+        raise Unsupported("an index_put of anything but one value through a mask")
+    return c.b.where(indices[0], c.cast(c.reshape(value, ()), x.type.dtype), x)
+
+
 def index_select(c: Call, x: Value, dim: int, at: Value) -> Value:
     return index(c, x, [*[None] * axis_of(x, dim), at])
 
@@ -237,6 +246,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.embedding.default": embedding,
         "aten.index.Tensor": index,
         "aten.index_select.default": index_select,
+        "aten.index_put.default": index_put,
         "aten.gather.default": gather,
         "aten.scatter.value": scatter_value,
         "aten.arange.default": arange,

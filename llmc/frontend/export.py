@@ -173,6 +173,8 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
     reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     if (isinstance(e, KeyError) and hooks.NAME in str(e)) or hooks.MaskTag.__name__ in str(e):
         reason = "it bypasses transformers' AttentionInterface"
+    elif "Constraints violated (T)" in str(e):
+        reason = "its forward is not one computation for every number of tokens (recurrent and chunked layers are not)"
     return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
 
 

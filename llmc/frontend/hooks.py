@@ -134,11 +134,14 @@ def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
             f"{name}: experts with {', '.join(odd)} are not supported yet",
             "supported: gate_up_proj [experts, 2*inner, hidden], gate rows first, no bias, act(gate) * up",
         )
-    act = ACTIVATIONS.get(type(module.act_fn).__name__)
+    kind = getattr(
+        module.act_fn, "__name__", type(module.act_fn).__name__
+    )  # a function's own name, or a module's class
+    act = ACTIVATIONS.get(kind)
     if act is None:
         raise Diagnostic(
             "E305",
-            f"{name}: the experts' activation {type(module.act_fn).__name__} is not known",
+            f"{name}: the experts' activation {kind} is not known",
             "add it to ACTIVATIONS in llmc/frontend/hooks.py",
         )
     return torch.ops.llmc.moe(hidden, index, weights, module.gate_up_proj, module.down_proj, act)
@@ -152,5 +155,7 @@ ACTIVATIONS = types.MappingProxyType(
         "GELUTanh": "gelu_tanh",
         "PytorchGELUTanh": "gelu_tanh",
         "ReLU": "relu",
+        "silu": "silu",
+        "relu": "relu",
     }
 )

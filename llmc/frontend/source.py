@@ -31,8 +31,7 @@ TESTED = (
     "smollm3", "starcoder2", "cohere", "cohere2", "glm", "glm4", "gemma", "gemma3_text", "opt", "phi", "mixtral",
     "qwen3_moe", "olmo", "olmo3", "olmoe", "phimoe", "granitemoe", "nemotron", "persimmon", "ernie4_5", "exaone4",
     "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3", "gpt_bigcode", "biogpt",
-    "afmoe", "gemma4_text", "diffllama", "minicpm3", "youtu", "deepseek_v3",
-    "glm4_moe_lite",
+    "afmoe", "gemma3", "gemma4_text", "diffllama", "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -62,6 +62,19 @@ MLA = SMALL | {
 }
 MLA_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
+# Of a model that sees, the language half is compiled.
+TINY_VISION = {
+    "mm_tokens_per_image": 4,
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+
 # The architectures that must agree.
 LISTED = (
     Case("llama", "llama", SMALL | LLAMA3, (77, 20)),
@@ -97,6 +110,7 @@ UNLISTED = (
     Case("glm4", "glm4", SMALL | {"head_dim": 16}),
     Case("gemma", "gemma", SMALL | {"head_dim": 16}),
     Case("gemma3_text", "gemma3_text", SMALL | {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8}),
+    Case("gemma3", "gemma3", {"text_config": SMALL | {"head_dim": 16, "sliding_window": 8}, **TINY_VISION}),
     Case("phi", "phi", SMALL),
     Case(
         "opt",

@@ -50,6 +50,7 @@ CASES: dict[str, Fn] = {
     "ranges": lambda x, p: x + torch.arange(12, device=x.device) + torch.arange(2, 14, device=x.device, dtype=x.dtype),
     "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
     "slices_written": lambda x, p: halves_written(x),
+    "masked_write": lambda x, p: torch.clone(x).index_put_((x > 0,), x.amax()),
     "tiled": lambda x, p: x.repeat(1, 1, 2) + x[..., :1].expand_as(x).repeat(1, 1, 2),
     "casts": lambda x, p: x.to(torch.bfloat16).float() + p.to(x.dtype)[..., None] + x.long().type_as(x),
     "doubles": lambda x, p: (x.double() * 1e-9).float() * 1e9,

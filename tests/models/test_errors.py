@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from models.cases import LISTED, ROPES, SEED, SMALL, UNLISTED, rope
+from models.cases import EXPERTS, LISTED, ROPES, SEED, SMALL, UNLISTED, rope
 from models.kit import save
 from safetensors.numpy import load_file, save_file
 
@@ -143,6 +143,7 @@ ODD = {
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
     "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "it bypasses"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
+    "bamba": (SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [0]}, "recurrent"),
     "moshi": (SMALL | {"head_dim": 16}, "answers 2 tensors"),
 }  # fmt: skip
 
@@ -161,6 +162,14 @@ def test_attention_of_its_own(tmp_path: Path) -> None:
     entries = {"model_type": "openai-gpt", **VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     fails("E305", "h.0.attn", "joins tokens", "[1, 4, T, T]", do=lambda: trace(tmp_path, max_tokens=128))
+
+
+def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:
+    layers = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 1}
+    entries = {"model_type": "lfm2_moe", **SMALL, **EXPERTS, **layers}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (moe,) = (n for n in trace(tmp_path).module.graphs["main"].nodes if n.op.name == "moe")
+    assert moe.attrs["act"] == "silu"
 
 
 def test_an_op_we_lack(tmp_path: Path) -> None:
