@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -81,8 +81,16 @@ def test_turns_are_taken_in_order_of_arrival() -> None:
     assert order == list(range(8))
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A background job may have Ctrl-C ignored; a program in a terminal has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("method", ["add", "next", "commit", "_append"])
-def test_ctrl_c_waits_for_the_end_of_the_turn(method: str) -> None:
+def test_ctrl_c_waits_for_the_end_of_the_turn(ctrl_c: None, method: str) -> None:
     llm, expected = make(), answers(make())
     during(llm, method, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
