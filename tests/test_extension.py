@@ -83,3 +83,23 @@ def test_the_example_kernel_computes_what_the_op_says(tmp_path: Path) -> None:
     assert example.KERNEL.reject(case.node, target) is None
     source, function = compile_cases([case], target, tmp_path)["softcap"]
     run_case(case, source, function)
+
+
+def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:
+    """A whole artifact is reused while the packages that extend the compiler stay as they are, and no longer."""
+    (tmp_path / "llmc_softcap.py").write_bytes((EXAMPLE / "llmc_softcap.py").read_bytes())
+    script = tmp_path / "key.py"
+    script.write_text("from llmc_runtime.format.cache_key import extension_hashes\nprint(extension_hashes())\n")
+
+    def hashes() -> str:
+        path = os.pathsep.join(map(str, (tmp_path, ROOT / "runtime")))
+        env = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=True).stdout
+
+    assert "llmc_softcap" not in hashes()
+    install(tmp_path, EXAMPLE / "pyproject.toml")
+    first = hashes()
+    assert "llmc_softcap" in first and hashes() == first
+    with open(tmp_path / "llmc_softcap.py", "a") as file:
+        file.write("# changed\n")
+    assert hashes() != first

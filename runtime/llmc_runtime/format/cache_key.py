@@ -1,7 +1,7 @@
 """What a compile is made of, as one key: equal where and only where compiling again would use the same input.
 
-The key covers the contents of the source files, the options, the machine where the target is "native", and the
-compiler's own files; never paths or times.
+The key covers the contents of the source files, the options, the machine where the target is "native", and the files
+of the compiler and of the packages that extend it; never paths or times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
@@ -25,9 +26,16 @@ def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
         "files": source_hashes(source, root),
         "options": dict(sorted(options.items())),
         "machine": machine,
-        "compiler": _package_hash("llmc") + _package_hash("llmc_runtime.format"),
+        "compiler": package_hash("llmc") + package_hash("llmc_runtime.format"),
+        "extensions": extension_hashes(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def extension_hashes() -> dict[str, str]:
+    """Package -> hash of its files, for every installed package that extends the compiler; nothing is imported."""
+    packages = {p.module.partition(".")[0] for p in entry_points(group="llmc.extensions")}
+    return {p: package_hash(p) for p in sorted(packages - {"llmc"})}
 
 
 def source_hashes(source: Path, root: Path) -> dict[str, str]:
@@ -71,19 +79,22 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-def _package_hash(name: str) -> str:
-    """One hash over the files of an installed package, without importing it; empty where it is not installed."""
+def package_hash(name: str) -> str:
+    """One hash over the files of an installed package or module, without importing it; empty where it is not there."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):
         spec = None
-    folders = (spec.submodule_search_locations or []) if spec else []
+    if spec is None:
+        return ""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest() if folders else ""
+    roots = [Path(p) for p in spec.submodule_search_locations or ()]
+    files = [(r, p) for r in roots for p in sorted(r.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+    if not roots and spec.origin and Path(spec.origin).is_file():
+        files = [(Path(spec.origin).parent, Path(spec.origin))]
+    for root, path in files:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest() if files else ""
 
 
 def _cpu_features() -> str:
