@@ -6,12 +6,14 @@ import gc
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from llmc_runtime import LlmcError
+from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.turns import Turns
 
 from tests.runtime.test_llm import make, params
@@ -38,7 +40,14 @@ def during(llm: Any, method: str, act: Callable[[], object]) -> None:
     setattr(scheduler, method, outer)
 
 
-def test_threads_share_an_llm() -> None:
+def test_threads_share_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = FakeExecutor.run
+
+    def slow(self: FakeExecutor, step: Any) -> Any:
+        time.sleep(1e-4)  # as a device does, it lets other threads go on
+        return inner(self, step)
+
+    monkeypatch.setattr(FakeExecutor, "run", slow)
     llm, expected = make(), answers(make())
     found: list[Any] = []
 
