@@ -96,6 +96,10 @@ def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
     return x if high is None else c.b.minimum(x, c.value(high, x))
 
 
+def leaky_relu(c: Call, x: Value, slope: float = 0.01) -> Value:
+    return c.b.where(c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x)))
+
+
 def where(c: Call, cond: Value, x: Any, y: Any) -> Value:
     """Two numbers become one-element tensors of the result's dtype."""
     return c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
@@ -208,6 +212,10 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.gelu.default": gelu,
         "aten.clamp.default": clamp,
         "aten.clamp.Tensor": clamp,
+        "aten.clip.default": clamp,
+        "aten.hardtanh.default": lambda c, x, low=-1.0, high=1.0: clamp(c, x, low, high),
+        "aten.relu6.default": lambda c, x: clamp(c, x, 0.0, 6.0),
+        "aten.leaky_relu.default": leaky_relu,
         "aten.min.other": binary("minimum"),
         "aten.max.other": binary("maximum"),
         "aten.clamp_min.default": clamp,

@@ -51,6 +51,8 @@ CASES: dict[str, Fn] = {
     "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
     "slices_written": lambda x, p: halves_written(x),
     "masked_write": lambda x, p: torch.clone(x).index_put_((x > 0,), x.amax()),
+    "clipped": lambda x, p: x.clip(-0.5, 0.7) + torch.nn.functional.relu6(x * 9) + torch.nn.functional.hardtanh(x),
+    "leaky": lambda x, p: torch.nn.functional.leaky_relu(x) + torch.nn.functional.leaky_relu(x, 0.2),
     "tiled": lambda x, p: x.repeat(1, 1, 2) + x[..., :1].expand_as(x).repeat(1, 1, 2),
     "casts": lambda x, p: x.to(torch.bfloat16).float() + p.to(x.dtype)[..., None] + x.long().type_as(x),
     "doubles": lambda x, p: (x.double() * 1e-9).float() * 1e9,
