@@ -37,6 +37,13 @@ def save(case: Case, folder: Path, seed: int = 0, dtype: torch.dtype = torch.flo
     return model
 
 
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """What transformers loads from a checkpoint: weights in `dtype`, rotary frequencies in float32."""
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
 def prompts(lengths: tuple[int, ...], vocab: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, positions) of the sequences, packed into one flat axis."""
     rng = np.random.default_rng(seed)

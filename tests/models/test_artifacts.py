@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, SEED, Case, sample
-from models.kit import save
+from models.kit import loaded, save
 
 from llmc.driver import Options, compile_model
 
@@ -77,6 +77,33 @@ def test_other_targets(target: str, tmp_path: Path, cache: Path) -> None:
 
 def test_bfloat16(tmp_path: Path, cache: Path) -> None:
     run_case(LISTED[0], tmp_path, cache, torch.bfloat16, 8e-2)
+
+
+def test_bfloat16_is_no_rougher_than_transformers(tmp_path: Path, cache: Path) -> None:
+    """Errors of log-probabilities against the same weights in float32, medians over prompts."""
+    print(f"seed {SEED}")
+    save(LISTED[0], tmp_path / "model", SEED, torch.bfloat16)
+    rough, exact = (loaded(tmp_path / "model", dtype) for dtype in (torch.bfloat16, torch.float32))
+    options = Options(cache=cache, reuse=False, max_model_len=96, max_num_batched_tokens=32, max_num_seqs=4)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(3, 320, n).tolist() for n in rng.integers(1, 60, 24)]
+    llm = LLM(tmp_path / "model.llmc", say=lambda text: None)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20)
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    llm.close()
+    errors = []
+    for prompt, out in zip(prompts, outs, strict=True):
+        (entry,) = out.outputs[0].logprobs
+        with torch.no_grad():
+            theirs, truth = (
+                torch.log_softmax(m(torch.tensor([prompt]), use_cache=False).logits[0, -1].float(), -1)[list(entry)]
+                for m in (rough, exact)
+            )
+        ours = torch.tensor([e.logprob for e in entry.values()])
+        errors.append([float((x - truth).square().mean()) ** 0.5 for x in (ours, theirs)])
+    ours, theirs = np.median(errors, axis=0)
+    assert ours < 1.4 * theirs
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (7, 3), (1, 4)])
