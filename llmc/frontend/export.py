@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
+import logging
 import traceback
 import types
 import warnings
@@ -58,12 +60,16 @@ def quiet() -> Iterator[None]:
     """transformers and torch say nothing while a model is built (stdout and stderr belong to the caller)."""
     log = transformers.utils.logging
     level = log.get_verbosity()
+    disabled = logging.root.manager.disable
     log.set_verbosity(log.CRITICAL)
+    logging.disable(logging.CRITICAL)  # where a trace fails, torch logs it whole, and prints it, too
     try:
-        with warnings.catch_warnings():
+        nowhere = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
+        logging.disable(disabled)
         log.set_verbosity(level)
 
 
