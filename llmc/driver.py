@@ -144,8 +144,7 @@ def _key_options(o: Options) -> Mapping[str, Any]:
     from llmc.targets.cpu import parse as parse_target
 
     target = parse_target(o.target, load().targets)
-    fixed = {k: v for k, v in vars(o).items() if k not in ("cache", "reuse")}
-    return {**fixed, "features": sorted(target.features), "arch": target.arch}
+    return {**fixed_options(o), "features": sorted(target.features), "arch": target.arch}
 
 
 class _Trip:
@@ -275,13 +274,22 @@ class _Trip:
             generation=facts.generation,
             ir=self.ir,
             machine=target,
-            reports={"memory.json": built.memory, "summary.json": self.summary.as_json()},
+            reports={"memory.json": built.memory, "compile.json": self.told()},
         )
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
         )
         self.done("weights", f"{manifest.weights.mode}, {weight_bytes(manifest) / 1e6:.1f} MB written and hashed")
         return manifest
+
+    def told(self) -> dict[str, Any]:
+        """What was asked for and what was decided: nothing of time or place, so that equal compiles are equal."""
+        return {"options": fixed_options(self.options), "notes": self.summary.notes}
+
+
+def fixed_options(o: Options) -> dict[str, Any]:
+    """The options that decide what an artifact is; not where anything is kept."""
+    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse")}
 
 
 def source_of(traced: Any) -> Source:

@@ -212,3 +212,13 @@ def test_an_equal_compile_is_reused(model: Path, tmp_path: Path, capsys: pytest.
 
 def intact_seqs(artifact: Path) -> int:
     return int(json.loads((artifact / "manifest.json").read_text())["limits"]["max_num_seqs"])
+
+
+def test_equal_compiles_are_equal_byte_for_byte(model: Path, tmp_path: Path) -> None:
+    """The manifest holds the hash of everything: no time, place or order of threads is in an artifact."""
+    manifests = []
+    for name in ("a.llmc", "b/elsewhere.llmc"):
+        out = tmp_path / name
+        assert main(["compile", str(model), "-o", str(out), "--no-reuse", "--cache", str(tmp_path / name[0])]) == 0
+        manifests.append((out / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
