@@ -378,5 +378,5 @@ def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
         "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
         f"{m.limits.max_num_batched_tokens} tokens a step",
         "kv_cache": f"{per_token / 1024:.1f} KiB a token, "
-        f"{per_token * m.limits.max_model_len / 2**20:.0f} MiB a sequence",
+        f"{per_token * m.limits.max_model_len / 2**20:.1f} MiB a sequence",
     }
