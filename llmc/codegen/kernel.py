@@ -22,6 +22,9 @@ class Source:
     `entry` is its function's name, `sizes` the values handed to it as int64, in order, `scratch` the bytes a thread
     needs. Dynamic sizes reach the text by position only (`sizes[0]`), never by symbol name: nodes of different entry
     points whose texts are equal share one binary.
+    On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
+    "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
+    the launch before it; threads and shared memory then come from the compiled binary.
     """
 
     entry: str
@@ -31,6 +34,10 @@ class Source:
     scratch: Dim = field(default_factory=lambda: D(0))
     threads: int = 0
     shared: int = 0
+    grid: tuple[Dim, ...] = ()
+    params: tuple[str, ...] = ()
+    options: tuple[tuple[str, int], ...] = ()
+    pdl: bool = False
 
 
 @dataclass(frozen=True)

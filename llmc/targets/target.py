@@ -8,19 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that kernels may rely on: threads of a pool, bytes of the caches of one core."""
+    """Sizes that kernels may rely on: threads of a pool, bytes of one core's caches; of a GPU `units`
+    (multiprocessors), `shared` bytes that one block can have, threads of a warp."""
 
-    threads: int
+    threads: int = 1
     l1: int = 32 << 10
     l2: int = 1 << 20
+    units: int = 0
+    shared: int = 0
+    warp: int = 32
 
 
 @dataclass(frozen=True)
 class Target:
     """One machine to compile for.
 
-    `features` are exactly the instruction-set features a binary may use, by the names of /proc/cpuinfo; a loader
-    checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the text of
+    `features` are exactly the instruction-set features a binary may use (of CPUs by the names of /proc/cpuinfo); a
+    loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the text of
     the pass pipeline. `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page. `vector` is the
     width of a vector register in bytes. `flags` are what the C++ compiler is told about the machine.
     """

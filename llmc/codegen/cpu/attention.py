@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cpu.base import CTYPES, FLOATS, CppKernel, Sizes, pointers
+from llmc.codegen.cpu.base import CTYPES, FLOATS, CppKernel, pointers
+from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES

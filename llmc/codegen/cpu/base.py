@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from types import MappingProxyType
 from typing import ClassVar
 
+from llmc.codegen.emit import Sizes, describe, indent
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -58,25 +58,6 @@ def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
 def without_headers(text: str) -> str:
     """The text with inlined headers taken out again: what golden files hold."""
     return re.sub(r"^// ---- ([\w.]+)\n.*?^// ---- end of \1\n", r'#include "\1"\n', text, flags=re.M | re.S)
-
-
-@dataclass
-class Sizes:
-    """Sizes as C++ expressions: constants as numbers, the others by their position in the kernel's `sizes`."""
-
-    dims: list[Dim] = field(default_factory=list)
-
-    def __call__(self, d: Dim | int) -> str:
-        d = D(d)
-        if d.const is not None:
-            return str(d.const)
-        if d not in self.dims:
-            self.dims.append(d)
-        return f"sizes[{self.dims.index(d)}]"
-
-    def text(self, t: Type) -> str:
-        """The type with dynamic sizes by position: equal for nodes that share a kernel."""
-        return f"{'state ' if t.state else ''}{t.dtype}[{', '.join(self(d) for d in t.shape)}]"
 
 
 def ctype(t: Type) -> str:
@@ -132,26 +113,6 @@ class CppKernel(Kernel):
 
 def uses_namespace(headers: Sequence[str]) -> bool:
     return any(h != "llmc_abi.h" for h in headers)
-
-
-def describe(kernel: str, node: Node, schedule: Schedule, sizes: Sizes) -> str:
-    """One line: kernel, op, types, attributes. No symbol and no place in the model: those differ among users."""
-    ins = ", ".join(sizes.text(v.type) for v in node.operands)
-    outs = ", ".join(sizes.text(v.type) for v in node.results)
-    attrs = "".join(f" {k}={_attr(v, sizes)}" for k, v in {**node.attrs, **schedule}.items())
-    return f"{kernel}: {node.op.name}({ins}) -> {outs}{attrs}".replace("\n", " ").replace("\\", "/")
-
-
-def _attr(v: object, sizes: Sizes) -> str:
-    if isinstance(v, Dim):
-        return sizes(v)
-    if isinstance(v, tuple):
-        return "[" + ", ".join(_attr(x, sizes) for x in v) + "]"
-    return str(v)
-
-
-def indent(text: str, by: int = 2) -> str:
-    return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
 
 
 def pointers(node: Node) -> str:

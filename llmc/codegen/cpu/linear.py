@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.cpu.base import CTYPES, FLOATS, CppKernel, Sizes, indent, pointers, product_text, unsupported
+from llmc.codegen.cpu.base import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
+from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.spell import Dag, convert, statements
 from llmc.diagnostics import Diagnostic

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, Sizes, ctype, pointers, unsupported
+from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, ctype, pointers, unsupported
+from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.graph import Node

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, Sizes, indent, pointers, unsupported
+from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.spell import ELEMENT, VECTOR, Dag, convert, statements
 from llmc.ir.dim import D, Dim, product

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, Sizes, pointers, unsupported
+from llmc.codegen.cpu.base import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node

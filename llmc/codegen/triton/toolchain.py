@@ -1,0 +1,166 @@
+"""From Triton text to GPU binaries, without a GPU, through a content-addressed cache; it knows nothing of graphs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.codegen.kernel import Source
+from llmc.codegen.toolchain import Progress
+from llmc.diagnostics import Diagnostic
+from llmc.targets.target import Target
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton ignores names it does not know: so we do not
+BINARY = {"cuda": "cubin", "hip": "hsaco"}
+_DIGEST = 32
+_REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A binary, the threads of a block and the bytes of shared memory that it is launched with."""
+
+    binary: bytes
+    threads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class TritonToolchain:
+    """Triton for one target. Equal text, parameters, options and version give the same key, and one compilation."""
+
+    target: Target
+    version: str
+
+    @staticmethod
+    def find(target: Target) -> TritonToolchain:
+        """Diagnostic E501 where Triton is not installed."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return TritonToolchain(target, version("triton"))
+        except PackageNotFoundError:
+            cause = f"target {target.name} needs Triton to compile, and it is not installed"
+            raise Diagnostic("E501", cause, _REMEDY) from None
+
+    def key(self, source: Source) -> str:
+        """What the binary is a function of, as 32 hexadecimal digits."""
+        what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+
+    def compile(
+        self,
+        sources: Sequence[tuple[Source, str]],
+        cache: Path,
+        jobs: int = 2,
+        progress: Progress | None = None,
+    ) -> dict[str, Compiled]:
+        """key -> binary for every (source, place in the model), `jobs` processes at a time.
+
+        Raises Diagnostic E502 with the first text that does not compile.
+        """
+        cache.mkdir(parents=True, exist_ok=True)
+        todo = {self.key(s): (s, loc) for s, loc in sources}
+        out = {k: c for k in todo if (c := _read(cache / f"{k}.gpu")) is not None}
+        missing = {k: v for k, v in todo.items() if k not in out}
+        done = len(out)
+        for key, found in self._compile_all(missing, max(1, jobs)):
+            source, loc = todo[key]
+            if isinstance(found, str):
+                kept = cache / f"{key}.failed.py"
+                kept.write_text(source.text)
+                remedy = f"the source is kept at {kept}; report it, or choose another target"
+                cause = f"Triton {self.version} could not compile {source.text.splitlines()[0][2:]}: {found}"
+                raise Diagnostic("E502", cause, remedy, loc=loc)
+            out[key] = found
+            _write(cache / f"{key}.gpu", found)
+            done += 1
+            if progress:
+                progress(done, len(todo), source.entry)
+        return out
+
+    def _compile_all(self, missing: Mapping[str, tuple[Source, str]], jobs: int) -> Any:
+        """(key, Compiled or the reason why not) of each, as they end."""
+        if not missing:
+            return
+        family, arch, warp = self.target.family, self.target.arch, self.target.limits.warp
+        work = [(k, s, family, arch, warp) for k, (s, _) in missing.items()]
+        if min(jobs, len(work)) < 2:
+            yield from map(compile_one, work)
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(jobs, len(work)), mp_context=context) as pool:
+            try:
+                yield from pool.map(compile_one, work)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled | str]:
+    """Compile one text in this process; the reason in words where Triton refuses it."""
+    key, source, family, arch, warp = work
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    unknown = [k for k, _ in source.options if k not in OPTIONS]
+    if unknown:
+        return key, f"unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
+    with tempfile.TemporaryDirectory(prefix="llmc-triton-") as scratch, knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = scratch
+        knobs.compilation.disable_line_info = True  # file names would make equal compiles differ
+        try:
+            fn = load_entry(source.text, source.entry)
+            names = fn.arg_names
+            aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
+            ast = ASTSource(fn, dict(zip(names, source.params, strict=True)), {}, aligned)
+            gpu = GPUTarget(family, int(arch.removeprefix("sm_")) if family == "cuda" else arch, warp)
+            options = {"enable_fp_fusion": True, **dict(source.options)}
+            if source.pdl:
+                options["launch_pdl"] = True
+            built = triton.compile(ast, target=gpu, options=options)
+        except Exception as e:  # Triton raises whatever its parts raise; the text is ours, and so is the fault
+            return key, f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
+        meta = built.metadata
+        if getattr(meta, "global_scratch_size", 0):
+            return key, "it needs global scratch memory, which launches do not provide"
+        return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared)
+
+
+def load_entry(text: str, entry: str) -> Any:
+    """The jitted function of a kernel's text; Triton reads the text again through `linecache`."""
+    import linecache
+
+    name = f"<llmc {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"__name__": name}
+    exec(compile(text, name, "exec"), space)
+    return space[entry]
+
+
+def _read(path: Path) -> Compiled | None:
+    """A cache entry is one line of JSON and the binary; anything else (cut short, changed) counts as absent."""
+    try:
+        head, _, binary = path.read_bytes().partition(b"\n")
+        facts = json.loads(head)
+        whole = hashlib.sha256(binary).hexdigest() == facts["sha256"]
+        return Compiled(binary, int(facts["threads"]), int(facts["shared"])) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, c: Compiled) -> None:
+    head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest()}
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+        f.write(json.dumps(head).encode() + b"\n" + c.binary)
+    os.replace(f.name, path)

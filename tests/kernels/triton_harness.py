@@ -1,0 +1,111 @@
+"""Runs Triton kernels in Triton's CPU interpreter, beside the reference; what their tests share. It needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernels.harness import Buffer, Case
+
+from llmc.codegen.kernel import Source
+from llmc.codegen.triton.toolchain import Compiled, TritonToolchain, load_entry
+from llmc.ir.dtype import DTYPES
+from llmc.ir.interp import bind_symbols, hold, run
+from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
+from llmc.targets.target import Target
+
+INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({"interpret"}))
+TARGETS = (sm_80(), sm_90(), sm_100(), gfx942())
+_TORCH = {
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u32": torch.uint32,
+    "bool": torch.int8,
+}  # fmt: skip
+
+
+@contextmanager
+def interpreting() -> Any:
+    """Kernels loaded inside run on the CPU. Triton 3.6 cannot use its scalars as Python integers with numpy >= 2.4."""
+    import triton
+    from triton import knobs
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        if triton.__version__.startswith("3.6"):
+            interpreter._patch_lang_tensor = patched
+        try:
+            yield
+        finally:
+            interpreter._patch_lang_tensor = original
+
+
+def interpret(source: Source, buffers: Sequence[torch.Tensor], sizes: Sequence[int], grid: Sequence[int]) -> None:
+    """Run one kernel over all its programs, in order."""
+    with interpreting():
+        load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
+
+
+def run_case(case: Case) -> None:
+    """Run the kernel in the interpreter on poisoned outputs between guard zones; hold it against the reference."""
+    node, g = case.node, case.graph
+    why = case.kernel.reject(node, INTERPRETED)
+    assert why is None, why
+    source = case.kernel.emit(node, case.schedule, INTERPRETED)
+    held = [hold(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
+    sizes = bind_symbols(g, held, case.sizes)
+    want = run(g, held, sizes)
+    at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
+    operands = [at[v] for v in node.operands]
+    written = iter(node.op.writes)
+    results = []
+    for r, w in zip(node.results, want, strict=True):
+        if r.type.state:
+            results.append(at[node.operands[[s.name for s in node.op.operands].index(next(written))]])
+        else:
+            results.append(Buffer(w.size * DTYPES[r.type.dtype].bits // 8))
+    types = [v.type for v in [*node.operands, *node.results]]
+    tensors = [_tensor(b, t.dtype) for b, t in zip([*operands, *results], types, strict=True)]
+    given = [int(d.subs(sizes).const) for d in source.sizes]  # type: ignore[arg-type]
+    interpret(source, tensors, given, [int(d.subs(sizes).const) for d in source.grid])  # type: ignore[arg-type]
+    for i, b in enumerate([*operands, *results]):
+        b.check(f"{case.name}: buffer {i}")
+    for x, v in zip(held, g.inputs, strict=True):
+        if at[v] not in results:
+            np.testing.assert_array_equal(at[v].body, Buffer.holding(x, v.type).body, "an operand changed")
+    for r, w, b in zip(node.results, want, results, strict=True):
+        compare(case, r.type.dtype, hold(b.get(r.type, w.shape), r.type), w)
+
+
+def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Floats within the case's tolerance and one unit in the last place of the dtype; the rest exactly."""
+    if DTYPES[dtype].kind == "f":
+        unit = {"bf16": 2.0**-7, "f16": 2.0**-10}.get(dtype, 0.0)
+        np.testing.assert_allclose(got, want, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
+    else:
+        np.testing.assert_array_equal(got, want, err_msg=case.name)
+
+
+def _tensor(b: Buffer, dtype: str) -> torch.Tensor:
+    """A view of the buffer's bytes; an empty buffer has an address, too."""
+    return torch.from_numpy(b.body).view(_TORCH[dtype]) if len(b.body) else torch.empty(0, dtype=_TORCH[dtype])
+
+
+def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
+    """The case's kernel as a binary for a target; AssertionError where the kernel rejects its node."""
+    why = case.kernel.reject(case.node, target)
+    assert why is None, why
+    source = case.kernel.emit(case.node, case.schedule, target)
+    toolchain = TritonToolchain.find(target)
+    return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
