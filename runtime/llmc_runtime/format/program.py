@@ -89,8 +89,9 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64.
+    """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64 (on GPUs as int32).
 
+    `grid` counts programs along x, y and z; `pdl`: the launch may begin before the one before it has ended.
     `flops` and `bytes` are what it costs, as far as the compiler could say, for reports alone.
     """
 
@@ -105,6 +106,7 @@ class Launch:
     op: str = ""
     flops: Expr | None = None
     bytes: Expr | None = None
+    pdl: bool = False
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
@@ -120,6 +122,7 @@ class Launch:
             shared=f.integer("shared", 0),
             loc=f.text("loc", ""),
             op=f.text("op", ""),
+            pdl=bool(f.integer("pdl", 0, high=1)),
             **cost,
         )
         f.close()
@@ -131,6 +134,8 @@ class Launch:
             "shared": self.shared, "args": list(self.args), "sizes": [str(d) for d in self.sizes], "loc": self.loc,
             "op": self.op,
         }  # fmt: skip
+        if self.pdl:
+            out["pdl"] = 1
         if self.flops is not None:
             out["flops"] = str(self.flops)
         if self.bytes is not None:
