@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from llmc.codegen.cpu.table import KERNELS
+from llmc.codegen.cpu.table import KERNELS as CPU
+from llmc.codegen.triton.table import KERNELS as TRITON
 from llmc.extension import Extension
 from llmc.targets.cpu import PIPELINE
 
@@ -30,13 +31,17 @@ PASSES = MappingProxyType(
 EXTENSION = Extension(
     name="llmc",
     passes=PASSES,
-    kernels=KERNELS,
+    kernels=MappingProxyType({**CPU, **TRITON}),
     targets=MappingProxyType(
         {
             "cpu:native": "llmc.targets.cpu:native",
             "cpu:x86-64-v3": "llmc.targets.cpu:x86_64_v3",
             "cpu:x86-64-v4": "llmc.targets.cpu:x86_64_v4",
             "cpu:portable": "llmc.targets.cpu:portable",
+            "cuda:sm_80": "llmc.targets.gpu:sm_80",
+            "cuda:sm_90": "llmc.targets.gpu:sm_90",
+            "cuda:sm_100": "llmc.targets.gpu:sm_100",
+            "hip:gfx942": "llmc.targets.gpu:gfx942",
         }
     ),
     pipelines=MappingProxyType({"serve": PIPELINE}),

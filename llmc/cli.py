@@ -90,7 +90,11 @@ def _compile_arguments(sub: Any) -> None:
 
 def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--target", default="cpu:native", help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable"
+        "--target",
+        default="cpu:native",
+        metavar="NAME",
+        help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable, "
+        "cuda:sm_80, cuda:sm_90, cuda:sm_100, hip:gfx942",
     )
     p.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations"
@@ -98,9 +102,9 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)"
     )
-    p.add_argument("--max-num-seqs", type=_positive, default=16, metavar="N", help="sequences that run at once (16)")
+    p.add_argument("--max-num-seqs", type=_positive, metavar="N", help="sequences that run at once (CPU: 16, GPU: 256)")
     p.add_argument(
-        "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens of one step (512)"
+        "--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step (CPU: 512, GPU: 8192)"
     )
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
     p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
 
 from llmc import __version__
+from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.spec import override, parse_pipeline, run_pipeline
+from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -29,87 +30,19 @@ MOST_LEN = 32768
 @dataclass(frozen=True)
 class Options:
     """How to compile. max_model_len: tokens of the longest sequence (None: the model's own, at most 32768);
-    max_num_seqs: device rows; max_num_batched_tokens: tokens of one step; pipeline: passes, "" for the target's; cache:
-    a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights:
-    "packed", "none" (to be packed later) or "random:SEED" (filled by the runtime: for benchmarks)."""
+    max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
+    the target's; cache: a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts
+    there, too; weights: "packed", "none" (to be packed later) or "random:SEED" (filled by the runtime)."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     pipeline: str = ""
     cache: Path | None = None
     reuse: bool = True
     weights: str = "packed"
-
-
-@dataclass
-class Summary:
-    """What a compile did: seconds a stage, and what came out."""
-
-    output: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
-
-    def text(self) -> str:
-        total = sum(self.seconds.values())
-        stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
-        facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
-        return "\n".join(
-            [f"{self.output} in {total:.1f} s ({stages})", *facts, f"next: llmc-run {self.output} --prompt 'Hello'"]
-        )
-
-
-class Console:
-    """Progress as lines on a stream; on a terminal a running stage rewrites its line."""
-
-    def __init__(self, out: IO[str] | None = None):
-        self.out = out or sys.stderr
-        self.live = self.out.isatty()
-        self.shown = 0.0
-
-    def note(self, text: str) -> None:
-        self.out.write(f"{text}\n")
-        self.out.flush()
-
-    def stage(self, name: str, detail: str, seconds: float) -> None:
-        self._clear()
-        self.note(f"[{seconds:6.1f} s] {name}: {detail}")
-
-    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        """`done` of `of`; shown at most five times a second, and only on a terminal."""
-        now = time.monotonic()
-        if not self.live or now - self.shown < 0.2:
-            return
-        self.shown = now
-        self.out.write(f"\r\x1b[K  {name}: {_amount(done, unit)} of {_amount(of, unit)}")
-        self.out.flush()
-
-    def _clear(self) -> None:
-        if self.live:
-            self.out.write("\r\x1b[K")
-
-
-class Quiet(Console):
-    """No progress at all."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        pass
-
-    def _clear(self) -> None:
-        pass
-
-
-def _amount(n: int, unit: str) -> str:
-    return f"{n / 1e6:.0f} MB" if unit == "B" else f"{n}{unit}"
 
 
 def compile_model(
@@ -126,8 +59,11 @@ def compile_model(
     """
     from llmc.reuse import Reuse
 
-    trip = _Trip(Path(model), Path(output), options or Options(), force, console or Quiet())
-    reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, _key_options(trip.options))
+    registry = load()
+    target = parse_target((options or Options()).target, registry.targets)
+    settled = settle(options or Options(), target)
+    trip = _Trip(Path(model), Path(output), settled, registry, target, force, console or Quiet())
+    reuse = Reuse(settled.cache if settled.reuse else None, trip.model, _key_options(settled, target))
     found = reuse.find()
     if found is not None:
         reuse.place(found, trip.output, force)
@@ -140,18 +76,26 @@ def compile_model(
     return trip.summary
 
 
-def _key_options(o: Options) -> Mapping[str, Any]:
-    from llmc.targets.cpu import parse as parse_target
+def settle(o: Options, target: Target) -> Options:
+    """The options with the target's own limits where none are given."""
+    rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
+    return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
-    target = parse_target(o.target, load().targets)
-    return {**fixed_options(o), "features": sorted(target.features), "arch": target.arch}
+
+def _key_options(o: Options, target: Target) -> Mapping[str, Any]:
+    return {**fixed_options(o), "features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
 
 
 class _Trip:
     """One compile: the stages in order, their seconds, and what each hands to the next."""
 
-    def __init__(self, model: Path, output: Path, options: Options, force: bool, console: Console):
+    def __init__(
+        self, model: Path, output: Path, options: Options, registry: Registry, target: Target, force: bool,
+        console: Console,
+    ):  # fmt: skip
         self.model, self.output, self.options, self.force, self.console = model, output, options, force, console
+        self.registry, self.target = registry, target
+        self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
         self.summary = Summary(str(output))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
@@ -172,21 +116,14 @@ class _Trip:
         from llmc.frontend.checkpoint import Checkpoint
 
         check_free(self.output.absolute(), self.force)
-        registry = load()
-        target = self.target(registry)
         seed = random_seed(self.options.weights)
         traced = self.trace()
         with ExitStack() as stack:
             checkpoint = stack.enter_context(Checkpoint(traced)) if self.options.weights == "packed" else None
-            self.optimise(traced.module, registry, target, traced.facts.max_positions)
-            built = self.build(traced.module, registry, target)
+            self.optimise(traced.module, traced.facts.max_positions)
+            built = self.build(traced.module)
             weights = PackedWeights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
-            return self.write(traced, weights, target, built)
-
-    def target(self, registry: Registry) -> Target:
-        from llmc.targets.cpu import parse as parse_target
-
-        return parse_target(self.options.target, registry.targets)
+            return self.write(traced, weights, built)
 
     def trace(self) -> Any:
         from llmc.frontend.hf import trace
@@ -195,10 +132,10 @@ class _Trip:
         o = self.options
         traced = trace(
             self.model,
-            wanted or _stored(self.model, self.note),
+            wanted or self.stored(),
             o.max_model_len,
-            o.max_num_batched_tokens,
-            o.max_num_seqs,
+            self.tokens,
+            self.rows,
         )
         if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
             self.note(
@@ -211,31 +148,42 @@ class _Trip:
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
-    def passes(self, registry: Registry, target: Target, max_len: int) -> list[Pass]:
+    def stored(self) -> str | None:
+        """float16 checkpoints are compiled as bfloat16 for CPUs, whose kernels multiply in it; its range is wider."""
+        from llmc.frontend.source import open_source
+
+        config = open_source(self.model).config
+        if self.target.family == "cpu" and config.get("dtype", config.get("torch_dtype")) == "float16":
+            self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
+            return "bf16"
+        return None
+
+    def passes(self, max_len: int) -> list[Pass]:
+        registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
         named = {"serve": target.pipeline, **registry.pipelines}
         passes = parse_pipeline(text, registry.passes, named)
         o = self.options
         sizes = {
-            "rows": o.max_num_seqs,
+            "rows": self.rows,
             "max_len": max_len,
             "page": target.page_size,
-            "tokens": o.max_num_batched_tokens,
+            "tokens": self.tokens,
         }
         return override(passes, "page-attention", **sizes)
 
-    def optimise(self, module: Module, registry: Registry, target: Target, max_len: int) -> None:
-        ctx = Ctx(registry.opset(), target, registry.kernels)
+    def optimise(self, module: Module, max_len: int) -> None:
+        ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         counts: list[str] = []
 
         def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
             self.ir.append((p.name, show(m)))
             counts.append(f"{p.name} {changes}")
 
-        run_pipeline(module, self.passes(registry, target, max_len), ctx, observe)
+        run_pipeline(module, self.passes(max_len), ctx, observe)
         self.done("passes", ", ".join(counts))
 
-    def build(self, module: Module, registry: Registry, target: Target) -> Any:
+    def build(self, module: Module) -> Any:
         from tempfile import TemporaryDirectory
 
         from llmc.codegen.driver import build
@@ -246,23 +194,24 @@ class _Trip:
         with TemporaryDirectory(prefix="llmc-") as scratch:
             cache = self.options.cache / "kernels" if self.options.cache else Path(scratch)
             cache.mkdir(parents=True, exist_ok=True)
-            built = build(module, target, cache, registry.kernels, progress)
+            built = build(module, self.target, cache, self.registry.kernels, progress)
         launches = sum(len(p.launches) for p in built.programs)
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
         return built
 
-    def write(self, traced: Any, weights: Any, target: Target, built: Any) -> Manifest:
+    def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         from llmc.artifact.write import KernelBinary, Parts, write_artifact
 
-        module, facts, o = traced.module, traced.facts, self.options
+        module, facts, target = traced.module, traced.facts, self.target
         kernels = [
-            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared) for k in built.kernels.values()
+            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
+            for k in built.kernels.values()
         ]
         parts = Parts(
             compiler=f"llmc {__version__}",
             source=source_of(traced),
             target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
-            limits=Limits(facts.max_positions, o.max_num_seqs, o.max_num_batched_tokens),
+            limits=Limits(facts.max_positions, self.rows, self.tokens),
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             page_size=target.page_size,
@@ -285,6 +234,13 @@ class _Trip:
     def told(self) -> dict[str, Any]:
         """What was asked for and what was decided: nothing of time or place, so that equal compiles are equal."""
         return {"options": fixed_options(self.options), "notes": self.summary.notes}
+
+
+def tools(target: Target) -> str:
+    """The version of what makes the binaries of a GPU target; equal text gives equal binaries under it."""
+    from llmc.codegen.triton.toolchain import TritonToolchain
+
+    return TritonToolchain.find(target).version if "triton" in target.languages else ""
 
 
 def fixed_options(o: Options) -> dict[str, Any]:
@@ -341,17 +297,6 @@ def pack_model(artifact: Path, model: Path, console: Console | None = None) -> M
 
 def weight_bytes(m: Manifest) -> int:
     return sum(w.bytes for w in m.weights.files)
-
-
-def _stored(model: Path, note: Any) -> str | None:
-    """float16 checkpoints are compiled as bfloat16: the CPU kernels multiply in it, and its range is wider."""
-    from llmc.frontend.source import open_source
-
-    config = open_source(model).config
-    if config.get("dtype", config.get("torch_dtype")) == "float16":
-        note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
-        return "bf16"
-    return None
 
 
 def states_of(m: Module) -> tuple[State, ...]:

@@ -16,7 +16,7 @@ from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.check import compare
 from llmc.passes.spec import parse_pipeline, run_pipeline, spell_pass
-from llmc.targets.cpu import parse as parse_target
+from llmc.targets.names import parse as parse_target
 
 
 def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:

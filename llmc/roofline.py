@@ -32,7 +32,7 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
 
 
 def load_target(name: str) -> Target:
-    from llmc.targets.cpu import parse as parse_target
+    from llmc.targets.names import parse as parse_target
 
     return parse_target(name, load().targets)
 

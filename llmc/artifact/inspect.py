@@ -14,7 +14,7 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.report import memory, roofline
 from llmc.diagnostics import Diagnostic
-from llmc.targets.cpu import parse as parse_target
+from llmc.targets.names import parse as parse_target
 
 ROOFLINE = "report/roofline.json"
 

@@ -11,24 +11,14 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import memory, plan
-from llmc.codegen.cpu.program import step_unit
+from llmc.codegen.binary import Binary
+from llmc.codegen.cpu import build as cpu
 from llmc.codegen.kernel import Kernel, Source
-from llmc.codegen.toolchain import CppToolchain, Progress, Unit
+from llmc.codegen.toolchain import CppToolchain, Progress
+from llmc.codegen.triton import build as gpu
+from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
-
-
-@dataclass(frozen=True)
-class Binary:
-    """One compiled unit: its key, text and shared object, the entry, and the places in the model that use it."""
-
-    hash: str
-    source: str
-    binary: bytes
-    entry: str
-    threads: int = 0
-    shared: int = 0
-    locs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ def build(
     cache: Path,
     kernels: Mapping[str, Kernel] | None = None,
     progress: Progress | None = None,
-    toolchain: CppToolchain | None = None,
+    toolchain: CppToolchain | TritonToolchain | None = None,
     jobs: int | None = None,
 ) -> Built:
     """Emit and compile every launched graph of a module that went through `select`, `pack` and `memory`.
@@ -56,52 +46,42 @@ def build(
     after each. Raises Diagnostic E501 (no compiler), E502 (a unit does not compile), E433 and E441 (passes missing).
     """
     known = our_kernels() if kernels is None else kernels
-    toolchain = toolchain or CppToolchain.find(target)
+    toolchain = toolchain or find_toolchain(target)
+    jobs = jobs or min(os.cpu_count() or 1, 16)
     done: dict[Any, Source] = {}
     emitted = [plan.emit_graph(g, known, target, done) for name, g in m.graphs.items() if name != memory.WEIGHTS]
-    emitted.sort(key=lambda e: "uniform" not in plan.serves_of(e.graph, m))
-    tables = [plan.step_table(e, m)[0] for e in emitted]
-    step = Unit(step_unit(tables), "the step", extra=("-O2",))
-    pairs = [(n, s) for e in emitted for n, s in zip(e.nodes, e.sources)]
-    units = {s.text: Unit(s.text, s.text.splitlines()[0][3:], n.loc) for n, s in pairs}
-    jobs = jobs or min(os.cpu_count() or 1, 16)
-    binaries = toolchain.compile([step, *units.values()], cache, jobs, progress)
-    keys = {text: toolchain.key(u) for text, u in units.items()}
-    out = dict(_binaries(emitted, keys, binaries))
-    key = toolchain.key(step)
-    out[key] = Binary(key, step.text, binaries[key], tables[0].entry if tables else "")
+    placed = sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
+    if isinstance(toolchain, TritonToolchain):
+        made = gpu.build(placed, toolchain, cache, jobs, progress)
+    else:
+        made = cpu.build(placed, m, toolchain, cache, jobs, progress)
     programs = tuple(
-        plan.program(e, m, [keys[s.text] for s in e.sources], (key, t.entry), plan.serves_of(e.graph, m))
-        for e, t in zip(emitted, tables)
+        plan.program(p, m, [(k, made.binaries[k].threads, made.binaries[k].shared) for k in keys], step)
+        for p, keys, step in zip(placed, made.keys, made.steps, strict=True)
     )
-    return Built(programs, out, memory.report(m))
+    return Built(programs, made.binaries, memory.report(m))
 
 
-def _binaries(
-    emitted: list[plan.Emitted], keys: Mapping[str, str], binaries: Mapping[str, bytes]
-) -> list[tuple[str, Binary]]:
-    """(key, Binary) of every kernel, with all its places in the model."""
-    locs: dict[str, dict[str, None]] = {}
-    sources: dict[str, Source] = {}
-    for e in emitted:
-        for n, s in zip(e.nodes, e.sources):
-            k = keys[s.text]
-            sources[k] = s
-            locs.setdefault(k, {})[n.loc] = None
-    return [
-        (k, Binary(k, s.text, binaries[k], s.entry, s.threads, s.shared, tuple(x for x in locs[k] if x)))
-        for k, s in sources.items()
-    ]
+def find_toolchain(target: Target) -> CppToolchain | TritonToolchain:
+    """The compiler of a target's language; Diagnostic E501 says what to install where it is missing."""
+    return TritonToolchain.find(target) if "triton" in target.languages else CppToolchain.find(target)
+
+
+def _width(p: plan.Placed, m: Module) -> tuple[bool, int]:
+    """Programs for one token a row come first, then those for fewer tokens."""
+    serves = plan.serves_of(p.emitted.graph, m)
+    return "uniform" not in serves, serves.get("T", [0, 0])[1]
 
 
 def our_kernels() -> Mapping[str, Kernel]:
-    """The CPU kernels of this package, imported."""
+    """The kernels of this package, imported."""
     from importlib import import_module
 
-    from llmc.codegen.cpu.table import KERNELS
+    from llmc.codegen.cpu.table import KERNELS as CPU
+    from llmc.codegen.triton.table import KERNELS as TRITON
 
     found = {}
-    for name, where in KERNELS.items():
+    for name, where in {**CPU, **TRITON}.items():
         module, _, attribute = where.partition(":")
         found[name] = getattr(import_module(module), attribute)
     return found

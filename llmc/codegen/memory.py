@@ -188,7 +188,7 @@ def report(m: Module) -> dict[str, Any]:
     for name, g in m.graphs.items():
         if name == WEIGHTS:
             continue
-        slots = read_slots(g, m.symbols)
+        slots = read_slots(g, m.bounds(g))
         total = max((s.offset + s.nbytes for s in slots), default=0)
         ranked = sorted(slots, key=lambda s: (-s.nbytes, s.offset, s.first))
         out[name] = {"arena_bytes": total, "values": len(slots), "slots": [s.data() for s in ranked]}
@@ -220,7 +220,7 @@ class Memory(Pass):
         changes = 0
         for g in m.graphs.values():
             if g.name != WEIGHTS:
-                changes += self._graph(g, m.symbols, ctx)
+                changes += self._graph(g, m.bounds(g), ctx)
         return changes
 
     def _graph(self, g: Graph, symbols: Mapping[str, tuple[int, int]], ctx: Ctx) -> int:

@@ -8,12 +8,10 @@ from typing import Any
 
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.cpu.program import LaunchTable, StepTable
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic
 from llmc.ir.cost import node_cost
-from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.targets.target import Target
 
@@ -124,46 +122,54 @@ def _touch(some: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, int
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
-def step_table(e: Emitted, m: Module) -> tuple[StepTable, Buffers, int]:
-    """The launch tables of a graph, its buffers and its arena bytes."""
-    buffers = Buffers(e.graph, Storage(e.graph), m.symbols)
+@dataclass(frozen=True)
+class Placed:
+    """A graph's launches in place: buffers, arena bytes, each launch's buffer indices, and whether all threads meet
+    behind it (the next one touches what it, or one since the last such meeting, writes)."""
+
+    emitted: Emitted
+    buffers: Buffers
+    arena: int
+    args: tuple[tuple[int, ...], ...]
+    sync: tuple[bool, ...]
+
+
+def place(e: Emitted, m: Module) -> Placed:
+    """The buffers of a graph and what each of its launches touches."""
+    buffers = Buffers(e.graph, Storage(e.graph), m.bounds(e.graph))
     arena = buffers.add_all()
     hazards = Hazards(buffers)
     waits = [hazards.meets(n) for n in e.nodes]
-    launches = [
-        LaunchTable(tuple(buffers.of(v) for v in [*n.operands, *n.results]), s.sizes, sync)
-        for n, s, sync in zip(e.nodes, e.sources, [*waits[1:], True])
-    ]
-    scratch = max((s.scratch.bounds(m.symbols)[1] for s in e.sources), default=0)
-    return StepTable(e.graph.name, tuple(m.symbols), tuple(launches), scratch), buffers, arena
+    args = tuple(tuple(buffers.of(v) for v in [*n.operands, *n.results]) for n in e.nodes)
+    return Placed(e, buffers, arena, args, (*waits[1:], True))
 
 
-def program(e: Emitted, m: Module, hashes: Sequence[str], step: tuple[str, str], serves: Mapping[str, Any]) -> Program:
-    """The Program; `hashes` are the kernels' keys in launch order, `step` the step unit's (key, entry)."""
-    table, buffers, arena = step_table(e, m)
-    uniform = bool(serves.get("uniform", 0))
+def program(p: Placed, m: Module, kernels: Sequence[tuple[str, int, int]], step: tuple[str, str] | None) -> Program:
+    """The Program; `kernels` are (key, threads, shared) in launch order, `step` a step unit's (key, entry)."""
+    g = p.emitted.graph
+    serves = serves_of(g, m)
     data = {
-        "name": e.graph.name,
-        "symbols": {s: list(r) for s, r in m.symbols.items()},
+        "name": g.name,
+        "symbols": {s: list(r) for s, r in m.bounds(g).items()},
         "serves": {s: list(r) for s, r in serves.items() if s != "uniform"},
-        "uniform": int(uniform),
-        "buffers": buffers.rows,
-        "arena_bytes": arena,
+        "uniform": int(bool(serves.get("uniform", 0))),
+        "buffers": p.buffers.rows,
+        "arena_bytes": p.arena,
         "launches": [
-            _launch(n, s, x, h) for n, s, x, h in zip(e.nodes, e.sources, table.launches, hashes, strict=True)
+            _launch(n, s, x, k) for n, s, x, k in zip(p.emitted.nodes, p.emitted.sources, p.args, kernels, strict=True)
         ],
-        "step": {"kernel": step[0], "entry": step[1]},
+        "step": {"kernel": step[0], "entry": step[1]} if step else None,
         "ranks": 1,
     }
-    return Program.read(data, f"program {e.graph.name}")
+    return Program.read(data, f"program {g.name}")
 
 
-def _launch(n: Node, s: Source, x: LaunchTable, key: str) -> dict[str, Any]:
+def _launch(n: Node, s: Source, args: Sequence[int], kernel: tuple[str, int, int]) -> dict[str, Any]:
     flops, moved = node_cost(n)
     return {
-        "kernel": key, "entry": s.entry, "grid": ["1", "1", "1"], "threads": s.threads, "shared": s.shared,
-        "args": list(x.args), "sizes": [str(d) for d in x.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops),
-        "bytes": str(moved),
+        "kernel": kernel[0], "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)], "threads": kernel[1],
+        "shared": kernel[2], "pdl": int(s.pdl), "args": list(args), "sizes": [str(d) for d in s.sizes], "loc": n.loc,
+        "op": n.op.name, "flops": str(flops), "bytes": str(moved),
     }  # fmt: skip
 
 
@@ -173,12 +179,7 @@ def serves_of(g: Graph, m: Module) -> dict[str, Any]:
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         for d in v.type.shape:
             used |= d.symbols
-    out: dict[str, Any] = {s: list(r) for s, r in m.symbols.items() if s in ("T", "R")}
-    if "R" in used and "T" not in used and "T" in m.symbols:
-        out["T"], out["uniform"] = list(m.symbols["R"]), 1
+    out: dict[str, Any] = {s: list(r) for s, r in m.bounds(g).items() if s in ("T", "R")}
+    if "R" in out and "T" in out and "T" not in used and (used & {"R"} or out["R"][0] == out["R"][1]):
+        out["T"], out["uniform"] = list(out["R"]), 1
     return out
-
-
-def size_symbols(dims: Sequence[Dim]) -> set[str]:
-    """Symbols that some sizes need."""
-    return set().union(*(d.symbols for d in dims)) if dims else set()

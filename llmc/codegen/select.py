@@ -35,10 +35,13 @@ def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
     return weights, inputs
 
 
-def typical(m: Module) -> dict[str, int]:
-    """A size for every symbol."""
+def typical(m: Module, g: Graph) -> dict[str, int]:
+    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for."""
     want = dict(TYPICAL)
-    return {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
+    out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
+    for s, (lo, hi) in g.ranges.items():
+        out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
+    return out
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,11 @@ class Select(Pass):
     def run(self, m: Module, ctx: Ctx) -> int:
         target = _target(ctx)
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning()
-        env = typical(m)
         agreed: dict[str, str] = {}
-        cache: dict[str, list[Offer]] = {}
         count = 0
         for g in launched_graphs(m):
+            env = typical(m, g)
+            cache: dict[str, list[Offer]] = {}
             weights, _ = depends_on(g)
             for n in g.nodes:
                 if n.choice or all(r in weights for r in n.results):

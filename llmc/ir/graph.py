@@ -105,12 +105,13 @@ class NodeList:
 
 @dataclass(eq=False)
 class Graph:
-    """Inputs, nodes in execution order, outputs."""
+    """Inputs, nodes in execution order, outputs. `ranges` narrows symbols' bounds to those that the graph is for."""
 
     name: str
     inputs: list[Value] = field(default_factory=list)
     nodes: NodeList = field(default_factory=NodeList)
     outputs: list[Value] = field(default_factory=list)
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def input(self, name: str, type: Type, weight: bool = False) -> Value:
         v = Value(type, name, weight=weight)
@@ -167,7 +168,7 @@ class Graph:
         return any(r.uses or any(r is o for o in self.outputs) for r in node.results)
 
     def copy(self, name: str | None = None) -> Graph:
-        out = Graph(name or self.name)
+        out = Graph(name or self.name, ranges=dict(self.ranges))
         env: dict[Value, Value] = {v: out.input(v.name, v.type, v.weight) for v in self.inputs}
         for n in self.nodes:
             new = Node(n.op, [env[v] for v in n.operands], dict(n.attrs), [], n.loc, dict(n.choice))
@@ -187,6 +188,10 @@ class Module:
     graphs: dict[str, Graph] = field(default_factory=dict)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     formats: dict[str, QFormat] = field(default_factory=dict)
+
+    def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:
+        """The symbols' inclusive bounds in a graph."""
+        return self.symbols | g.ranges
 
     def clone(self) -> Module:
         return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))

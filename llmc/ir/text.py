@@ -27,7 +27,8 @@ def show(m: Module) -> str:
 def show_graph(g: Graph) -> str:
     names = _Names(g)
     ins = ",\n    ".join(f"{names[v]}: {'weight ' if v.weight else ''}{v.type}" for v in g.inputs)
-    lines = [f"graph @{g.name}({ins}) {{"]
+    where = ", ".join(f"{s} in [{lo}, {hi}]" for s, (lo, hi) in g.ranges.items())
+    lines = [f"graph @{g.name}({ins}){' where ' + where if where else ''} {{"]
     lines += [f"  {show_node(n, names)}" for n in g.nodes]
     return "\n".join([*lines, f"  return {', '.join(names[v] for v in g.outputs)}", "}"])
 
@@ -80,6 +81,7 @@ class _Names:
 
 _HEAD = re.compile(r"graph @([\w.-]+)\(")
 _NODE = re.compile(r"(?P<res>%[^=]*?)\s*=\s*(?P<op>\w+)\((?P<args>[^)]*)\)\s*")
+_RANGE = re.compile(r"(\w+) in \[(\d+), (\d+)\]")
 _SYM = re.compile(r"sym (\w+) in \[(\d+), (\d+)\]")
 
 
@@ -125,6 +127,13 @@ class _Reader:
         self.m.formats[f.name] = f
         self.pos += 1
 
+    def ranges(self, number: int, text: str) -> dict[str, tuple[int, int]]:
+        """ "R in [2, 16], T in [1, 9]" as data."""
+        out = {m[1]: (int(m[2]), int(m[3])) for m in _RANGE.finditer(text)}
+        if _RANGE.sub("", text).strip(" ,\n"):
+            raise self.fail(number, f"cannot read the ranges {text.strip()!r}", "graph @g(..) where R in [2, 16] {")
+        return out
+
     def graph(self, number: int) -> None:
         header = ""
         while not header.endswith("{"):
@@ -132,12 +141,12 @@ class _Reader:
                 raise self.fail(number, "the graph's header never ends with '{'")
             header += " " + self.lines[self.pos][1]
             self.pos += 1
-        m = re.fullmatch(r"\s*graph @([\w.-]+)\((.*)\)\s*\{", header, re.S)
+        m = re.fullmatch(r"\s*graph @([\w.-]+)\((.*)\)\s*(?:where ([^(){}]*))?\{", header, re.S)
         if not m:
             raise self.fail(number, "not a graph header: graph @name(%input: type, ...) {")
         if m[1] in self.m.graphs:
             raise self.fail(number, f"a second graph @{m[1]}")
-        g = Graph(m[1])
+        g = Graph(m[1], ranges=self.ranges(number, m[3] or ""))
         env: dict[str, Value] = {}
         for part in split_commas(m[2]):
             self.input(number, g, env, part)

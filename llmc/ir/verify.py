@@ -41,6 +41,11 @@ def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
 
 
 def _check_symbols(g: Graph, m: Module) -> None:
+    for s, (lo, hi) in g.ranges.items():
+        low, high = m.symbols.get(s, (1, 0))
+        if not low <= lo <= hi <= high:
+            cause = f"@{g.name}: {s} in [{lo}, {hi}] is not inside the symbol's bounds"
+            raise Diagnostic("E402", cause, f"sym {s} in [{lo}, {hi}]")
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         for d in v.type.shape:
             if missing := d.symbols - m.symbols.keys():

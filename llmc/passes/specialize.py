@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,8 +16,14 @@ from .rewrite import substitute
 
 @dataclass(frozen=True)
 class Specialize(Pass):
-    """Make @step (any rows, any tokens of each) and @decode (one token a row: T is R) of the serving graph @main."""
+    """Make @step (any rows, any tokens of each) and @decode (one token a row: T is R) of the serving graph @main.
 
+    decode: the rows at which ranges end that get a graph of their own, [1, 16] for 1, 2 to 16, and more; step: the same
+    in tokens. A range of one number has the number in place of the symbol.
+    """
+
+    decode: tuple[int, ...] = ()
+    step: tuple[int, ...] = ()
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
@@ -25,10 +31,26 @@ class Specialize(Pass):
         if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
             return 0
         del m.graphs["main"]
-        g.name = "step"
-        m.graphs["step"] = g
-        m.graphs["decode"] = substituted(g, "decode", {"T": Dim.of("R")})
-        return 2 + _one_token_a_row(m.graphs["decode"])
+        count = 0
+        for name, bounds in ranges("step", m.symbols["T"], self.step):
+            m.graphs[name] = clone = substituted(g, name, {})
+            clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
+            count += 1
+        for name, bounds in ranges("decode", m.symbols["R"], self.decode):
+            rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
+            m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
+            clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
+            count += 1 + _one_token_a_row(clone)
+        return count
+
+
+def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(graph name, bounds) of the parts of a symbol's bounds that end at `ends`; the last part has the plain name."""
+    low, high = bounds
+    for end in sorted(e for e in set(ends) if low <= e < high):
+        yield f"{name}_{end}", (low, end)
+        low = end + 1
+    yield name, (low, high)
 
 
 def _one_token_a_row(g: Graph) -> int:

@@ -32,6 +32,8 @@ def _record(
         languages=("triton",),
         pipeline=PIPELINE,
         launch_us=1.3 if "pdl" in features else 1.6,
+        rows=256,
+        tokens=8192,
     )
 
 

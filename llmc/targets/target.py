@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that kernels may rely on: threads of a pool, bytes of one core's caches; of a GPU `units`
-    (multiprocessors), `shared` bytes that one block can have, threads of a warp."""
+    """Sizes that kernels may rely on: threads of a pool, bytes of one core's caches; of a GPU its `units`
+    (multiprocessors), the bytes of shared memory that one block can have, the threads of a warp."""
 
     threads: int = 1
     l1: int = 32 << 10
@@ -24,9 +24,10 @@ class Target:
     """One machine to compile for.
 
     `features` are exactly the instruction-set features a binary may use (of CPUs by the names of /proc/cpuinfo); a
-    loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the text of
-    the pass pipeline. `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page. `vector` is the
-    width of a vector register in bytes. `flags` are what the C++ compiler is told about the machine.
+    loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the
+    text of the pass pipeline. `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page, `vector`
+    the width of a vector register in bytes. `flags` are what the C++ compiler is told about the machine. `rows` and
+    `tokens` of a step are what an artifact allows when nobody says otherwise.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Target:
     vector: int = 16
     flags: tuple[str, ...] = ()
     launch_us: float = 1.0
+    rows: int = 16
+    tokens: int = 512
 
     def has(self, *features: str) -> bool:
         """True where binaries for this target may use all the named features."""

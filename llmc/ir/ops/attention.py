@@ -1,4 +1,5 @@
-"""Attention is one op with attributes, over a prompt (`attention`) or over pages of a KV pool (`paged_attention`)."""
+"""Attention is one op with attributes, over a prompt (`attention`) or over pages of a KV pool (`paged_attention`),
+whole or in parts that are combined afterwards (`paged_attention_split`, `attention_combine`)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,8 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sink
     """One query block: q [t, h, d], k [n, g, d], v [n, g, e], mask [t, n] (True: visible) -> [t, h, e].
 
     A sink is one more logit per head that takes part in the softmax and has no value."""
-    h, g = q.shape[1], k.shape[1]
-    k, v = np.repeat(k, h // g, 1), np.repeat(v, h // g, 1)
-    s = np.einsum("thd,nhd->htn", q, k) * scale
-    if softcap:
-        s = np.tanh(s / softcap) * softcap
+    s = _scores(q, k, scale, softcap)
+    v = np.repeat(v, q.shape[1] // v.shape[1], 1)
     s = np.where(mask[None], s, -np.inf)
     top = np.max(s, -1, keepdims=True, initial=-1e30)
     if sinks is not None:
@@ -27,6 +25,12 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sink
     if sinks is not None:
         total = total + np.exp(sinks[:, None, None] - top)
     return np.einsum("htn,nhe->the", p / np.maximum(total, 1e-30), v)
+
+
+def _scores(q: Any, k: Any, scale: float, softcap: float) -> Any:
+    """Logits [h, t, n] of queries [t, h, d] over keys [n, g, d]."""
+    s = np.einsum("thd,nhd->htn", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) * scale
+    return np.tanh(s / softcap) * softcap if softcap else s
 
 
 def visible(q_pos: Any, k_pos: Any, causal: bool, window: int) -> Any:
@@ -99,6 +103,69 @@ def paged_attention(
         out[span] = attend(q[span], k, v, visible(pos, np.arange(n), True, window), scale, softcap, sinks)
         out[span][pos < 0] = 0
     return out
+
+
+def _split_example(rng: Any) -> Any:
+    f32 = np.float32
+    q, kv = rng.standard_normal((3, 4, 8)).astype(f32), rng.standard_normal((6, 2, 2, 4, 8)).astype(f32)
+    pages = np.array([[1, 2, 0], [3, 4, 5], [0, 0, 0]], np.int32)
+    return [q, kv, pages, np.array([1, 0, 1], np.int32), np.array([11, 6, 5], np.int32)], {
+        "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0,
+    }  # fmt: skip
+
+
+@op(
+    "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t])"
+    " -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
+    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
+    example=_split_example,
+)  # fmt: skip
+def paged_attention_split(
+    q: Any, kv: Any, pages: Any, rows: Any, positions: Any, *, scale: float, splits: int, window: int = 0,
+    softcap: float = 0.0,
+) -> Any:  # fmt: skip
+    """paged_attention of one token a row (token i is row i's), each row's visible pages dealt out to `splits` parts: n
+    pages, ceil(n / splits) consecutive ones a part. A part's softmax is its own; lse is the natural logarithm of its
+    sum of exponentials. A part without pages, and every part of padding, has zeros and an lse of -inf."""
+    (t, h, d), page = q.shape, kv.shape[3]
+    partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
+    for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
+        if row < 0 or pos < 0:
+            continue
+        low = max(0, pos + 1 - window) if window else 0
+        per = -(-(pos // page + 1 - low // page) // splits)
+        for z, first in enumerate(range(low // page, pos // page + 1, per)):
+            at = np.arange(max(low, first * page), min(pos + 1, (first + per) * page))
+            k, v = (kv[pages[row, at // page], j, :, at % page] for j in (0, 1))
+            s = _scores(q[i : i + 1], k, scale, softcap)
+            mask = np.ones((1, len(at)), bool)
+            partial[i, :, z] = attend(q[i : i + 1], k, v, mask, scale, softcap, None)[0]
+            top = s.max(-1)
+            lse[i, :, z] = (top + np.log(np.exp(s - top[..., None]).sum(-1)))[:, 0]
+    return partial, lse
+
+
+def _combine_example(rng: Any) -> Any:
+    f32 = np.float32
+    partial, lse = rng.standard_normal((3, 4, 5, 8)).astype(f32), (3 * rng.standard_normal((3, 4, 5))).astype(f32)
+    return [partial, lse, rng.standard_normal(4).astype(f32)], {"dtype": "f32"}
+
+
+@op(
+    "(partial: f32[t, h, s, d], lse: f32[t, h, s], sinks?: f[h]) -> dtype[t, h, d]", flops="2*t*h*s*d",
+    example=_combine_example,
+)  # fmt: skip
+def attention_combine(partial: Any, lse: Any, sinks: Any = None, *, dtype: str) -> Any:
+    """The parts of paged_attention_split as one softmax: each weighs exp(lse); a sink is one more weight per head that
+    has no value. Zero where no part has any weight."""
+    top = np.max(lse, -1, initial=-1e30)
+    if sinks is not None:
+        top = np.maximum(top, sinks)
+    weight = np.exp(lse - top[..., None])
+    total = weight.sum(-1)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
+    return np.einsum("ths,thsd->thd", weight, partial) / np.maximum(total, 1e-30)[..., None]
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables and the rotation."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables, the rotation, and the rotation as a part of
+what happens between a layer's product of queries, keys and values and its attention."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtype import DTYPES
 from ..opdef import OpDef, op
 from ..signature import Mismatch
 from ..types import Type
@@ -57,4 +59,53 @@ def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
     return out
 
 
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
+def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, kv, heads = env["x"], env["kv"], attrs["heads"]
+    want = env["d"] * (env["g"] * 2 + heads)
+    if want != env["n"]:
+        raise Mismatch(f"{heads} query heads and {env['g']} of keys and of values, {env['d']} each, are not {env['n']}")
+    if ("cos" in env) != ("sin" in env) or ("qw" in env) != ("kw" in env):
+        raise Mismatch("it takes cos and sin together, and the gains of queries and keys together")
+    if "cos" in env:
+        _rope_type(env | {"h": env["r"]}, {})
+    return [x.with_shape(x.shape[0], heads, env["d"]), kv]
+
+
+def _append_example(rng: Any) -> Any:
+    f32, angle = np.float32, rng.uniform(0, 6, (5, 3))
+    x, kv = rng.standard_normal((5, 64)).astype(f32), rng.standard_normal((4, 2, 2, 3, 8)).astype(f32)
+    gains = [rng.standard_normal(8).astype(f32) for _ in range(2)]
+    return [x, kv, np.array([7, 1, -1, 10, 0], np.int32), np.cos(angle), np.sin(angle), *gains], {
+        "heads": 4, "dtype": "f32", "eps": 1e-5,
+    }  # fmt: skip
+
+
+@op(
+    "(x: f[t, n], kv: state f[p, 2, g, page, d], slots: i32[t], cos?: f[t, r], sin?: f[t, r], qw?: f[d], kw?: f[d])"
+    " -> (q: x[t, heads, d], appended: state kv[p, 2, g, page, d])",
+    writes=("kv",), infer=_append_type, flops="6*t*n", example=_append_example,
+    bytes="t*n*bytes_x + t*heads*d*bytes_x + 2*t*g*d*bytes_kv + 4*t",
+)  # fmt: skip
+def rope_append(
+    x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, *, heads: int,
+    dtype: str, eps: float = 0.0, interleaved: bool = False,
+) -> Any:  # fmt: skip
+    """From a product's queries, keys and values, one head behind another: heads of queries and of keys are normed
+    (rms_norm with gains qw, kw), and rotated (rope); then keys and values go to their slots of the pool (kv_append)
+    and queries are the result. What has no operand is left out. Every step rounds to `dtype`, as the ops would."""
+    g, d = kv.shape[2], kv.shape[4]
+    y = np.ascontiguousarray(x.reshape(len(x), -1, d))
+    q, k, v = y[:, :heads], y[:, heads : heads + g], y[:, heads + g :]
+    if qw is not None:
+        q, k = (_round(rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
+    if cos is not None:
+        q, k = (_round(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
+    return q, kv_append.ref(kv, k, v, slots)
+
+
+def _round(x: Any, dtype: str) -> Any:
+    """As the interpreter stores the result of an op; computing in float64 rounds nothing."""
+    return x if x.dtype == np.float64 else x.astype(DTYPES[dtype].np).astype(x.dtype)
+
+
+OPS = tuple(v for k, v in globals().items() if isinstance(v, OpDef) and k not in ("rms_norm", "kv_append"))

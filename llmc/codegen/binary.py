@@ -1,0 +1,51 @@
+"""What a back end makes of the sources of a module's programs; it compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.codegen.kernel import Source
+from llmc.codegen.plan import Placed
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One compiled unit: its key, text and binary, the entry, the places in the model that use it, and how it is called
+    (`abi`). `suffix` and `language` name its two files."""
+
+    hash: str
+    source: str
+    binary: bytes
+    entry: str
+    threads: int = 0
+    shared: int = 0
+    locs: tuple[str, ...] = ()
+    suffix: str = "so"
+    language: str = "cpp"
+    abi: str = "cpu-1"
+
+
+@dataclass(frozen=True)
+class Made:
+    """The binaries by key, each program's keys in launch order, and the (key, entry) of its step unit, if any."""
+
+    binaries: Mapping[str, Binary]
+    keys: tuple[tuple[str, ...], ...]
+    steps: tuple[tuple[str, str] | None, ...]
+
+
+def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:
+    """Key -> (source, all its places in the model)."""
+    locs: dict[str, dict[str, None]] = {}
+    sources: dict[str, Source] = {}
+    for p in placed:
+        for n, s in zip(p.emitted.nodes, p.emitted.sources):
+            k = key(s)
+            sources[k] = s
+            locs.setdefault(k, {})[n.loc] = None
+    return {k: (s, _named(locs[k])) for k, s in sources.items()}
+
+
+def _named(locs: Iterable[str]) -> tuple[str, ...]:
+    return tuple(x for x in locs if x)

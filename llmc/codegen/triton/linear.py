@@ -1,0 +1,159 @@
+"""What the Triton products share: the problem, its epilogue, extents and the price of a launch; it emits no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.codegen.triton.base import FLOATS, Unit, element, unsupported
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node, Value
+from llmc.ir.scalar import parse_expr
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+MAX_PARTS = 4
+EVICT = 'eviction_policy="evict_first"'  # weights pass through the caches once
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras): what a linear or linear_map computes."""
+
+    node: Node
+    parts: int
+    n: int
+    k: int
+    body: str
+
+    @staticmethod
+    def of(node: Node) -> Product:
+        x, w = node.operands[0].type, node.operands[1].type
+        parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
+        return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
+
+    @property
+    def x(self) -> Type:
+        return self.node.operands[0].type
+
+    @property
+    def w(self) -> Type:
+        return self.node.operands[1].type
+
+    @property
+    def out(self) -> Type:
+        return self.node.results[0].type
+
+    @property
+    def extras(self) -> list[Type]:
+        return [v.type for v in self.node.operands[2:]]
+
+    @property
+    def m(self) -> Dim:
+        """Tokens: all leading axes as one."""
+        return product(self.x.shape[:-1])
+
+    @property
+    def early(self) -> bool:
+        """True where the weight may be read before the launches in front of this one have ended."""
+        return is_weight(self.node.operands[1])
+
+    def tokens(self, env: Mapping[str, int]) -> int:
+        return int(self.m.subs(env))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parts * self.n * self.k * DTYPES[self.w.dtype].bits // 8
+
+    def bytes(self, env: Mapping[str, int]) -> int:
+        """Operands and results, each once."""
+        return sum(int(v.type.nbytes.subs(env)) for v in [*self.node.operands, *self.node.results])
+
+    @property
+    def dot(self) -> str:
+        """The dtype that both factors are multiplied in: theirs where they agree, else float32."""
+        return self.x.dtype if self.x.dtype == self.w.dtype else "f32"
+
+
+def is_weight(v: Value) -> bool:
+    """True where the value depends on weights alone."""
+    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
+
+
+def refuse(node: Node) -> str | None:
+    """Why no product kernel here runs the node, or None."""
+    if why := unsupported(node, FLOATS):
+        return why
+    w = node.operands[1].type
+    if w.shape[0].const is None or w.shape[1].const is None:
+        return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
+    parts = node.attrs.get("parts", 1)
+    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; it takes at most {MAX_PARTS}"
+
+
+def clamp(index: str, limit: str, block: int, size: int | None) -> str:
+    """`index` held below `limit`, where blocks of `block` may reach behind the `size`: rows are read twice, not past."""
+    return index if size is not None and size % block == 0 else f"tl.minimum({index}, {limit} - 1)"
+
+
+def inside(*conditions: str) -> str:
+    """The mask argument of a load or store under the conditions that are not empty; nothing where all hold always."""
+    kept = [c for c in conditions if c]
+    return f", mask={' & '.join(f'({c})' for c in kept)}" if kept else ""
+
+
+def other(mask: str) -> str:
+    return f"{mask}, other=0.0" if mask else ""
+
+
+def extra_offset(u: Unit, p: Product, e: Type, m: str, n: str) -> tuple[str, bool, bool]:
+    """(offset of extra `e` at token `m` (int64) and column `n`, whether it reads m, whether it reads n)."""
+    lead = [D(1)] * (p.out.rank - e.rank) + list(e.shape[:-1])
+    column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
+    width = D(p.n if column else 1)
+    terms, stride, inner = [n] if column else [], width, D(1)
+    if lead == list(p.out.shape[:-1]) and any(d.const != 1 for d in lead):
+        terms.append(f"{m} * {width}")
+    else:
+        for d, size in zip(reversed(lead), reversed(p.out.shape[:-1]), strict=True):
+            if d.const != 1:
+                terms.append(f"{m} // {u.sizes(inner)} % {u.sizes(size)} * {u.sizes(stride)}")
+                stride = stride * d
+            inner = inner * size
+    return " + ".join(terms) or "0", any(d.const != 1 for d in lead), column
+
+
+def load_extras(u: Unit, p: Product, m: str, n: str, mmask: str, nmask: str, tag: str = "") -> list[str]:
+    """`e0{tag} = ..` for each extra in its own dtype, at tokens `m` and columns `n`, which broadcast to the tile."""
+    out = []
+    for i, e in enumerate(p.extras):
+        offset, rows, columns = extra_offset(u, p, e, m, n)
+        mask = other(inside(mmask if rows else "", nmask if columns else ""))
+        out.append(f"e{i}{tag} = tl.load(x{i + 2} + {offset}{mask})")
+    return out
+
+
+def result(p: Product, accs: Sequence[str], tag: str = "") -> str:
+    """The value of the body over float32 accumulators and the extras of `load_extras`."""
+    from llmc.ir.scalar import spell
+
+    args = [*accs, *(f"e{i}{tag}.to(tl.float32)" for i in range(len(p.extras)))]
+    return spell(parse_expr(p.body), _TABLE, args)
+
+
+def store(p: Product, value: str, m: str, n: str, mmask: str, nmask: str) -> str:
+    """Write the value, rounded once."""
+    return f"tl.store(y0 + ({m} * {p.n} + {n}), ({value}).to({element(p.out)}){inside(mmask, nmask)})"
+
+
+def dot_cast(u: Unit, p: Product, text: str) -> str:
+    """A loaded tile as a factor of tl.dot."""
+    if u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype):
+        return f"{text}.to(tl.float32)"
+    return text
+
+
+def peak(p: Product, target: Target) -> float:
+    """flop/s of tl.dot on this product: float32 factors are multiplied without tensor cores."""
+    return target.peaks[p.dot]

@@ -1,0 +1,76 @@
+"""What a compile tells while it runs and when it has ended; it decides nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+
+@dataclass
+class Summary:
+    """What a compile did: seconds a stage, and what came out."""
+
+    output: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
+
+    def text(self) -> str:
+        total = sum(self.seconds.values())
+        stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
+        facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
+        return "\n".join(
+            [f"{self.output} in {total:.1f} s ({stages})", *facts, f"next: llmc-run {self.output} --prompt 'Hello'"]
+        )
+
+
+class Console:
+    """Progress as lines on a stream; on a terminal a running stage rewrites its line."""
+
+    def __init__(self, out: IO[str] | None = None):
+        self.out = out or sys.stderr
+        self.live = self.out.isatty()
+        self.shown = 0.0
+
+    def note(self, text: str) -> None:
+        self.out.write(f"{text}\n")
+        self.out.flush()
+
+    def stage(self, name: str, detail: str, seconds: float) -> None:
+        self._clear()
+        self.note(f"[{seconds:6.1f} s] {name}: {detail}")
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        """`done` of `of`; shown at most five times a second, and only on a terminal."""
+        now = time.monotonic()
+        if not self.live or now - self.shown < 0.2:
+            return
+        self.shown = now
+        self.out.write(f"\r\x1b[K  {name}: {_amount(done, unit)} of {_amount(of, unit)}")
+        self.out.flush()
+
+    def _clear(self) -> None:
+        if self.live:
+            self.out.write("\r\x1b[K")
+
+
+class Quiet(Console):
+    """No progress at all."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        pass
+
+    def _clear(self) -> None:
+        pass
+
+
+def _amount(n: int, unit: str) -> str:
+    return f"{n / 1e6:.0f} MB" if unit == "B" else f"{n}{unit}"

@@ -1,0 +1,24 @@
+"""Every target of ours by name, and finding one by its name; the records are beside this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from llmc.targets import cpu, gpu
+from llmc.targets.target import Target
+
+TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
+    {
+        **cpu.TARGETS,
+        "cuda:sm_80": gpu.sm_80,
+        "cuda:sm_90": gpu.sm_90,
+        "cuda:sm_100": gpu.sm_100,
+        "hip:gfx942": gpu.gfx942,
+    }
+)
+
+
+def parse(name: str, targets: Mapping[str, Callable[[], Target]] = TARGETS) -> Target:
+    """The target of a name such as "cuda:sm_90" or "cpu:x86-64-v4+avx512_bf16"; Diagnostic E510 where it is unknown."""
+    return cpu.parse(name, targets)
