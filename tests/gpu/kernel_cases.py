@@ -1,0 +1,114 @@
+"""The kernel cases that run on a GPU, and their binaries: made in a pool, here or on a machine without a GPU.
+
+    python tests/gpu/kernel_cases.py [--target cuda:sm_90]      compiles them all into build/gpu/kernels
+
+Triton kernels run the cases of every other language (tests/kernels/cases.py), and what their own tests offer: a module
+tests/kernels/test_triton_*.py with a function `gpu_cases(target)` that answers or yields `Case`s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
+
+from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
+from kernels.harness import Case  # noqa: E402
+
+from llmc.codegen.kernel import Kernel, Source  # noqa: E402
+from llmc.codegen.triton.table import KERNELS  # noqa: E402
+from llmc.codegen.triton.toolchain import Compiled, TritonToolchain  # noqa: E402
+from llmc.diagnostics import Diagnostic  # noqa: E402
+from llmc.extension import resolve  # noqa: E402
+from llmc.targets.target import Target  # noqa: E402
+
+CACHE = ROOT / "build" / "gpu" / "kernels"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, its text, and the key of its binary."""
+
+    case: Case
+    source: Source
+    key: str
+
+
+def triton_kernels() -> Mapping[str, Kernel]:
+    """Every Triton kernel of ours by name."""
+    return {name: resolve(where) for name, where in KERNELS.items()}
+
+
+def all_cases(target: Target) -> Iterator[Case]:
+    """The cases that every language runs, then those of the Triton tests themselves."""
+    kernels = list(triton_kernels().values())
+    yield from of_ops(kernels, target)
+    yield from of_texts(kernels, target)
+    yield from of_random(kernels, target)
+    for path in sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py")):
+        offered = getattr(importlib.import_module(f"kernels.{path.stem}"), "gpu_cases", None)
+        if offered is not None:
+            yield from offered(target)
+
+
+def all_jobs(target: Target) -> list[Job]:
+    """Every case with its source; a name that comes twice gets a number."""
+    toolchain = TritonToolchain.find(target)
+    seen: dict[str, int] = {}
+    jobs = []
+    for case in all_cases(target):
+        seen[case.name] = seen.get(case.name, 0) + 1
+        if seen[case.name] > 1:
+            case.name = f"{case.name}.{seen[case.name]}"
+        source = case.kernel.emit(case.node, case.schedule, target)
+        jobs.append(Job(case, source, toolchain.key(source)))
+    return jobs
+
+
+def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:
+    """Key -> binary, or why there is none; what the cache holds is not compiled again."""
+    distinct = {j.key: (j.source, target, cache) for j in jobs}
+    workers = os.cpu_count() or 1
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        found = pool.map(_one, distinct.values(), chunksize=max(1, len(distinct) // (workers * 8)))
+        return dict(zip(distinct, found, strict=True))
+
+
+def _one(work: tuple[Source, Target, Path]) -> Compiled | str:
+    source, target, cache = work
+    toolchain = TritonToolchain.find(target)
+    try:
+        return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
+    except Diagnostic as e:
+        return e.cause
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description="compile the GPU tests' kernels, without a GPU")
+    ap.add_argument("--target", default="cuda:sm_90")
+    args = ap.parse_args()
+    from llmc.targets.names import parse
+
+    target = parse(args.target)
+    jobs = all_jobs(target)
+    found = compile_jobs(jobs, target)
+    bad = {k: v for k, v in found.items() if isinstance(v, str)}
+    print(f"{len(jobs)} cases, {len(found)} binaries in {CACHE}, {len(bad)} failed")
+    for why in bad.values():
+        print(f"  {why}")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A GPU through the driver's interface, as the kernel tests use it: buffers, one launch, one late producer; no runtime.
+
+It is written apart from the runtime's own device, so that a mistake there cannot hide one in a kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.codegen.triton.toolchain import Compiled
+
+ALIGN = 256
+ODD = 16  # buffers begin this far behind a multiple of ALIGN: no kernel may count on more than 16 bytes
+DELAY_NS = 30_000
+_MOST_STATIC = 48 << 10
+_PRODUCER = r"""
+extern "C" __global__ void produce(const unsigned char* from, unsigned char* to, long long n, long long delay) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < delay);
+  for (long long i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+def why_no_gpu() -> str | None:
+    """None where a CUDA device can be used, else the reason in words."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as e:
+        return f"cuda-bindings is not installed ({e})"
+    try:
+        (status,) = driver.cuInit(0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            return f"the driver answers {status.name}"
+        status, count = driver.cuDeviceGetCount()
+    except RuntimeError as e:
+        return f"there is no CUDA driver ({' '.join(str(e).split())[:80]})"
+    return None if count else "the driver sees no device"
+
+
+class Card:
+    """The first device. `exact`: every buffer is an allocation of its own size, for compute-sanitizer."""
+
+    def __init__(self, exact: bool = False, nbytes: int = 64 << 20) -> None:
+        from cuda.bindings import driver
+
+        self.cu, self.exact = driver, exact
+        self.ok(driver.cuInit(0))
+        device = self.ok(driver.cuDeviceGet(0))
+        self.ok(driver.cuCtxSetCurrent(self.ok(driver.cuDevicePrimaryCtxRetain(device))))
+        kind = driver.CUdevice_attribute
+        self.major = self.ok(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
+        self.minor = self.ok(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+        self.stream = self.ok(driver.cuStreamCreate(1))
+        self.nbytes = nbytes
+        self.live = 0 if exact else int(self.ok(driver.cuMemAlloc(nbytes)))
+        self.staged = 0 if exact else int(self.ok(driver.cuMemAlloc(nbytes)))
+        self.own: list[int] = []
+        self.functions: dict[bytes, Any] = {}
+        self.producer = None if exact or self.major < 9 else self._producer()
+
+    def ok(self, answer: Any) -> Any:
+        """The values of a driver call; RuntimeError with the driver's word where it failed."""
+        status, *values = answer
+        if status != self.cu.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the driver answers {status.name}")
+        return values[0] if len(values) == 1 else values
+
+    def function(self, compiled: Compiled, entry: str) -> Any:
+        """The loaded entry, its limit of shared memory raised where it wants more than 48 KiB."""
+        if compiled.binary not in self.functions:
+            module = self.ok(self.cu.cuModuleLoadData(compiled.binary))
+            fn = self.ok(self.cu.cuModuleGetFunction(module, entry.encode()))
+            if compiled.shared > _MOST_STATIC:
+                what = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.ok(self.cu.cuFuncSetAttribute(fn, what, compiled.shared))
+            self.functions[compiled.binary] = fn
+        return self.functions[compiled.binary]
+
+    def place(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """Addresses for raw buffers of (bytes, offset of the body): their bodies begin ODD behind a multiple."""
+        if self.exact:
+            raise RuntimeError("exact buffers are placed one by one")
+        out, at = [], 0
+        for nbytes, body in sizes:
+            start = -(-(at + body - ODD) // ALIGN) * ALIGN + ODD - body
+            out.append(self.live + start)
+            at = start + nbytes
+        if at > self.nbytes:
+            raise RuntimeError(f"a case needs {at} bytes, the card has {self.nbytes}")
+        return out
+
+    def alone(self, nbytes: int) -> int:
+        """An allocation of exactly this size, until `free`."""
+        self.own.append(int(self.ok(self.cu.cuMemAlloc(max(1, nbytes)))))
+        return self.own[-1]
+
+    def free(self) -> None:
+        for address in self.own:
+            self.ok(self.cu.cuMemFree(address))
+        self.own.clear()
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        if data.nbytes:
+            self.ok(self.cu.cuMemcpyHtoD(address, data.ctypes.data, data.nbytes))
+
+    def read(self, address: int, data: np.ndarray) -> None:
+        if data.nbytes:
+            self.ok(self.cu.cuMemcpyDtoH(data.ctypes.data, address, data.nbytes))
+
+    def launch(
+        self, fn: Any, compiled: Compiled, grid: Sequence[int], pointers: Sequence[int], sizes: Sequence[int], pdl: bool
+    ) -> None:
+        """One launch with the calling convention "cuda-1": pointers, then i32 sizes, then two null pointers."""
+        args = (*pointers, *sizes, 0, 0)
+        types = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_int,) * len(sizes) + (ctypes.c_void_p,) * 2
+        self._launch(fn, grid, compiled.threads, compiled.shared, (args, types), pdl)
+
+    def produce_later(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Start a kernel that lets its dependents begin at once and copies staged bytes (address, n) much later."""
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
+        low = min(a for a, _ in spans)
+        high = max(a + n for a, n in spans)
+        args = (self.staged + low - self.live, low, high - low, DELAY_NS)
+        self._launch(self.producer, (1, 1, 1), 256, 0, (args, types), False)
+
+    def _launch(self, fn: Any, grid: Sequence[int], threads: int, shared: int, args: Any, pdl: bool) -> None:
+        cu = self.cu
+        c = cu.CUlaunchConfig()
+        c.gridDimX, c.gridDimY, c.gridDimZ = grid
+        c.blockDimX, c.blockDimY, c.blockDimZ = threads, 1, 1
+        c.sharedMemBytes, c.hStream = shared, self.stream
+        if pdl:
+            a = cu.CUlaunchAttribute()
+            a.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            a.value.programmaticStreamSerializationAllowed = 1
+            c.attrs, c.numAttrs = [a], 1
+        self.ok(cu.cuLaunchKernelEx(c, fn, args, 0))
+
+    def wait(self) -> None:
+        self.ok(self.cu.cuStreamSynchronize(self.stream))
+
+    def _producer(self) -> Any:
+        """The late producer, compiled by NVRTC; None where that is not installed."""
+        try:
+            from cuda.bindings import nvrtc
+
+            status, program = nvrtc.nvrtcCreateProgram(_PRODUCER.encode(), b"producer.cu", 0, [], [])
+        except (ImportError, RuntimeError):
+            return None
+        options = [f"-arch=sm_{self.major}{self.minor}".encode()]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"the producer does not compile: {status.name}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = b" " * size
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return self.ok(self.cu.cuModuleGetFunction(self.ok(self.cu.cuModuleLoadData(cubin)), b"produce"))

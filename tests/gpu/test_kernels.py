@@ -1,0 +1,171 @@
+"""Every Triton kernel as a binary on the GPU beside its op's reference: odd shapes, poisoned outputs, guard zones.
+
+Each case runs twice: alone, and behind a kernel that lets it begin at once and brings its operands 30 microseconds
+later. A kernel that touches anything but weights before it waits reads poison then, or has its results overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
+from gpu.launcher import Card
+from kernels.cases import PACKED_FIRST
+from kernels.harness import POISON, Buffer
+from kernels.triton_harness import compare
+
+from llmc.codegen.triton.toolchain import Compiled
+from llmc.ir.dtype import DTYPES
+from llmc.ir.interp import bind_symbols, hold, run
+from llmc.ir.ops import OPS
+from llmc.targets.gpu import sm_90
+
+pytestmark = pytest.mark.gpu
+
+
+@lru_cache(maxsize=1)
+def jobs_by_op() -> Mapping[str, list[Job]]:
+    found: dict[str, list[Job]] = {}
+    for job in all_jobs(sm_90()):
+        found.setdefault(job.case.node.op.name, []).append(job)
+    return found
+
+
+@pytest.fixture(scope="session")
+def binaries() -> dict[str, Compiled | str]:
+    return compile_jobs([j for jobs in jobs_by_op().values() for j in jobs], sm_90())
+
+
+@dataclass
+class Prepared:
+    """A case's buffers on the host, in the order of its operands and results, and what it should compute."""
+
+    held: list[np.ndarray]
+    operands: list[Buffer]
+    results: list[Buffer]
+    want: list[np.ndarray]
+    sizes: dict[str, int]
+
+    @property
+    def distinct(self) -> list[Buffer]:
+        return list({id(b): b for b in [*self.operands, *self.results]}.values())
+
+
+def prepare(job: Job) -> Prepared:
+    """Fresh poisoned buffers; a state's result is its operand's buffer."""
+    node, g = job.case.node, job.case.graph
+    held = [hold(x, v.type) for x, v in zip(job.case.inputs, g.inputs, strict=True)]
+    sizes = dict(bind_symbols(g, held, job.case.sizes))
+    want = run(g, held, sizes)
+    at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
+    written = iter(node.op.writes)
+    names = [s.name for s in node.op.operands]
+    results = []
+    for r, w in zip(node.results, want, strict=True):
+        if r.type.state:
+            results.append(at[node.operands[names.index(next(written))]])
+        else:
+            results.append(Buffer(w.size * DTYPES[r.type.dtype].bits // 8))
+    return Prepared(held, [at[v] for v in node.operands], results, want, sizes)
+
+
+def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) -> None:
+    """Run once and bring every buffer back, guards included. late: operands that are no weights come late."""
+    source, node = job.source, job.case.node
+    fn = card.function(compiled, source.entry)
+    grid = [int(d.subs(p.sizes).const) for d in source.grid]  # type: ignore[arg-type]
+    sizes = [int(d.subs(p.sizes).const) for d in source.sizes]  # type: ignore[arg-type]
+    weights = {id(b) for b, v in zip(p.operands, node.operands, strict=True) if v.weight}
+    buffers = sorted(p.distinct, key=lambda b: id(b) not in weights)  # what comes late is one span
+    where = place(card, buffers)
+    for b in buffers:
+        raw = _seen(card, b)
+        if late and id(b) not in weights:
+            card.write(where[id(b)] - where.base + card.staged, raw)
+            card.write(where[id(b)], np.full_like(raw, POISON))
+        else:
+            card.write(where[id(b)], raw)
+    if late:
+        card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in weights])
+    if 0 not in grid:
+        pointers = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
+        card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
+    card.wait()
+    for b in buffers:
+        card.read(where[id(b)], _seen(card, b))
+    card.free()
+
+
+class Places(dict[int, int]):
+    """id of a buffer -> its address; `base` is where the card's live memory begins."""
+
+    base = 0
+
+
+def place(card: Card, buffers: Sequence[Buffer]) -> Places:
+    if card.exact:
+        return Places({id(b): card.alone(b.body.nbytes) for b in buffers})
+    addresses = card.place([(b.raw.nbytes, b.start) for b in buffers])
+    places = Places(zip(map(id, buffers), addresses, strict=True))
+    places.base = card.live
+    return places
+
+
+def _seen(card: Card, b: Buffer) -> np.ndarray:
+    """What of a buffer goes to the card: all with its guards, or the body alone."""
+    return b.body if card.exact else b.raw
+
+
+def verify(job: Job, p: Prepared, how: str) -> None:
+    """Guards whole, operands unchanged, results right."""
+    case, g = job.case, job.case.graph
+    for i, b in enumerate([*p.operands, *p.results]):
+        b.check(f"{case.name}, {how}: buffer {i}")
+    outputs = {id(b) for b in p.results}
+    for b, v in zip(p.operands, case.node.operands, strict=True):
+        if id(b) not in outputs:
+            x = p.held[g.inputs.index(v)]
+            np.testing.assert_array_equal(b.body, Buffer.holding(x, v.type).body, f"{case.name}: an operand changed")
+    for r, w, b in zip(case.node.results, p.want, p.results, strict=True):
+        compare(case, r.type.dtype, hold(b.get(r.type, w.shape), r.type), w)
+
+
+def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | str]) -> list[str]:
+    """What is wrong, a line a case; a case that breaks the context ends the run, because nothing after it can work."""
+    found = []
+    for job in jobs:
+        compiled = binaries[job.key]
+        if isinstance(compiled, str):
+            found.append(f"{job.case.name}: {compiled}")
+            continue
+        for late in (False, True) if card.producer is not None and job.source.pdl else (False,):
+            how = "operands late" if late else "alone"
+            p = prepare(job)
+            try:
+                launch(card, job, compiled, p, late)
+            except RuntimeError as e:
+                pytest.exit(f"{job.case.name}, {how}: {e}; the context is lost", returncode=1)
+            try:
+                verify(job, p, how)
+            except AssertionError as e:
+                found.append(f"{job.case.name}, {how}: {' '.join(str(e).split())[:300]}")
+    return found
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_kernel(op: str, card: Card, binaries: dict[str, Any], request: Any) -> None:
+    """All cases of one op."""
+    jobs = jobs_by_op().get(op, [])
+    assert jobs or op in PACKED_FIRST, f"no Triton kernel runs {op}"
+    found = failures(card, jobs[:: request.config.getoption("--sample", default=1)], binaries)
+    assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
+
+
+def test_every_kernel_is_tested(card: Card) -> None:
+    tested = {j.case.kernel.name for jobs in jobs_by_op().values() for j in jobs}
+    assert tested == set(triton_kernels())
