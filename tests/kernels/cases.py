@@ -21,6 +21,7 @@ from llmc.targets.target import Target
 SIZES = {"T": 11, "R": 3}
 # Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
+GPU_ONLY = ("rope_append", "paged_attention_split", "attention_combine")  # made by passes of the GPU pipeline alone
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables, the rotation, and the rotation as a part of
-what happens between a layer's product of queries, keys and values and its attention."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables, the rotation, and the rotation
+within all that lies between a layer's product of queries, keys and values and its attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..dtype import DTYPES
 from ..opdef import OpDef, op
 from ..signature import Mismatch
 from ..types import Type
+from . import norm, state
 
 
 def _tables_example(rng: Any) -> Any:
@@ -97,10 +98,10 @@ def rope_append(
     y = np.ascontiguousarray(x.reshape(len(x), -1, d))
     q, k, v = y[:, :heads], y[:, heads : heads + g], y[:, heads + g :]
     if qw is not None:
-        q, k = (_round(rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
+        q, k = (_round(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
     if cos is not None:
         q, k = (_round(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
-    return q, kv_append.ref(kv, k, v, slots)
+    return q, state.kv_append.ref(kv, k, v, slots)
 
 
 def _round(x: Any, dtype: str) -> Any:
@@ -108,4 +109,4 @@ def _round(x: Any, dtype: str) -> Any:
     return x if x.dtype == np.float64 else x.astype(DTYPES[dtype].np).astype(x.dtype)
 
 
-OPS = tuple(v for k, v in globals().items() if isinstance(v, OpDef) and k not in ("rms_norm", "kv_append"))
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
