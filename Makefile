@@ -76,6 +76,7 @@ $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	$(PIP) torch -e '.[compile]'
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp-compile
+$(VENV)/.stamp-dev: $(VENV)/.stamp-compile requirements-gpu.txt
 	$(PIP) -e '.[compile,dev]'
+	$(PIP) --no-deps -r requirements-gpu.txt
 	@touch $@

@@ -161,15 +161,9 @@ class _Trip:
     def passes(self, max_len: int) -> list[Pass]:
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
-        named = {"serve": target.pipeline, **registry.pipelines}
+        named = {**registry.pipelines, "serve": target.pipeline}
         passes = parse_pipeline(text, registry.passes, named)
-        o = self.options
-        sizes = {
-            "rows": self.rows,
-            "max_len": max_len,
-            "page": target.page_size,
-            "tokens": self.tokens,
-        }
+        sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         return override(passes, "page-attention", **sizes)
 
     def optimise(self, module: Module, max_len: int) -> None:
