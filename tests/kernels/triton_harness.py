@@ -41,7 +41,7 @@ def interpreting() -> Any:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
-    with knobs.runtime.scope():
+    with knobs.runtime.scope(), _standard_interpreted():
         knobs.runtime.interpret = True
         if triton.__version__.startswith("3.6"):
             interpreter._patch_lang_tensor = patched
@@ -49,6 +49,26 @@ def interpreting() -> Any:
             yield
         finally:
             interpreter._patch_lang_tensor = original
+
+
+@contextmanager
+def _standard_interpreted() -> Any:
+    """Triton's own library in Triton (tl.sum, tl.max, tl.sigmoid ...) was jitted when it was imported: interpret it."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    places = (tl, tl.standard, tl.random, tl.tensor)
+    found = {f for p in places for f in vars(p).values() if isinstance(f, JITFunction)}
+    swap = {f: InterpretedFunction(f.fn) for f in found}
+    kept = [(p, k, f) for p in places for k, f in list(vars(p).items()) if isinstance(f, JITFunction)]
+    try:
+        for p, k, f in kept:
+            setattr(p, k, swap[f])
+        yield
+    finally:
+        for p, k, f in kept:
+            setattr(p, k, f)
 
 
 def interpret(source: Source, buffers: Sequence[torch.Tensor], sizes: Sequence[int], grid: Sequence[int]) -> None:
