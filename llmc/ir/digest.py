@@ -22,6 +22,7 @@ def digest(g: Graph) -> str:
         for r in n.results:
             number[r] = len(number)
     lines.append(",".join(str(number[v]) for v in g.outputs))
+    lines += [f"{s} in {bounds}" for s, bounds in sorted(g.ranges.items())]
     return _sha("\n".join(lines))
 
 

@@ -79,7 +79,7 @@ BINARY = ("add", "mul", "sub", "maximum")
 @st.composite
 def modules(draw: st.DrawFn) -> Module:
     m = Module({}, {"T": (1, 64)})
-    g = m.graphs["main"] = Graph("main")
+    g = m.graphs["main"] = Graph("main", ranges=draw(st.sampled_from([{}, {"T": (2, 9)}])))
     values = [
         g.input(f"model.w.{i}" if i else "x", tensor(draw(st.sampled_from(["f32", "bf16"])), "T", 4), i > 0)
         for i in range(3)

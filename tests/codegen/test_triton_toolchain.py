@@ -1,0 +1,89 @@
+"""The Triton toolchain without a GPU: binaries for every target, its cache, and how it shows what Triton refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.kernel import Source
+from llmc.codegen.triton import toolchain as module
+from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.diagnostics import Diagnostic
+from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
+
+TEXT = """# toy: doubles
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def double(x0, y0, s0):
+    i = tl.program_id(0) * 256 + tl.arange(0, 256)
+    m = i < s0
+    tl.store(y0 + i, tl.load(x0 + i, mask=m) * 2, mask=m)
+"""
+GOOD = Source("double", "triton", TEXT, params=("*fp32", "*fp32", "i32"), options=(("num_warps", 2),))
+BAD = replace(GOOD, text=TEXT.replace("s0\n", "undeclared\n"))
+
+
+@pytest.mark.parametrize("make", [sm_80, sm_90, sm_100, gfx942])
+def test_every_target_gets_a_binary(make, tmp_path: Path) -> None:
+    tool = TritonToolchain.find(make())
+    binary = tool.compile([(GOOD, "")], tmp_path)[tool.key(GOOD)]
+    assert binary.binary[:4] == b"\x7fELF" and b"double" in binary.binary
+    assert binary.threads == 2 * make().limits.warp and binary.shared == 0
+
+
+def test_equal_sources_are_compiled_once_and_give_equal_bytes(tmp_path: Path, monkeypatch) -> None:
+    tool = TritonToolchain.find(sm_90())
+    first = tool.compile([(GOOD, "a"), (GOOD, "b")], tmp_path / "a")
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / f"{tool.key(GOOD)}.gpu"]
+    assert tool.compile([(GOOD, "")], tmp_path / "b") == first
+    monkeypatch.setattr(module, "compile_one", lambda work: pytest.fail("it was compiled already"))
+    assert tool.compile([(GOOD, "")], tmp_path / "a") == first
+
+
+def test_several_are_compiled_by_several_processes(tmp_path: Path) -> None:
+    tool, seen = TritonToolchain.find(sm_90()), []
+    sources = [(replace(GOOD, options=(("num_warps", w),)), "") for w in (1, 4)]
+    found = tool.compile(sources, tmp_path, jobs=2, progress=lambda *a: seen.append(a))
+    assert sorted(c.threads for c in found.values()) == [32, 128]
+    assert seen == [(1, 2, "double"), (2, 2, "double")]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_a_damaged_entry_is_compiled_again(tmp_path: Path, damage: str) -> None:
+    tool = TritonToolchain.find(sm_90())
+    want = tool.compile([(GOOD, "")], tmp_path)
+    entry = tmp_path / f"{tool.key(GOOD)}.gpu"
+    data = bytearray(entry.read_bytes())
+    data[-9] ^= 1
+    entry.write_bytes({"cut": data[:200], "flip": bytes(data), "empty": b""}[damage])
+    assert tool.compile([(GOOD, "")], tmp_path) == want
+
+
+def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> None:
+    with pytest.raises(Diagnostic, match=r"could not compile toy: doubles: .*undeclared") as e:
+        TritonToolchain.find(sm_90()).compile([(BAD, "model.layers.0.mlp")], tmp_path)
+    assert e.value.code == "E502" and "model.layers.0.mlp" in str(e.value)
+    assert next(tmp_path.glob("*.failed.py")).read_text() == BAD.text
+
+
+def test_options_that_triton_would_ignore_are_refused(tmp_path: Path) -> None:
+    source = replace(GOOD, options=(("num_wraps", 4),))
+    with pytest.raises(Diagnostic, match=r"unknown option 'num_wraps'"):
+        TritonToolchain.find(sm_90()).compile([(source, "")], tmp_path)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch) -> None:
+    from importlib import metadata
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(Diagnostic, match=r"llmc-aot\[nvidia\]") as e:
+        TritonToolchain.find(sm_90())
+    assert e.value.code == "E501"
