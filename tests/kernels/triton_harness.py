@@ -30,25 +30,33 @@ _TORCH = {
 
 @contextmanager
 def interpreting() -> Any:
-    """Kernels loaded inside run on the CPU. Triton 3.6 cannot use its scalars as Python integers with numpy >= 2.4."""
+    """Kernels loaded inside run on the CPU. Mended meanwhile: Triton 3.6 cannot use its scalars as Python integers with
+    numpy >= 2.4, and a scalar comparison becomes a tensor of the numbers compared."""
     import triton
     from triton import knobs
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
+    builder = interpreter.InterpreterBuilder
+    splat = builder.create_splat
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
+    def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
+        return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
+
     with knobs.runtime.scope(), _standard_interpreted():
         knobs.runtime.interpret = True
+        builder.create_splat = splat_as_is
         if triton.__version__.startswith("3.6"):
             interpreter._patch_lang_tensor = patched
         try:
             yield
         finally:
             interpreter._patch_lang_tensor = original
+            builder.create_splat = splat
 
 
 @contextmanager
