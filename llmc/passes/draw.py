@@ -14,6 +14,7 @@ from llmc.ir.types import Type
 
 ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
 THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
+PAGES = ("paged_attention.pages", "paged_attention_split.pages")
 Array = np.ndarray
 
 
@@ -60,9 +61,9 @@ def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
 
 def _pool(g: Graph) -> dict[str, int]:
     """Pages of the pool: as many as the rows' tables name."""
-    tables = [v for v in g.inputs if _role(v)[0] in ("row_slots.pages", "paged_attention.pages")]
-    pools = {str(n.operands[0].type.shape[0]) for n in g.nodes if n.op.name == "kv_append"}
-    pools |= {str(n.operands[1].type.shape[0]) for n in g.nodes if n.op.name == "paged_attention"}
+    tables = [v for v in g.inputs if _role(v)[0] in ("row_slots.pages", *PAGES)]
+    slots = [(s.name, v) for n in g.nodes for s, v in zip(n.op.operands, n.operands, strict=False)]
+    pools = {str(v.type.shape[0]) for name, v in slots if name == "kv" and v.type.state}
     named = {p for p in pools if p.isidentifier()}
     return dict.fromkeys(named, tables[0].type.numel.const or 8) if tables else dict.fromkeys(named, 8)
 
@@ -156,7 +157,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "row_spans.length": lambda k, n, s: k.indices(s, 4),
         "row_ids.tokens": lambda k, n, s: k.ids(n, s),
         "row_slots.pages": lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s),
-        "paged_attention.pages": lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s),
+        **dict.fromkeys(PAGES, lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s)),
         "row_penalize.fparams": lambda k, n, s: k.fparams(n, s),
         "row_sample.fparams": lambda k, n, s: k.fparams(n, s),
         "row_sample.iparams": lambda k, n, s: k.iparams(n, s),

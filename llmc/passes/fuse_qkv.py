@@ -1,0 +1,175 @@
+"""All that lies between a layer's product of queries, keys and values and its attention becomes one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+
+from .base import Ctx, Pass
+from .facts import made_by
+from .rewrite import alive, sweep
+
+RULE = "rope-append"
+
+
+class Unfit(Exception):
+    """Why a part is not as the op wants it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads cut out of a product, then normed, then rotated; what does not happen is None. `last` is their value."""
+
+    cut: Node
+    norm: Node | None
+    rope: Node | None
+    last: Value
+
+    @property
+    def product(self) -> Value:
+        return self.cut.operands[0]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [n for n in (self.cut, self.norm, self.rope) if n is not None]
+
+
+@dataclass(frozen=True)
+class FuseQkv(Pass):
+    """Where queries, keys and values are slices of one product, make one rope_append of their head norms, their
+    rotation and the append to the KV pool. It wants fuse-linear and fuse-norm before it; what differs keeps its ops."""
+
+    name: ClassVar[str] = "fuse-qkv"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        return sum(self.append(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "kv_append")
+
+    def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+        """Rewrite one kv_append; note why not where it cannot be."""
+        if not ctx.allows(n):
+            return False
+        try:
+            q, k, v = _parts(g, n)
+        except Unfit as why:
+            ctx.miss(RULE, n, str(why))
+            return False
+        if ctx.spend():
+            _emit(g, n, q, k, v, ctx)
+            return True
+        return False
+
+
+def _back(v: Value, what: str) -> Part:
+    """Read a part from its value back to the slice that it comes from."""
+    last = v
+    rope = made_by(v, "rope")
+    v = rope.operands[0] if rope else v
+    norm = made_by(v, "rms_norm")
+    v = norm.operands[0] if norm else v
+    shaped = made_by(v, "reshape")
+    cut = made_by(shaped.operands[0], "slice") if shaped else None
+    if shaped is None or cut is None:
+        found = (shaped.operands[0] if shaped else v).node
+        raise Unfit(f"{what} are made by {found.op.name if found else 'the caller'}, not cut out of a product")
+    if cut.attrs["axis"] % 2 != 1 or cut.result.type.rank != 2 or cut.attrs["step"] != 1:
+        raise Unfit(f"{what} are not consecutive columns")
+    return Part(cut, norm, rope, last)
+
+
+def _forth(g: Graph, cut: Node) -> Part:
+    """Follow the slice of the queries to the value that is no more their norm or rotation."""
+    v, norm, rope = _reader(g, cut.result, "reshape"), None, None
+    if v is None or v.type.rank != 3:
+        raise Unfit("queries are not seen as heads")
+    if (found := _reader(g, v, "rms_norm")) is not None:
+        v, norm = found, found.node
+    if (found := _reader(g, v, "rope")) is not None:
+        v, rope = found, found.node
+    return Part(cut, norm, rope, v)
+
+
+def _reader(g: Graph, v: Value, op: str) -> Value | None:
+    """The result of the only reader of `v`, where that is the op with `v` as its first operand."""
+    if len(v.uses) != 1 or any(v is o for o in g.outputs) or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
+        return None
+    return v.uses[0].result
+
+
+def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
+    """Queries, keys and values of a kv_append; Unfit where they are not what rope_append means."""
+    kv, keys, values, _ = n.operands
+    k, v = _back(keys, "keys"), _back(values, "values")
+    if v.norm or v.rope:
+        raise Unfit(f"values go through {(v.rope or v.norm or n).op.name}")
+    y = k.product
+    if v.product is not y:
+        raise Unfit("keys and values are cut out of two products")
+    first = [u for u in y.uses if u.op.name == "slice" and u.attrs["start"] == 0 and u.attrs["axis"] % 2 == 1]
+    if len(first) != 1 or first[0] in (k.cut, v.cut):
+        raise Unfit("no queries are cut out of the product in front of keys and values")
+    q = _forth(g, first[0])
+    spans = [(p.cut.attrs["start"], p.cut.attrs["stop"]) for p in (q, k, v)]
+    if [a for a, _ in spans] != [0, spans[0][1], spans[1][1]] or spans[2][1] != y.type.shape[1]:
+        raise Unfit(f"{', '.join(f'{a}..{b}' for a, b in spans)} of {y.type.shape[1]} are not queries, keys, values")
+    if q.last.type.shape[2] != kv.type.shape[4]:
+        raise Unfit(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
+    _same(q, k)
+    _only_here(g, n, [*k.nodes, *v.nodes])
+    _in_order(g, n, q)
+    return q, k, v
+
+
+def _same(q: Part, k: Part) -> None:
+    """Queries and keys are normed and rotated alike."""
+    for what, a, b in (("normed", q.norm, k.norm), ("rotated", q.rope, k.rope)):
+        if (a is None) != (b is None):
+            raise Unfit(f"{'keys' if a is None else 'queries'} alone are {what}")
+        if a is not None and b is not None and a.attrs != b.attrs:
+            raise Unfit(f"queries and keys are {what} by different attributes")
+    if q.rope and k.rope and q.rope.operands[1:] != k.rope.operands[1:]:
+        raise Unfit("queries and keys are rotated by different tables")
+    if q.norm and not q.rope:
+        raise Unfit("heads are normed and not rotated")
+
+
+def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
+    """What the op takes over has no other reader."""
+    for part in nodes:
+        v = part.result
+        while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
+            v = v.uses[0].result
+        if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or any(v is o for o in g.outputs):
+            raise Unfit(f"the result of {part.op.name} is read elsewhere, too")
+
+
+def _in_order(g: Graph, n: Node, q: Part) -> None:
+    """At the place of the append the operands of the queries' ops exist, and nobody has read the queries yet."""
+    before = set()
+    for other in g.nodes:
+        if other is n:
+            break
+        before.add(other)
+    made = [o.node for p in q.nodes for o in p.operands[1:] if o.node is not None]
+    if any(o not in before for o in made) or any(u in before for u in q.last.uses):
+        raise Unfit("queries are read before keys are appended")
+
+
+def _emit(g: Graph, n: Node, q: Part, k: Part, v: Part, ctx: Ctx) -> None:
+    kv, _, _, slots = n.operands
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    operands, attrs = [k.product, kv, slots], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
+    if q.rope and k.rope:
+        operands += q.rope.operands[1:]
+        attrs["interleaved"] = q.rope.attrs["interleaved"]
+    if q.norm and k.norm:
+        operands += [q.norm.operands[1], k.norm.operands[1]]
+        attrs["eps"] = q.norm.attrs["eps"]
+    queries, appended = b.rope_append(*operands, **attrs)
+    for old, new in ((q.last, queries), (n.result, appended)):
+        new.name = old.name
+        g.replace(old, new)
+    for end in (n, q.last.node, k.last.node, v.last.node):
+        if end is not None and alive(g, end):
+            sweep(g, end)

@@ -1,0 +1,55 @@
+"""Decode attention in parts, so that a few rows with long histories keep a whole GPU busy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.dim import Bounds
+from llmc.ir.graph import Builder, Graph, Module, Node
+
+from .base import Ctx, Pass
+from .rewrite import substitute
+
+MOST = 64  # parts that one combining program reads at once
+
+
+@dataclass(frozen=True)
+class SplitKv(Pass):
+    """In graphs of one token a row, make paged_attention a paged_attention_split and an attention_combine. How many
+    parts there are is constant, so that one launch list serves any mixture of lengths. splits: the parts (1: leave the
+    op as it is; 0: a power of two that gives every multiprocessor about `fill` programs)."""
+
+    name: ClassVar[str] = "split-kv"
+    splits: int = 0
+    fill: float = 2.0
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
+        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in found)
+
+    def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
+        """Rewrite one node where it pays."""
+        q, kv, pages, rows, _, positions, *sinks = n.operands
+        if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
+            return False
+        parts = self.splits or self.choose(n, bounds, ctx)
+        if parts < 2 or not ctx.spend():
+            return False
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, splits=parts, **n.attrs)
+        substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
+        return True
+
+    def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
+        """Programs without parts are rows x key heads; rows are taken to be the geometric mean of their bounds."""
+        units = ctx.target.limits.units if ctx.target else 0
+        if not units:
+            ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
+            return 1
+        low, high = n.operands[3].type.shape[0].bounds(bounds)
+        programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
+        table = n.operands[2].type.shape[1].const or MOST
+        parts = min(self.fill * units / programs, MOST, table)
+        return 1 << int(math.log2(parts)) if parts >= 2 else 1
