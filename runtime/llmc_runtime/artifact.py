@@ -18,26 +18,33 @@ from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
 
 TOKENIZER = "tokenizer"
+GPUS = ("cuda", "hip")  # families of targets that are not the CPU of this machine
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A weight as it lies in the mapped file: u8[nbytes], read-only, begins at a multiple of 64 bytes."""
+    """A weight as it lies in the mapped `file` from byte `begin` (a multiple of 64) on: u8[nbytes], read-only."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: np.ndarray
+    file: str = ""
+    begin: int = 0
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What `open_artifact` found. `digest` identifies the artifact: it changes with any byte of it."""
+    """What `open_artifact` found. `digest` identifies the artifact: it changes with any byte of it.
+
+    `unchecked`: the weights' hashes are wanted and have not been compared yet; the device does so while it copies them.
+    """
 
     folder: Folder
     manifest: Manifest
     programs: tuple[Program, ...]
     tensors: Mapping[str, Tensor]
+    unchecked: bool = False
 
     @property
     def root(self) -> Path:
@@ -68,19 +75,22 @@ def open_artifact(
     """Open and check an artifact: names and sizes, version, this machine, hashes, then contents.
 
     `verify=False` leaves out the hashes of the weights, not those of the small files; `threads` hash (default: the
-    physical cores); `host` is the machine to check against (default: this one). Raises LlmcError E101 to E113.
+    physical cores); `host` is the machine to check against (default: this one). An artifact for a GPU is held against
+    it, and its weights against their hashes, by the device. Raises LlmcError E101 to E113.
     """
     folder = Folder(path)
     manifest = folder.manifest()
     for error in folder.sizes(manifest):
         raise error
-    check_target(manifest.target, host or this_host())
+    gpu = manifest.target.name.partition(":")[0] in GPUS
+    if not gpu:
+        check_target(manifest.target, host or this_host())
     for error in folder.check_small(manifest.files):
         raise error
     lenient = manifest.format[1] > MINOR
     programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
-    tensors = _map_weights(folder, manifest, verify, threads or default_threads())
-    artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors))
+    tensors = _map_weights(folder, manifest, verify and not gpu, threads or default_threads())
+    artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu)
     check_consistent(artifact)
     return artifact
 
@@ -98,7 +108,7 @@ def _map_weights(folder: Folder, manifest: Manifest, verify: bool, threads: int)
         for t in parse_header(bytes(data[8 : 8 + n]), len(data), where).values():
             if t.name in found:
                 raise LlmcError("E113", f"{where}: tensor {t.name[:80]!r} is in two files", REMEDY)
-            found[t.name] = Tensor(t.name, t.dtype, t.shape, everything[t.begin : t.end])
+            found[t.name] = Tensor(t.name, t.dtype, t.shape, everything[t.begin : t.end], file.file, t.begin)
     return found
 
 

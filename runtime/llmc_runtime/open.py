@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device
+from llmc_runtime.device.choose import open_device
 from llmc_runtime.engine import Engine
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.executor import Executor
@@ -82,17 +82,6 @@ def open_engine(
         device.close()
         raise
     return Opened(engine, f"{manifest.target.name}, {executor.capacity}", executor.close)
-
-
-def open_device(artifact: Artifact, threads: int | None) -> Device:
-    """The device that the artifact was compiled for. LlmcError E112 where this runtime knows none."""
-    family = artifact.manifest.target.name.partition(":")[0]
-    if family == "cpu":
-        from llmc_runtime.device.cpu import CpuDevice
-
-        return CpuDevice(threads)
-    cause = f"the artifact is for {artifact.manifest.target.name}; this runtime has no device of that kind"
-    raise LlmcError("E112", cause, "recompile for this machine: llmc compile MODEL --target cpu:native")
 
 
 def whole(name: str, value: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -47,14 +47,31 @@ class CpuDevice(Device):
         host = np.frombuffer(area, np.uint8)[:nbytes]
         return Memory(host.ctypes.data, nbytes, host)
 
-    def push(self, memory: Memory, begin: int, end: int) -> None:
-        return
+    def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
+        memory.host[begin : begin + data.nbytes] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
-    def pull(self, memory: Memory, begin: int, end: int) -> None:
-        return
+    def zero(self, memory: Memory, begin: int, end: int) -> None:
+        memory.host[begin:end] = 0
 
-    def place(self, tensor: Tensor) -> int:
-        """The mapped file's own pages; a tensor that a foreign writer left unaligned is copied."""
+    def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
+        out, done = memory.host, 0
+        while done < len(out):
+            piece = tile[at : at + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done, at = done + len(piece), 0
+
+    def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
+        return memory.host[begin:end]
+
+    def read(self, memory: Memory) -> np.ndarray:
+        return memory.host.copy()
+
+    def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
+        """The mapped files' own pages."""
+        return {name: self._place(artifact.tensors[name]) for name in names}
+
+    def _place(self, tensor: Tensor) -> int:
+        """A tensor that a foreign writer left unaligned is copied."""
         data = tensor.data
         if data.ctypes.data % ALIGN:
             memory = self.alloc(data.nbytes)

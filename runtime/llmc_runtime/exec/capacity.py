@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 
-# Of the memory that is free at load, the part that the KV cache takes when nobody says otherwise.
-SHARE = 0.5
-
 
 @dataclass(frozen=True)
 class KvCapacity:
@@ -33,22 +30,62 @@ class KvCapacity:
         return f"KV cache: {whole}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
 
 
-def plan_kv(manifest: Manifest, kv_bytes: int | None, free: int) -> KvCapacity:
-    """The pool for `kv_bytes`; None: what every row at full length can use, at most half of the `free` bytes.
+@dataclass(frozen=True)
+class Need:
+    """Bytes that an artifact takes on a device with memory of its own, before the KV cache."""
 
-    Raises LlmcError E202 where not even one page fits.
+    weights: int
+    states: int
+    arena: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.states + self.arena
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "rows": self.states, "intermediate results": self.arena}
+        return ", ".join(f"{name} {human(size)}" for name, size in parts.items())
+
+
+NOTHING = Need(0, 0, 0)
+
+
+def plan_kv(
+    manifest: Manifest, kv_bytes: int | None, free: int, share: float = 0.5, need: Need = NOTHING
+) -> KvCapacity:
+    """The pool for `kv_bytes`; None: what every row at full length can use, at most `share` of what is left over.
+
+    `free` bytes are there before anything is placed, of which `need` is taken first. Raises LlmcError E202 where not
+    even one page fits, E205 where the device has too little memory.
     """
     kv, limits = manifest.kv, manifest.limits
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
-    budget = int(free * SHARE) if kv_bytes is None else kv_bytes
+    left = free - need.total
+    budget = max(0, int(left * share)) if kv_bytes is None else kv_bytes
     pages = min(useful, budget // kv.bytes_per_page) if kv.bytes_per_page else useful
+    whole = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
+    if need.total and (left < 0 or (pages < 1 and kv_bytes is None)):
+        raise _too_little(need, free, whole, limits.max_model_len)
     if pages < 1:
         cause = f"the KV cache has {human(budget)}; a page of {kv.page_size} tokens takes {human(kv.bytes_per_page)}"
-        whole = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
         raise LlmcError(
             "E202", cause, f"give at least {human(whole)}, which holds one sequence of {limits.max_model_len}"
         )
+    if need.total and pages * kv.bytes_per_page > left:
+        cause = f"the KV cache shall have {human(budget)}; beside {need} {human(left)} are left of {human(free)}"
+        tokens = left // kv.bytes_per_page * kv.page_size
+        raise LlmcError("E205", cause, f"give it at most {human(left)}, which holds {tokens} tokens")
     return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len)
+
+
+def _too_little(need: Need, free: int, whole: int, length: int) -> LlmcError:
+    sequence = f"KV of one sequence of {length} tokens {human(whole)}"
+    cause = f"the device has {human(free)} free; {human(need.total + whole)} are needed: {need}, {sequence}"
+    if need.weights < free:
+        remedy = "compile with smaller --max-num-seqs, --max-num-batched-tokens or --max-model-len"
+    else:
+        remedy = f"compile a model or a dtype whose weights take less than {human(free)}"
+    return LlmcError("E205", cause, f"stop other programs on the device, take one with more memory, or {remedy}")
 
 
 def human(nbytes: float) -> str:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmc_runtime.artifact import Artifact, Tensor
-from llmc_runtime.device.device import Device, Memory, Run
-from llmc_runtime.exec.capacity import KvCapacity, plan_kv
-from llmc_runtime.exec.random_weights import RandomWeights
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device, Event, Run
+from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
+from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
+from llmc_runtime.exec.layout import INPUTS, Layout, need_of
 from llmc_runtime.exec.rows import Rows
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.fields import REMEDY
-from llmc_runtime.format.program import Buffer, Program
-from llmc_runtime.sched.step import Step, StepOutput, TokenLogprobs
+from llmc_runtime.format.program import Program
+from llmc_runtime.sched.step import Step, StepOutput, TokenLogprobs, Work
 
-INPUTS = ("rows", "qlens", "emit")
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
-_ALIGN = 4096
+_PADDING = (-1, 0, 0)  # a row of no sequence, of no tokens, that samples nothing
 
 
 @dataclass(frozen=True)
@@ -35,131 +35,166 @@ class _Bound:
     run: Run
     width: int
 
+    def size(self, tokens: int, rows: int) -> None:
+        """Set the sizes of the next run."""
+        for name, index in self.slots:
+            self.symbols[index] = tokens if name == TOKENS else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A step under way: its work, the event of its end, and where its outputs will be, u8, once it has come.
+
+    `wanted` says which works want log-probabilities; empty where none does.
+    """
+
+    work: list[Work]
+    event: Event
+    ids: np.ndarray
+    logprobs: tuple[np.ndarray, ...]
+    wanted: list[bool]
+    width: int
+
 
 class Executor:
     """Owns the states, the arena and the programs of one artifact on one device.
 
-    `kv_bytes` is the KV cache's budget (None: half of the free memory, at most what the rows can use); `capacity` says
-    what came of it. Raises LlmcError E112, E113, E202, E203 when it cannot be built.
+    `kv_bytes` is the KV cache's budget (None: the device's share of what is free, at most what the rows can use);
+    `capacity` says what came of it. Up to `depth` steps may be under way.
+    Raises LlmcError E107, E112, E113, E202, E203, E205 when it cannot be built.
     """
 
     def __init__(self, artifact: Artifact, device: Device, kv_bytes: int | None = None) -> None:
         self.artifact = artifact
         self.device = device
+        self.depth = device.depth
         manifest = artifact.manifest
         if manifest.weights.mode == "none":
             raise LlmcError("E111", f"{artifact.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
-        device.load(artifact)
-        self.capacity: KvCapacity = plan_kv(manifest, kv_bytes, device.free_memory())
+        need = need_of(artifact) if device.separate else NOTHING
+        self.capacity: KvCapacity = plan_kv(manifest, kv_bytes, device.free_memory(), device.share, need)
         self._env = {"P": self.capacity.pages}
-        self._states = {s.name: device.alloc(s.nbytes(self._env)) for s in manifest.states}
-        self._weights = self._place_weights()
-        self._arena = device.alloc(max((p.arena_bytes for p in artifact.programs), default=0))
-        self._io = self._alloc_io()
+        self._layout = Layout(artifact, device, self._env)
         self._programs = tuple(self._bind(p) for p in artifact.programs)
-        by_role = {s.role: (s, self._states[s.name]) for s in manifest.states if s.role != "kv"}
+        by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
-        self._inputs = tuple(self._view(name, np.int32) for name in INPUTS)
-        self._ids = self._view("ids", np.int32)
-        self._outputs = {name: self._view(name, dtype) for name, dtype in _LOGPROBS}
+        self._ids = self._layout.output("ids")
+        self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
+        self._table = np.zeros((len(INPUTS), self._layout.stride // 4), np.int32)  # the inputs as they are sent
+        self._sent: object = None  # what the device's inputs hold; None: not known
+        self._decodes: dict[int, tuple[_Bound, int]] = {}
+        self._open: deque[Ticket] = deque()
 
     def run(self, step: Step) -> StepOutput:
         """Apply the diffs and compute; one id (or None) a work, log-probabilities for rows that want them.
 
         Raises LlmcError E614 where no program serves the step's sizes, E114 where the device fails.
         """
+        return self.wait(self.launch(step))
+
+    def launch(self, step: Step) -> Ticket:
+        """Apply the diffs and start the step; the ticket is for `wait`. Errors as `run`, some of which `wait` tells.
+
+        At most `depth` tickets are open at a time, and they are waited for in the order in which they were given.
+        """
+        if len(self._open) >= self.depth:
+            raise RuntimeError(f"{len(self._open)} steps are under way; the device takes no more")
         for init in step.inits:
             self.rows.init(init)
         for pages in step.pages:
             self.rows.grow(pages)
-        work = step.work
-        count = len(work)
-        if not count:
-            return StepOutput([], [])
-        lengths = [w.num_tokens for w in work]
-        self._feed(count, ([w.row for w in work], lengths, [w.emit for w in work]))
-        bound = self._pick(sum(lengths), count)
-        bound.run()
-        ids = self._fetch("ids", self._ids, count).tolist()
+        ticket = self._start(step.work)
+        self._open.append(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> StepOutput:
+        """What the step gave, when it has ended."""
+        if not self._open or self._open[0] is not ticket:
+            raise RuntimeError("steps are waited for once, in the order of their launches")
+        try:
+            self.device.wait(ticket.event)
+        except LlmcError:
+            self._open.clear()
+            raise
+        self._open.popleft()
+        work = ticket.work
+        ids = ticket.ids.view(np.int32).tolist()
         tokens = [i if w.emit else None for i, w in zip(ids, work)]
-        wants = self.rows.wants_logprobs
-        if not any(wants[w.row] and w.emit for w in work):
-            return StepOutput(tokens, [None] * count)
-        return StepOutput(tokens, self._logprobs([w.emit and wants[w.row] for w in work], bound.width))
+        return StepOutput(tokens, _logprobs(ticket) if ticket.wanted else [None] * len(work))
+
+    def settle(self) -> None:
+        """Wait for every step under way and forget what it gave, also of one whose launch was interrupted."""
+        self._open.clear()
+        self.device.wait(self.device.mark())
+
+    def prepare(self) -> int:
+        """Build what the first decode step of each size would build; how many sizes there are. Nothing is run."""
+        count = 0
+        for bound in self._programs if self.device.replays else ():
+            if bound.program.uniform:
+                for rows in buckets(bound.program, self.artifact.manifest.limits.max_num_seqs):
+                    bound.size(rows, rows)
+                    self.device.prepare(bound.run)
+                    count += 1
+        return count
 
     def close(self) -> None:
         """Give the device's memory and threads back."""
         self._programs = ()
+        self._decodes.clear()
+        self._open.clear()
         self.device.close()
 
-    def _feed(self, count: int, values: tuple[list[int], list[int], list[bool]]) -> None:
-        for name, view, column in zip(INPUTS, self._inputs, values):
-            view[:count] = column
-            self.device.push(self._io[name], 0, count * 4)
+    def _start(self, work: list[Work]) -> Ticket:
+        device, count = self.device, len(work)
+        if not count:
+            return Ticket(work, device.mark(), np.empty(0, np.uint8), (), [], 0)
+        lengths = [w.num_tokens for w in work]
+        tokens = sum(lengths)
+        bound, size = self._pick(tokens, count)
+        self._feed(size, ([w.row for w in work], lengths, [int(w.emit) for w in work]))
+        bound.size(size if bound.program.uniform else tokens, size)
+        bound.run()
+        ids = device.fetch(self._ids, 0, count * 4)
+        wants, width = self.rows.wants_logprobs, bound.width
+        wanted = [w.emit and wants[w.row] for w in work]
+        logprobs: tuple[np.ndarray, ...] = ()
+        if any(wanted):
+            each = (4, 4, 4 * width, 4 * width)
+            logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
+        return Ticket(work, device.mark(), ids, logprobs, wanted if logprobs else [], width)
 
-    def _fetch(self, name: str, view: np.ndarray, count: int) -> np.ndarray:
-        self.device.pull(self._io[name], 0, count * 4)
-        return view[:count]
+    def _feed(self, size: int, columns: tuple[list[int], ...]) -> None:
+        """Send the inputs, padded to `size` rows, unless the device has them from the step before."""
+        key = (size, columns)
+        if key == self._sent:
+            return
+        for line, column, pad in zip(self._table, columns, _PADDING):
+            line[: len(column)] = column
+            line[len(column) : size] = pad
+        self._sent = None
+        self.device.write(self._layout.inputs, 0, self._table)
+        self._sent = key
 
-    def _pick(self, tokens: int, rows: int) -> _Bound:
-        env = {"T": tokens, "R": rows}
+    def _pick(self, tokens: int, rows: int) -> tuple[_Bound, int]:
+        """The program that serves a step of these sizes, and the rows in which it runs."""
+        if tokens == rows and rows in self._decodes:
+            return self._decodes[rows]
+        env = {TOKENS: tokens, ROWS: rows}
         for bound in self._programs:
             if bound.program.fits(env):
-                for name, index in bound.slots:
-                    bound.symbols[index] = env[name]
-                return bound
+                if not bound.program.uniform:
+                    return bound, rows
+                top = top_rows(bound.program, self.artifact.manifest.limits.max_num_seqs)
+                self._decodes[rows] = bound, bucket(rows, top) if self.device.replays else rows
+                return self._decodes[rows]
         served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self._programs)
         cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
         raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
 
-    def _logprobs(self, wanted: list[bool], width: int) -> list[TokenLogprobs | None]:
-        """`width`: the likeliest ids that the program tells of a token."""
-        n = len(wanted)
-        sizes = (n, n, n * width, n * width)
-        found = [self._fetch(k, v, size) for (k, v), size in zip(self._outputs.items(), sizes)]
-        logprob, rank = found[0].tolist(), found[1].tolist()
-        ids, tops = found[2].reshape(n, width).tolist(), found[3].reshape(n, width).tolist()
-        each = zip(wanted, logprob, rank, ids, tops)
-        return [TokenLogprobs(lp, k, i, t) if want else None for want, lp, k, i, t in each]
-
-    def _view(self, name: str, dtype: type) -> np.ndarray:
-        memory = self._io.get(name)
-        if memory is None:
-            raise LlmcError("E113", f"the artifact's programs have no buffer {name!r}", REMEDY)
-        return memory.host.view(dtype)
-
-    def _place_weights(self) -> Mapping[str, int]:
-        """The address of every weight that a program names."""
-        tensors = dict(self.artifact.tensors)
-        if self.artifact.manifest.weights.mode == "random":
-            tensors = self._random()
-        names = {b.name for p in self.artifact.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
-        return {n: self.device.place(tensors[n]) for n in sorted(names)}
-
-    def _random(self) -> dict[str, Tensor]:
-        source = RandomWeights(self.artifact.manifest.weights.seed)
-        buffers = {b.name: b for p in self.artifact.programs for b in p.buffers if b.kind == "weight"}
-        out = {}
-        for name, b in buffers.items():
-            shape = tuple(d({}) for d in b.shape)
-            data = self.device.alloc(b.bytes({})).host
-            source.fill(name, b.dtype, len(shape), data)
-            out[name] = Tensor(name, b.dtype, shape, data)
-        return out
-
-    def _alloc_io(self) -> Mapping[str, Memory]:
-        """Inputs and outputs, one memory a name for all programs, sized by the largest."""
-        sizes: dict[str, int] = {}
-        for p in self.artifact.programs:
-            top = p.top() | self._env
-            for b in p.buffers:
-                if b.kind in ("input", "output") and b.alias is None:
-                    sizes[b.name] = max(sizes.get(b.name, 0), b.bytes(top))
-        return {name: self.device.alloc(-(-size // _ALIGN) * _ALIGN) for name, size in sizes.items()}
-
     def _bind(self, program: Program) -> _Bound:
         names = list(program.symbols)
-        unbound = set(names) - {"T", "R", *self._env}
+        unbound = set(names) - {TOKENS, ROWS, *self._env}
         if unbound:
             raise LlmcError("E113", f"program {program.name} has the unknown symbol {min(unbound)}", REMEDY)
         low, high = program.symbols.get("P", (0, 1 << 62))
@@ -167,22 +202,17 @@ class Executor:
             cause = f"program {program.name} takes {low} to {high} KV pages, not {self.capacity.pages}"
             raise LlmcError("E202", cause, "give the KV cache another size")
         symbols = np.array([self._env.get(n, 1) for n in names], np.int64)
-        by_name = {b.name: b for b in program.buffers}
-        addresses = [self._address(b, by_name) for b in program.buffers]
-        run = self.device.bind(program, addresses, symbols)
-        width = by_name["top_ids"].shape[-1](self._env) if "top_ids" in by_name else 0
+        run = self.device.bind(program, self._layout.addresses(program), symbols)
+        top = next((b for b in program.buffers if b.name == "top_ids"), None)
+        width = top.shape[-1](self._env) if top is not None else 0
         slots = tuple((n, i) for i, n in enumerate(names) if n not in self._env)
         return _Bound(program, symbols, slots, run, width)
 
-    def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
-        for _ in by_name:
-            if b.alias is None:
-                break
-            b = by_name[b.alias]
-        if b.kind == "weight":
-            return self._weights[b.name]
-        if b.kind == "state":
-            return self._states[b.name].address + b.offset
-        if b.kind == "arena":
-            return self._arena.address + b.offset
-        return self._io[b.name].address + b.offset
+
+def _logprobs(ticket: Ticket) -> list[TokenLogprobs | None]:
+    count = len(ticket.work)
+    found = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
+    logprob, rank = found[0].tolist(), found[1].tolist()
+    ids, tops = (x.reshape(count, -1).tolist() for x in found[2:])
+    each = zip(ticket.wanted, logprob, rank, ids, tops)
+    return [TokenLogprobs(lp, k, i, t) if want else None for want, lp, k, i, t in each]

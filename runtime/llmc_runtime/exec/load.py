@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.choose import open_device
 from llmc_runtime.exec.executor import Executor
 
 
 def load_executor(path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None) -> Executor:
-    """Open and check the artifact and put it on the CPU. Close the executor when done. LlmcError as they raise."""
+    """Open and check the artifact and put it on its device. Close the executor when done. LlmcError as they raise."""
     artifact = open_artifact(path, threads=threads)
-    device = CpuDevice(threads)
+    device = open_device(artifact, threads)
     try:
         return Executor(artifact, device, kv_bytes)
     except BaseException:

@@ -13,7 +13,7 @@ STD = 0.02
 
 
 class RandomWeights:
-    """Fills tensors from a seed: vectors (norms) with ones, matrices with N(0, 0.02), integers with random bits."""
+    """Tensors from a seed: vectors (norms) with ones, matrices with N(0, 0.02), integers with random bits."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -22,24 +22,21 @@ class RandomWeights:
         self._bits = rng.integers(0, 256, _TILE, dtype=np.uint8)
         self._tiles: dict[str, np.ndarray] = {}
 
-    def fill(self, name: str, dtype: str, rank: int, out: np.ndarray) -> None:
-        """Write the tensor's bytes into `out`, u8[nbytes]; every name begins elsewhere in the sequence."""
+    def tile(self, name: str, dtype: str, rank: int, nbytes: int) -> tuple[np.ndarray, int]:
+        """The tensor's bytes as a sequence over and over, u8[n], and where in it they begin: elsewhere for every name.
+
+        Tensors of one dtype and more than one axis share one sequence, the same array each time.
+        """
         if rank < 2:
             ones = _encode(np.ones(1, np.float32), dtype)
-            out[:] = np.tile(ones, len(out) // len(ones)) if ones is not None else 0
-            return
+            return (np.zeros(max(1, nbytes), np.uint8) if ones is None else np.tile(ones, nbytes // len(ones))), 0
         if dtype not in self._tiles:
-            tile = _encode(self._normal, dtype)
-            self._tiles[dtype] = self._bits if tile is None else tile
+            made = _encode(self._normal, dtype)
+            self._tiles[dtype] = self._bits if made is None else made
         tile = self._tiles[dtype]
         width = max(1, DTYPE_BITS[dtype] // 8)
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-        at = int.from_bytes(digest[:4], "little") % (len(tile) // width) * width
-        done = 0
-        while done < len(out):
-            piece = tile[at : at + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done, at = done + len(piece), 0
+        return tile, int.from_bytes(digest[:4], "little") % (len(tile) // width) * width
 
 
 def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:

@@ -21,20 +21,23 @@ class _Table:
     """One state as rows of `width` 4-byte elements, and how its rows reach the device."""
 
     def __init__(self, device: Device, memory: Memory, state: State, env: Mapping[str, int]) -> None:
-        rows = state.shape[0](env)
-        dtype = _FLOAT if state.dtype == "f32" else _INT
-        self.view = memory.host.view(dtype).reshape(rows, -1)
+        self.dtype = _FLOAT if state.dtype == "f32" else _INT
+        self.rows = state.shape[0](env)
+        self.width = memory.nbytes // 4 // self.rows
         self._device, self._memory = device, memory
-        self._stride = self.view.shape[1] * 4
 
-    def push(self, row: int, start: int, stop: int) -> None:
-        at = row * self._stride
-        self._device.push(self._memory, at + start * 4, at + stop * 4)
+    @property
+    def view(self) -> np.ndarray:
+        """The state as it is on the device, [rows, width]: a copy where the host does not see its memory."""
+        host = self._memory.host if len(self._memory.host) else self._device.read(self._memory)
+        return host.view(self.dtype).reshape(self.rows, self.width)
 
     def set(self, row: int, values: list[int] | list[float] | np.ndarray, start: int = 0) -> None:
-        stop = start + len(values)
-        self.view[row, start:stop] = values
-        self.push(row, start, stop)
+        at = (row * self.width + start) * 4
+        self._device.write(self._memory, at, np.asarray(values, self.dtype))
+
+    def clear(self, row: int) -> None:
+        self._device.zero(self._memory, row * self.width * 4, (row + 1) * self.width * 4)
 
 
 class Rows:
@@ -49,8 +52,8 @@ class Rows:
                 raise LlmcError("E113", f"the artifact has no state for {role}", REMEDY)
         self._tables = {role: _Table(device, m, s, env) for role, (s, m) in states.items()}
         self._vocab = vocab
-        self.count = self._tables["length"].view.shape[0]
-        self.max_len = self._tables["tokens"].view.shape[1]
+        self.count = self._tables["length"].rows
+        self.max_len = self._tables["tokens"].width
         self._used = [False] * self.count  # whether the row's counts may be other than zero
         self.wants_logprobs = [False] * self.count
 
@@ -80,17 +83,14 @@ class Rows:
 
     def _seen(self, row: int, prompt: np.ndarray) -> None:
         """The bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""
-        words = self._tables["seen"].view.shape[1]
-        bits = np.zeros(words * _WORD, np.uint8)
-        bits[prompt] = 1
-        self._tables["seen"].set(row, np.packbits(bits, bitorder="little").view(np.int32))
+        words = np.zeros(self._tables["seen"].width, np.uint32)
+        np.bitwise_or.at(words, prompt // _WORD, np.uint32(1) << (prompt % _WORD).astype(np.uint32))
+        self._tables["seen"].set(row, words.view(np.int32))
 
     def _counts(self, row: int, output: np.ndarray) -> None:
         table = self._tables["counts"]
-        if self._used[row]:
-            table.view[row] = 0
         if len(output):
-            table.view[row] = np.bincount(output, minlength=self._vocab)[: self._vocab]
-        if self._used[row] or len(output):
-            table.push(row, 0, table.view.shape[1])
+            table.set(row, np.bincount(output, minlength=self._vocab)[: self._vocab])
+        elif self._used[row]:
+            table.clear(row)
         self._used[row] = True

@@ -119,8 +119,10 @@ class Folder:
 
     def check_weights(self, file: WeightFile, data: memoryview, threads: int) -> Iterator[LlmcError]:
         """What is wrong with the contents of a file of weights, one error a block."""
-        count = len(file.blocks)
         for i in wrong_blocks(data, file.blocks, file.block, threads):
-            begin = i * file.block
-            place = f"block {i + 1} of {count} (from byte {begin})"
-            yield LlmcError("E107", f"{self.root / file.file} is damaged: {place} does not match its hash", REMEDY)
+            yield self.wrong_block(file, i)
+
+    def wrong_block(self, file: WeightFile, index: int) -> LlmcError:
+        """The error for a block of weights that differs from its hash."""
+        place = f"block {index + 1} of {len(file.blocks)} (from byte {index * file.block})"
+        return LlmcError("E107", f"{self.root / file.file} is damaged: {place} does not match its hash", REMEDY)

@@ -1,0 +1,28 @@
+"""From an artifact to the device that it was compiled for, opened; it loads nothing onto it."""
+
+from __future__ import annotations
+
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device
+from llmc_runtime.format.errors import LlmcError
+
+
+def open_device(artifact: Artifact, threads: int | None) -> Device:
+    """The device that the artifact was compiled for; `threads` compute on the CPU, and copy weights to a GPU.
+
+    LlmcError E112 where this runtime knows none of that kind, E115 to E117 where the machine has none that serves.
+    """
+    target = artifact.manifest.target
+    family = target.name.partition(":")[0]
+    if family == "cpu":
+        from llmc_runtime.device.cpu import CpuDevice
+
+        return CpuDevice(threads)
+    if family == "cuda":
+        from llmc_runtime.device.cuda import CudaDevice
+
+        return CudaDevice(target, threads)
+    cause = f"the artifact is for {target.name}; this runtime has no device of that kind"
+    if family == "hip":
+        cause = f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet"
+    raise LlmcError("E112", cause, "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)")

@@ -1,0 +1,163 @@
+"""A program as launches that are ready to go: arguments in place, graphs of the sizes that recur; it loads no kernels.
+
+Every pointer and size of every launch has a cell of 8 bytes, and every launch a list of the addresses of its cells, as
+the driver takes them. A run changes the cells of sizes and the grids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmc_runtime.device.cuda_names import Cuda
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.expr import Expr
+from llmc_runtime.format.fields import REMEDY
+from llmc_runtime.format.program import Launch, Program
+
+_SCRATCH = 2  # null pointers behind the sizes: Triton's scratch memory, which none of our kernels uses
+_MOST = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Ready:
+    """One launch: `config` has its grid of the last run, `grid` where the three numbers are found."""
+
+    launch: Launch
+    function: Any
+    config: Any
+    params: int
+    grid: tuple[int, int, int]
+
+
+class CudaRun:
+    """Runs one program in a stream: as one graph a size where every row has one token, launch by launch otherwise."""
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        enter: Callable[[], None],
+        stream: Any,
+        program: Program,
+        functions: Sequence[Any],
+        addresses: Sequence[int],
+        symbols: np.ndarray,
+    ) -> None:
+        """`functions`: one a launch; `addresses`: one a buffer; `symbols`: i64, read at every run; `enter` makes a
+        thread use the GPU's context."""
+        self._cuda, self._enter, self._stream = cuda, enter, stream
+        self._program, self._symbols = program, symbols
+        self._names = tuple(program.symbols)
+        self._sizes: dict[str, int] = {}  # size text -> its index among the program's different sizes
+        self._exprs: list[Expr] = []
+        count = sum(len(x.args) + len(x.sizes) + _SCRATCH for x in program.launches)
+        self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, the driver reads it at launches
+        self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
+        self._ready: list[_Ready] = []
+        where, which = self._fill(functions, addresses)
+        self._size_cells, self._size_index = np.array(where, np.intp), np.array(which, np.intp)
+        self._last: bytes | None = None  # the symbols that cells and grids are set to
+        self._graphs: dict[bytes, Any] = {}
+
+    def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Set pointers and make the launches; the cells that hold sizes, and the index of each one's size."""
+        where: list[int] = []
+        which: list[int] = []
+        at = 0
+        for launch, function in zip(self._program.launches, functions):
+            params = int(self._table.ctypes.data) + 8 * at
+            for arg in launch.args:
+                self._cells[at] = addresses[arg]
+                at += 1
+            for size in launch.sizes:
+                where.append(at)
+                which.append(self._index(size))
+                at += 1
+            at += _SCRATCH
+            x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
+            config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
+            self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
+        return where, which
+
+    def _index(self, size: Expr | None) -> int:
+        text = "1" if size is None else size.text
+        if text not in self._sizes:
+            self._sizes[text] = len(self._exprs)
+            self._exprs.append(Expr("1", (1,)) if size is None else size)
+        return self._sizes[text]
+
+    def __call__(self) -> None:
+        """Put one run into the stream. LlmcError E114 where a launch is refused."""
+        self._enter()
+        if not self._program.uniform:
+            self._launch(self._cuda.cu.cuLaunchKernelEx)
+            return
+        graph = self._graphs.get(self._symbols.tobytes())
+        if graph is None:
+            graph = self._capture()
+        status = self._cuda.cu.cuGraphLaunch(graph, self._stream)[0]
+        if status:
+            raise self._cuda.error(int(status))
+
+    def prepare(self) -> None:
+        """Build the graph of the present symbols, if there is none, and bring it to the device."""
+        self._enter()
+        if self._program.uniform and self._symbols.tobytes() not in self._graphs:
+            self._cuda.ok(self._cuda.cu.cuGraphUpload(self._capture(), self._stream))
+
+    def free(self) -> None:
+        """Give the graphs back."""
+        for graph in self._graphs.values():
+            self._cuda.cu.cuGraphExecDestroy(graph)
+        self._graphs.clear()
+
+    def _capture(self) -> Any:
+        cuda, cu = self._cuda, self._cuda.cu
+        cuda.begin_capture(self._stream)
+        try:
+            self._launch(cu.cuLaunchKernelEx)
+        except BaseException:
+            status, graph = cu.cuStreamEndCapture(self._stream)
+            if not status:
+                cu.cuGraphDestroy(graph)
+            raise
+        graph = cuda.ok(cu.cuStreamEndCapture(self._stream))
+        try:
+            made = cuda.ok(cu.cuGraphInstantiate(graph, 0))
+        finally:
+            cu.cuGraphDestroy(graph)
+        self._graphs[self._symbols.tobytes()] = made
+        return made
+
+    def _launch(self, launch: Callable[..., tuple[Any, ...]]) -> None:
+        self._set()
+        for ready in self._ready:
+            config = ready.config
+            if not (config.gridDimX and config.gridDimY and config.gridDimZ):
+                continue  # nothing to compute, which the driver does not take
+            status = launch(config, ready.function, ready.params, 0)[0]
+            if status:
+                error = self._cuda.error(int(status))
+                cause = f"{error.cause} at {ready.launch.op or ready.launch.entry} ({ready.launch.loc})"
+                raise LlmcError(error.code, cause, error.remedy)
+
+    def _set(self) -> None:
+        """Bring cells and grids to the present symbols."""
+        now = self._symbols.tobytes()
+        if now == self._last:
+            return
+        env = dict(zip(self._names, self._symbols.tolist()))
+        values = [e(env) for e in self._exprs]
+        if values and not 0 <= min(values) <= max(values) <= _MOST:
+            wrong = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _MOST)
+            raise LlmcError("E113", f"program {self._program.name}: {wrong} is no size at {env}", REMEDY)
+        self._last = None
+        if len(self._size_cells):
+            self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
+        for ready in self._ready:
+            config, (x, y, z) = ready.config, ready.grid
+            config.gridDimX, config.gridDimY, config.gridDimZ = values[x], values[y], values[z]
+        self._last = now

@@ -1,0 +1,139 @@
+"""The CUDA driver API as the Python bindings of CUDA 12 and 13 name it: found, started, its errors told; no device.
+
+Everything that differs between the two generations is here. The functions and constants that the CUDA device uses have
+the same names and parameters in cuda-bindings 12.8 to 13; what does differ is which drivers they start on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+
+# The CUDA version (1000 * major + 10 * minor) from which a driver loads binaries of an architecture, and knows
+# dependent launches inside graphs.
+_LEAST = 12030
+_LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
+_INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
+_CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
+_NON_BLOCKING, _NO_TIMING = 1, 2
+# Failures of what ran, which the context does not survive.
+_DEADLY = frozenset(
+    "CUDA_ERROR_" + name
+    for name in (
+        "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "TENSOR_MEMORY_LEAK", "CONTAINED", "UNKNOWN",
+    )
+)  # fmt: skip
+
+
+class Cuda:
+    """The driver API, started. `cu` is the bindings' module, whose functions return (CUresult, *values)."""
+
+    def __init__(self, cu: Any = None) -> None:
+        """LlmcError E115 where there is no driver or no GPU."""
+        self.cu = cu if cu is not None else _bindings()
+        self.lost = ""  # why nothing runs on the GPU any more
+        try:
+            status = int(self.cu.cuInit(0)[0])
+        except RuntimeError as error:  # of the bindings: libcuda cannot be loaded, or lacks a function
+            cause = f"no NVIDIA driver is found ({str(error)[:120]})"
+            raise LlmcError(
+                "E115", cause, f"install the driver (give containers the GPU: --gpus all), {_CPU}"
+            ) from None
+        if status:
+            name = self.name(status)
+            cause = f"the NVIDIA driver does not start: {name}"
+            if name == "CUDA_ERROR_NO_DEVICE":
+                cause = "the NVIDIA driver finds no GPU (CUDA_ERROR_NO_DEVICE)"
+            raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {_CPU}")
+
+    def ok(self, result: tuple[Any, ...]) -> Any:
+        """The values of a call's result. LlmcError E203 where memory was refused, E114 where the call failed."""
+        if result[0]:
+            raise self.error(int(result[0]))
+        return result[1] if len(result) == 2 else result[1:]
+
+    def error(self, status: int) -> LlmcError:
+        """What a status other than success means."""
+        name = self.name(status)
+        if name == "CUDA_ERROR_OUT_OF_MEMORY":
+            remedy = "stop other programs on the GPU, or give the KV cache less memory"
+            return LlmcError("E203", "the GPU has too little free memory", remedy)
+        cause = self.lost or f"the GPU failed: {name} ({self._text(status)})"
+        if name in _DEADLY:
+            self.lost = cause
+        return LlmcError("E114", cause, "start the program again; if it fails again, run llmc verify on the artifact")
+
+    def name(self, status: int) -> str:
+        """Such as CUDA_ERROR_ILLEGAL_ADDRESS."""
+        try:
+            return str(self.cu.CUresult(status).name)
+        except ValueError:  # of a driver newer than the bindings
+            return f"CUDA error {status}"
+
+    def _text(self, status: int) -> str:
+        try:
+            found = self.cu.cuGetErrorString(self.cu.CUresult(status))
+        except (RuntimeError, ValueError):
+            return "unknown"
+        return found[1].decode() if not found[0] and found[1] else "unknown"
+
+    def check_driver(self, arch: str) -> str:
+        """The driver's CUDA version as text; LlmcError E116 where binaries for `arch` need a newer one."""
+        version = int(self.ok(self.cu.cuDriverGetVersion()))
+        least = max(_LEAST, _LEAST_OF.get(arch.rstrip("af"), 0))
+        if version < least:
+            cause = f"the NVIDIA driver knows CUDA {_dotted(version)}; kernels for {arch} need {_dotted(least)}"
+            raise LlmcError("E116", cause, "upgrade the NVIDIA driver")
+        return _dotted(version)
+
+    def stream(self) -> Any:
+        """A new stream that does not wait for the default one."""
+        return self.ok(self.cu.cuStreamCreate(_NON_BLOCKING))
+
+    def event(self) -> Any:
+        """A new event that measures no time."""
+        return self.ok(self.cu.cuEventCreate(_NO_TIMING))
+
+    def attribute(self, device: Any, name: str) -> int:
+        """A number that describes the GPU, such as "COMPUTE_CAPABILITY_MAJOR"."""
+        which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.ok(self.cu.cuDeviceGetAttribute(which, device)))
+
+    def allow_shared(self, function: Any, nbytes: int) -> None:
+        """Let the kernel be launched with so much dynamic shared memory."""
+        which = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.ok(self.cu.cuFuncSetAttribute(function, which, nbytes))
+
+    def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool) -> Any:
+        """How a kernel is launched, but for its grid; `pdl`: perhaps before the launch before it has ended."""
+        config = self.cu.CUlaunchConfig()
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        if pdl:
+            attribute = self.cu.CUlaunchAttribute()
+            attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def begin_capture(self, stream: Any) -> None:
+        """From now on what this thread puts into the stream becomes a graph instead."""
+        self.ok(self.cu.cuStreamBeginCapture(stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+
+
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise LlmcError("E115", f"the package cuda-bindings cannot be imported: {error}", _INSTALL) from None
+    return driver
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

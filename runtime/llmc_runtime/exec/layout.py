@@ -1,0 +1,125 @@
+"""Where the buffers of an artifact's programs lie on a device: states, weights, arena, inputs, outputs; no runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device, Memory
+from llmc_runtime.exec.capacity import Need
+from llmc_runtime.exec.random_weights import RandomWeights
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.fields import REMEDY
+from llmc_runtime.format.program import Buffer, Program
+
+INPUTS = ("rows", "qlens", "emit")
+_ALIGN, _PAGE = 256, 4096
+_GRAIN = 2 << 20  # devices with memory of their own hand it out in pieces of this
+
+
+def need_of(artifact: Artifact) -> Need:
+    """What the artifact takes before its KV pages, as a device with memory of its own hands it out."""
+    manifest = artifact.manifest
+    files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.files)
+    if manifest.weights.mode == "random":
+        files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN)
+    states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")
+    io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN)
+    return Need(files, states, _round(_arena(artifact), _GRAIN) + io)
+
+
+def weights_of(artifact: Artifact) -> dict[str, Buffer]:
+    """Every weight that a program names."""
+    return {b.name: b for p in artifact.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
+
+
+class Layout:
+    """The memory of one artifact on one device, all of it allocated here. LlmcError E107, E112, E203.
+
+    `inputs` holds rows, qlens and emit, i32, `stride` bytes apart, so that one write sends them all; `outputs` by name.
+    """
+
+    def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
+        self._artifact, self._device = artifact, device
+        if device.separate:  # kernels load while weights are read
+            with ThreadPoolExecutor(1) as pool:
+                loading = pool.submit(device.load, artifact)
+                self._weights = self._place()
+                loading.result()
+        else:
+            device.load(artifact)
+        self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
+        if not device.separate:
+            self._weights = self._place()
+        self._arena = device.alloc(_arena(artifact))
+        sizes = _io_sizes(artifact, env)
+        self.stride = _round(max((sizes.get(name, 0) for name in INPUTS), default=0), _ALIGN)
+        self.inputs = device.alloc(self.stride * len(INPUTS))
+        self.outputs = _parts(device, {n: s for n, s in sizes.items() if n not in INPUTS}, _ALIGN)
+        self._io = {n: self.inputs.part(i * self.stride, (i + 1) * self.stride) for i, n in enumerate(INPUTS)}
+        self._io |= self.outputs
+
+    def addresses(self, program: Program) -> list[int]:
+        """The address of each of the program's buffers, in order."""
+        by_name = {b.name: b for b in program.buffers}
+        return [self._address(b, by_name) for b in program.buffers]
+
+    def output(self, name: str) -> Memory:
+        """An output's memory; LlmcError E113 where the programs have none of that name."""
+        if name not in self.outputs:
+            raise LlmcError("E113", f"the artifact's programs have no buffer {name!r}", REMEDY)
+        return self.outputs[name]
+
+    def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
+        for _ in by_name:
+            if b.alias is None:
+                break
+            b = by_name[b.alias]
+        if b.kind == "weight":
+            return self._weights[b.name]
+        if b.kind == "state":
+            return self.states[b.name].address + b.offset
+        if b.kind == "arena":
+            return self._arena.address + b.offset
+        return self._io[b.name].address + b.offset
+
+    def _place(self) -> Mapping[str, int]:
+        buffers = weights_of(self._artifact)
+        if self._artifact.manifest.weights.mode != "random":
+            return self._device.place(self._artifact, sorted(buffers))
+        source = RandomWeights(self._artifact.manifest.weights.seed)
+        memories = _parts(self._device, {n: b.bytes({}) for n, b in buffers.items()}, _PAGE)
+        for name, memory in memories.items():
+            b = buffers[name]
+            self._device.repeat(memory, *source.tile(name, b.dtype, len(b.shape), memory.nbytes))
+        return {name: memory.address for name, memory in memories.items()}
+
+
+def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Memory]:
+    """One allocation cut into memories of these sizes, each beginning at a multiple of `align`."""
+    whole = device.alloc(sum(_round(n, align) for n in sizes.values()))
+    out, at = {}, 0
+    for name, size in sizes.items():
+        out[name] = whole.part(at, at + size)
+        at += _round(size, align)
+    return out
+
+
+def _io_sizes(artifact: Artifact, env: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of every input and output, the largest of all programs."""
+    sizes: dict[str, int] = {}
+    for p in artifact.programs:
+        top = {**p.top(), **env}
+        for b in p.buffers:
+            if b.kind in ("input", "output") and b.alias is None:
+                sizes[b.name] = max(sizes.get(b.name, 0), b.bytes(top))
+    return sizes
+
+
+def _arena(artifact: Artifact) -> int:
+    return max((p.arena_bytes for p in artifact.programs), default=0)
+
+
+def _round(size: int, align: int) -> int:
+    return -(-size // align) * align
