@@ -18,6 +18,7 @@ PASSES = MappingProxyType(
         "fuse-linear": "llmc.passes.fuse_linear:FuseLinear",
         "fold": "llmc.passes.fold:Fold",
         "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
+        "fuse-norm-linear": "llmc.passes.fuse_norm_linear:FuseNormLinear",
         "specialize": "llmc.passes.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
         "pack": "llmc.codegen.select:Pack",
