@@ -126,7 +126,8 @@ class _Rows:
         x = b.row_penalize(logits, self.rows, self.fparams, self.seen, self.counts)
         x = b.row_mask_stops(x, self.rows, self.qlens, self.length, self.iparams, self.stops)
         ids = b.row_sample(x, self.rows, self.qlens, self.length, self.fparams, self.iparams)
-        answers = [ids, *b.row_logprobs(logits, ids, k=min(TOP_LOGPROBS, int(vocab)))]
+        top = min(TOP_LOGPROBS, int(vocab))
+        answers = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
         for v, name in zip(answers, ANSWERS, strict=True):
             v.name = name
         operands = (self.tokens, self.length, self.counts, self.rows, self.qlens, self.emit, ids)

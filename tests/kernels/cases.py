@@ -21,6 +21,8 @@ from llmc.targets.target import Target
 SIZES = {"T": 11, "R": 3}
 # Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
+# Made by passes of the GPU pipeline alone (test_triton_*.py): no CPU kernel runs them.
+GPU_ALONE = ("row_begin", "row_block_max", "row_sample_blocks")
 GPU_ONLY = ("rope_append", "paged_attention_split", "attention_combine")  # made by passes of the GPU pipeline alone
 
 

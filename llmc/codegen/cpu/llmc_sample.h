@@ -9,7 +9,7 @@
 #include "llmc_store.h"
 namespace llmc {
 enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
-enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN };
+enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN, WANT_LOGPROBS };
 
 template <class T>
 static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
@@ -189,10 +189,18 @@ static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x,
 }
 template <class T>
 static inline void row_logprobs(const llmc_ctx* ctx, float* logprob, int32_t* rank, int32_t* top_ids, float* top,
-                                const T* x, const int32_t* ids, int64_t r, int64_t v, int64_t k) {
+                                const T* x, const int32_t* ids, const int32_t* rows, const int32_t* iparams,
+                                int64_t r, int64_t v, int64_t k) {
   int64_t lo, hi;
   llmc_split(ctx, r, 1, &lo, &hi);
   for (int64_t i = lo; i < hi; i++) {
+    if (rows && (rows[i] < 0 || !iparams[rows[i] * 8 + WANT_LOGPROBS])) {
+      logprob[i] = 0.0f;
+      rank[i] = 0;
+      memset(top_ids + i * k, 0, k * sizeof(int32_t));
+      memset(top + i * k, 0, k * sizeof(float));
+      continue;
+    }
     const T* row = x + i * v;
     top_of_row(row, v, k, top + i * k, top_ids + i * k);
     float most = top[i * k];

@@ -94,6 +94,8 @@ class Sampling(CppKernel):
     headers = ("llmc_abi.h", "llmc_sample.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
+        if node.op.name == "row_logprobs" and len(node.operands) == 3:
+            return "rows without iparams"
         return unsupported(node, (*FLOATS, "i32"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -113,6 +115,8 @@ class Sampling(CppKernel):
             "row_sample": lambda: "",
         }[node.op.name]()
         ins = ", ".join(f"x{i}" for i in range(len(node.operands)))
+        if node.op.name == "row_logprobs" and len(node.operands) == 2:
+            ins += ", nullptr, nullptr"
         outs = ", ".join(f"y{i}" for i in range(len(node.results)))
         return f"{pointers(node)}\n{node.op.name}(ctx, {outs}, {ins}, {r}, {v}{more});"
 

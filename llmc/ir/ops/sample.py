@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..opdef import OpDef, op
+from ..signature import Mismatch
+from ..types import Type
 
 _MASK64 = (1 << 64) - 1
 
@@ -140,21 +142,96 @@ def row_sample(logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, ip
     return out
 
 
-def _logprobs_example(rng: Any) -> Any:
-    return [rng.standard_normal((3, 41)).astype(np.float32), rng.integers(0, 41, 3).astype(np.int32)], {"k": 5}
+def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
+    if attrs["block"] < 1:
+        raise Mismatch(f"blocks of {attrs['block']} ids")
+    shape = (env["r"], env["v"].ceildiv(attrs["block"]))
+    return [Type("f32", shape), Type("i32", shape), Type("f32", shape)]
+
+
+def _blocks_example(rng: Any) -> Any:
+    i32 = np.int32
+    logits, rows, _, seen, counts = _penalize_example(rng)[0]
+    stops = np.full((3, 32), -1, i32)
+    stops[:, :2] = rng.integers(0, 41, (3, 2))
+    states = [np.array([5, 3, 1], i32), _fparams(rng, 3), _iparams(rng, 3), stops, seen, counts]
+    return [logits, rows, np.array([3, 1, 0], i32), *states], {"block": 16}
 
 
 @op(
-    "(logits: f[r, v], ids: i32[r]) -> (logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k])",
+    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
+    " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v])"
+    " -> (best: f32[r, b], ids: i32[r, b], sums: f32[r, b])",
+    flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, example=_blocks_example,
+)  # fmt: skip
+def row_block_max(
+    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
+    *, block: int,
+) -> Any:  # fmt: skip
+    """The first part of row_sample over row_mask_stops over row_penalize. Of each block of ids: the largest logit, its
+    lowest id, and in rows with a temperature the sum of exp((logit - largest) / temperature). Padding rows give 0."""
+    x = row_penalize.ref(logits, rows, fparams, seen, counts)
+    x = row_mask_stops.ref(x, rows, qlens, length, iparams, stops)
+    r, v = x.shape
+    n = -(-v // block)
+    x = np.concatenate([x, np.full((r, n * block - v), -np.inf, x.dtype)], 1).reshape(r, n, block)
+    top = np.argmax(x, -1)
+    best = np.take_along_axis(x, top[..., None], -1)
+    t = fparams[np.maximum(rows, 0), 0][:, None, None]
+    e = np.exp(np.where(x == best, 0, x - best) / np.where(t > 0, t, 1)) * (np.arange(n * block) < v).reshape(n, block)
+    live = (rows >= 0)[:, None]
+    sums = np.where(live & (t[..., 0] > 0), e.sum(-1), 0)
+    return np.where(live, best[..., 0], 0), np.where(live, top + np.arange(n) * block, 0), sums
+
+
+def _picks_example(rng: Any) -> Any:
+    operands, attrs = _blocks_example(rng)
+    best, ids, sums = row_block_max.ref(*operands, **attrs)
+    return [*operands, best.astype(np.float32), ids.astype(np.int32), sums.astype(np.float32)], attrs
+
+
+@op(
+    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
+    " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
+    " best: f32[r, b], ids: i32[r, b], sums: f32[r, b]) -> i32[r]",
+    flops="8*r*v", bytes="12*r*b + r*v*bytes_logits", example=_picks_example,
+)  # fmt: skip
+def row_sample_blocks(
+    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
+    best: Any, ids: Any, sums: Any, *, block: int,
+) -> Any:  # fmt: skip
+    """The second part: the id that row_sample gives for the penalised and masked logits, with what row_block_max found
+    in blocks of `block` ids. Greedy rows read no logits."""
+    x = row_penalize.ref(logits, rows, fparams, seen, counts)
+    x = row_mask_stops.ref(x, rows, qlens, length, iparams, stops)
+    return row_sample.ref(x, rows, qlens, length, fparams, iparams)
+
+
+def _logprobs_example(rng: Any) -> Any:
+    i32 = np.int32
+    wants = np.zeros((3, 8), i32)
+    wants[[0, 2], 5] = 1
+    logits, ids = rng.standard_normal((4, 41)).astype(np.float32), rng.integers(0, 41, 4).astype(i32)
+    return [logits, ids, np.array([2, 1, -1, 0], i32), wants], {"k": 5}
+
+
+@op(
+    "(logits: f[r, v], ids: i32[r], rows?: i32[r], iparams?: state i32[m, 8])"
+    " -> (logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k])",
     flops="4*r*v", bytes="r*v*bytes_logits", example=_logprobs_example,
 )  # fmt: skip
-def row_logprobs(logits: Any, ids: Any, *, k: int = 20) -> Any:
-    """Log-probabilities of the raw logits: the drawn id's, its rank (1: the largest), and the k largest with ids."""
+def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *, k: int = 20) -> Any:
+    """Log-probabilities of the raw logits: the drawn id's, its rank (1: the largest), and the k largest with ids. Rows
+    that are padding or do not want them (iparams[row, 5] is 0) get zeros."""
     x = logits - np.max(logits, -1, keepdims=True)
     lp = x - np.log(np.exp(x).sum(-1, keepdims=True))
     own = np.take_along_axis(lp, ids[:, None].astype(np.int64), -1)
     top = np.argsort(-lp, -1, kind="stable")[:, :k]
-    return own[:, 0], (lp > own).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
+    out = own[:, 0], (lp > own).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
+    if rows is None or iparams is None:
+        return out
+    wants = (rows >= 0) & (iparams[np.maximum(rows, 0), 5] != 0)
+    return tuple(np.where(wants if a.ndim == 1 else wants[:, None], a, 0) for a in out)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

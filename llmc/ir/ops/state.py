@@ -64,6 +64,26 @@ def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
     return np.where(token_row >= 0, slots, -1)
 
 
+def _begin_example(rng: Any) -> Any:
+    i32 = np.int32
+    rows, qlens = np.array([2, 0, -1], i32), np.array([3, 1, 0], i32)
+    history, pages = rng.integers(0, 99, (4, 9)).astype(i32), rng.integers(0, 99, (4, 5)).astype(i32)
+    return [rows, qlens, np.array([6, 0, 2, 0], i32), history, pages], {"tokens": 5, "page": 2}
+
+
+@op(
+    "(rows: i32[r], qlens: i32[r], length: state i32[m], tokens: state i32[m, l], pages: state i32[m, p])"
+    " -> (starts: i32[r+1], token_row: i32[tokens], positions: i32[tokens], ids: i32[tokens], slots: i32[tokens])",
+    example=_begin_example,
+)  # fmt: skip
+def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, tokens: Dim, page: int) -> Any:
+    """row_spans, and the row_ids and row_slots of its tokens: all that a step reads of its rows before its first
+    layer."""
+    starts, token_row, positions = row_spans.ref(rows, qlens, length, tokens=tokens)
+    ids = row_ids.ref(history, token_row, positions)
+    return starts, token_row, positions, ids, row_slots.ref(pages, token_row, positions, page=page)
+
+
 def _append_example(rng: Any) -> Any:
     kv = rng.standard_normal((4, 2, 2, 3, 5)).astype(np.float32)
     k, v = rng.standard_normal((2, 4, 2, 5)).astype(np.float32)

@@ -1,0 +1,113 @@
+"""The row kernels in Triton's interpreter beside their references, and as binaries for every GPU target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.cases import Text
+from kernels.harness import Case
+from kernels.triton_harness import TARGETS, run_case
+
+from llmc.codegen.triton.state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
+from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.ir.example import example_graph, op_example
+from llmc.ir.ops import OPS
+
+KERNELS = {
+    "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKEN, "row_slots": OF_TOKEN, "row_last": LAST,
+    "row_commit": COMMIT,
+}  # fmt: skip
+M, LENGTH, PAGE, VOCAB = 400, 900, 16, 50
+I32 = np.int32
+
+
+def case(op: str, arrays: list[Any], attrs: dict[str, Any]) -> Case:
+    g = example_graph(OPS[op], arrays, attrs).graphs["main"]
+    return Case(op, g, KERNELS[op], {}, arrays)
+
+
+def drawn_rows(rng: np.random.Generator, r: int, most: int, padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, qlens, length): distinct rows, some without tokens, and `padding` rows of -1 at the end."""
+    rows = rng.permutation(M)[:r].astype(I32)
+    qlens = rng.integers(0, most + 1, r).astype(I32)
+    rows[r - padding :], qlens[r - padding :] = -1, 0
+    return rows, qlens, rng.integers(0, LENGTH - most, M).astype(I32)
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_examples(op: str) -> None:
+    run_case(case(op, *op_example(OPS[op], np.random.default_rng())))
+
+
+@pytest.mark.parametrize(
+    ("r", "most", "padding", "spare"), [(1, 1, 0, 0), (5, 40, 2, 9), (300, 1, 40, 3), (300, 3, 0, 0)]
+)
+@pytest.mark.parametrize("op", ["row_spans", "row_begin"])
+def test_spans(op: str, r: int, most: int, padding: int, spare: int) -> None:
+    """More rows than one look takes, rows without tokens, padding rows, tokens behind the last row."""
+    rng = np.random.default_rng()
+    rows, qlens, length = drawn_rows(rng, r, most, padding)
+    qlens[0] = max(qlens[0], 1)
+    arrays: list[Any] = [rows, qlens, length]
+    attrs: dict[str, Any] = {"tokens": int(qlens.sum()) + spare}
+    if op == "row_begin":
+        arrays += [
+            rng.integers(0, 9999, (M, LENGTH)).astype(I32),
+            rng.integers(0, 999, (M, LENGTH // PAGE + 1)).astype(I32),
+        ]
+        attrs["page"] = PAGE
+    run_case(case(op, arrays, attrs))
+
+
+@pytest.mark.parametrize(("op", "attrs"), [("row_ids", {}), ("row_slots", {"page": PAGE})])
+def test_ids_and_slots(op: str, attrs: dict[str, Any]) -> None:
+    rng = np.random.default_rng()
+    table = rng.integers(0, 9999, (M, LENGTH)).astype(I32)
+    token_row = rng.integers(-1, M, 200).astype(I32)
+    run_case(case(op, [table, token_row, np.where(token_row < 0, -1, rng.integers(0, LENGTH, 200)).astype(I32)], attrs))
+
+
+def test_last() -> None:
+    qlens = np.random.default_rng().integers(0, 3, 200)
+    run_case(case("row_last", [np.concatenate([[0], np.cumsum(qlens)]).astype(I32)], {}))
+
+
+def test_commit() -> None:
+    """Full rows drop the id; rows that do not emit only grow."""
+    rng = np.random.default_rng()
+    r = 150
+    rows, qlens, length = drawn_rows(rng, r, 5, 20)
+    length[rows[:10]], qlens[:10] = LENGTH - 1, 1
+    tokens, counts = rng.integers(0, 99, (M, LENGTH)).astype(I32), rng.integers(0, 9, (M, VOCAB)).astype(I32)
+    emit, ids = rng.integers(0, 2, r).astype(I32), rng.integers(0, VOCAB, r).astype(I32)
+    run_case(case("row_commit", [tokens, length, counts, rows, qlens, emit, ids], {}))
+
+
+STATES = "state i32[256]; state i32[256, 40960]; state i32[256, 2560]"
+REAL = (
+    Text("i32[R]; i32[R]; state i32[256]", "row_spans {tokens=T}", "i32[R+1], i32[T], i32[T]"),
+    Text("i32[1]; i32[1]; state i32[256]", "row_spans {tokens=1}", "i32[2], i32[1], i32[1]"),
+    Text(f"i32[R]; i32[R]; {STATES}", "row_begin {tokens=R, page=16}", "i32[R+1], i32[R], i32[R], i32[R], i32[R]"),
+    Text("state i32[256, 40960]; i32[T]; i32[T]", "row_ids", "i32[T]"),
+    Text("state i32[256, 2560]; i32[T]; i32[T]", "row_slots {page=16}", "i32[T]"),
+    Text("i32[R+1]", "row_last", "i32[R]"),
+    Text(
+        "state i32[256, 40960]; state i32[256]; state i32[256, 128256]; i32[R]; i32[R]; i32[R]; i32[R]", "row_commit",
+        "state i32[256, 40960], state i32[256], state i32[256, 128256]",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_real_sizes_compile(target: Any, tmp_path: Path) -> None:
+    sources = []
+    for t in REAL:
+        (node,) = t.graph().nodes
+        kernel = KERNELS[node.op.name]
+        assert kernel.reject(node, target) is None
+        sources.append((kernel.emit(node, {}, target), node.op.name))
+    built = TritonToolchain.find(target).compile(sources, tmp_path)
+    assert len(built) == len(REAL) and all(c.binary for c in built.values())
