@@ -23,7 +23,8 @@ SIZES = {"T": 11, "R": 3}
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
 # Made by passes of the GPU pipeline alone (test_triton_*.py): no CPU kernel runs them.
 GPU_ALONE = ("row_begin", "row_block_max", "row_sample_blocks")
-GPU_ONLY = ("rope_append", "paged_attention_split", "attention_combine")  # made by passes of the GPU pipeline alone
+# Made by passes of the GPU pipeline alone.
+GPU_ONLY = ("rope_append", "paged_attention_split", "attention_combine", "norm_linear")
 
 
 @dataclass(frozen=True)
