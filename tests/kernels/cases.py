@@ -21,10 +21,11 @@ from llmc.targets.target import Target
 SIZES = {"T": 11, "R": 3}
 # Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
-# Made by passes of the GPU pipeline alone (test_triton_*.py): no CPU kernel runs them.
-GPU_ALONE = ("row_begin", "row_block_max", "row_sample_blocks")
-# Made by passes of the GPU pipeline alone.
-GPU_ONLY = ("rope_append", "paged_attention_split", "attention_combine", "norm_linear")
+# Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
+GPU_ONLY = (
+    "rope_append", "paged_attention_split", "attention_combine", "norm_linear", "row_begin", "row_block_max",
+    "row_sample_blocks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
