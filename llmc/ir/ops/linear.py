@@ -82,18 +82,18 @@ def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str =
 
 
 def _norm_linear_example(rng: Any) -> Any:
-    shapes = ((3, 5), (5,), (14, 5), (3, 7))
+    shapes = ((3, 5), (14, 5), (5,), (3, 7))
     return [rng.standard_normal(s).astype(np.float32) for s in shapes], {
         "eps": 1e-5, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     }  # fmt: skip
 
 
 @op(
-    "(x: f[*b, k], gain: f[k], w: fq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
+    "(x: f[*b, k], w: fq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
     flops="2*b*m*k + 4*b*k", example=_norm_linear_example,
 )  # fmt: skip
 def norm_linear(
-    x: Any, gain: Any, w: Any, *extras: Any, eps: float, parts: int = 1, body: str = "a0", dtype: str = ""
+    x: Any, w: Any, gain: Any, *extras: Any, eps: float, parts: int = 1, body: str = "a0", dtype: str = ""
 ) -> Any:
     """linear_map of rms_norm(x, gain), the norm unrounded: each accumulator is sum(w * gain * x) / sqrt(mean(x^2) +
     eps), so that a product can begin before the norm's sum is known."""
