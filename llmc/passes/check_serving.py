@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.graph import Graph, Module
+from llmc.ir.ops.state import IPARAMS
 
 from .check import Compared, evaluate, judged
 from .draw import Array, Inputs
@@ -30,7 +31,8 @@ class _Rows:
 
     @staticmethod
     def fresh(g: Graph, tokens: Array) -> _Rows:
-        """Rows 0 and 1 of the device hold the two prompts; nothing is computed yet, sampling is greedy."""
+        """Rows 0 and 1 of the device hold the two prompts; nothing is computed yet, sampling is greedy and tells its
+        log-probabilities."""
         sizes: dict[str, int] = {}
         table = next(v for v in g.inputs if v.name == "row.pages")
         sizes["P"] = int(table.type.numel)
@@ -41,6 +43,7 @@ class _Rows:
                 states[v.name] = np.zeros(shape)
         states["row.pages"] = np.arange(sizes["P"])[::-1].reshape(states["row.pages"].shape)
         states["row.fparams"][:, 1] = states["row.fparams"][:, 3] = 1
+        states["row.iparams"][:, IPARAMS.index("want_logprobs")] = 1
         states["row.stops"] -= 1
         at = 0
         for row, n in enumerate(LENGTHS):
