@@ -16,6 +16,11 @@ SHARD = 4 << 30  # of one safetensors file
 _POOL = 1 << 24  # random values that all tensors are cut from
 
 
+ARCHITECTURES = MappingProxyType(
+    {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+)
+
+
 @dataclass(frozen=True)
 class Shape:
     """A model's sizes as its config.json has them. `rope`: its rope_parameters."""
@@ -34,11 +39,12 @@ class Shape:
     rope: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     eps: float = 1e-6
     bias: bool = False
+    qk_norm: bool = False
 
     def config(self) -> dict[str, Any]:
         """config.json."""
         out = {
-            "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[self.model_type]],
+            "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type, "dtype": "bfloat16", "hidden_act": "silu",
             "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab,
@@ -50,6 +56,8 @@ class Shape:
             out["rope_scaling"] = scaling
         if self.model_type == "llama":
             out |= {"head_dim": self.head_dim, "attention_bias": self.bias, "mlp_bias": False}
+        if self.model_type == "qwen3":
+            out |= {"head_dim": self.head_dim, "attention_bias": self.bias}
         return out
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -63,6 +71,9 @@ class Shape:
                 if self.bias:
                     yield f"{p}self_attn.{name}_proj.bias", (n,)
             yield f"{p}self_attn.o_proj.weight", (d, q)
+            if self.qk_norm:
+                yield f"{p}self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{p}self_attn.k_norm.weight", (self.head_dim,)
             yield f"{p}mlp.gate_proj.weight", (f, d)
             yield f"{p}mlp.up_proj.weight", (f, d)
             yield f"{p}mlp.down_proj.weight", (d, f)
@@ -88,9 +99,19 @@ class Shape:
         return 2 * (self.parameters - embedding)
 
     @property
+    def layer_parameters(self) -> int:
+        """Of the layers' products."""
+        return sum(int(np.prod(s)) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
     def prefill_flops_per_token(self) -> int:
         """2 x the weights of the layers' products; attention and the head (one row a prompt) are not in it."""
-        return 2 * sum(int(np.prod(s)) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
+        return 2 * self.layer_parameters
 
 
 LLAMA3_ROPE = MappingProxyType(
@@ -102,11 +123,19 @@ QWEN25_05B = Shape(
     MappingProxyType({"rope_theta": 1e6}), bias=True,
 )  # fmt: skip
 LLAMA31_8B = Shape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, LLAMA3_ROPE, eps=1e-5)
+LLAMA32_1B = Shape(
+    "llama-3.2-1b", "llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, True,
+    MappingProxyType({**LLAMA3_ROPE, "factor": 32.0}), eps=1e-5,
+)  # fmt: skip
+QWEN3_06B = Shape(
+    "qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, True,
+    MappingProxyType({"rope_theta": 1e6}), qk_norm=True,
+)  # fmt: skip
 # A model that compiles in seconds: to try the benches themselves.
 SMALL = Shape(
     "small", "llama", 256, 512, 2, 4, 2, 64, 1024, 2048, False, MappingProxyType({"rope_theta": 1e4}), eps=1e-5
 )
-SHAPES = (QWEN25_05B, LLAMA31_8B, SMALL)
+SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA32_1B, QWEN3_06B, SMALL)
 
 
 def folder(shape: Shape, root: Path) -> Path:

@@ -12,7 +12,10 @@ from llmc_runtime.format.safetensors import header_length, parse_header
 from bench import shapes
 from llmc.frontend.source import open_source
 
-PUBLISHED = ((shapes.QWEN25_05B, 494_032_768), (shapes.LLAMA31_8B, 8_030_261_248))
+PUBLISHED = (
+    (shapes.QWEN25_05B, 494_032_768), (shapes.LLAMA31_8B, 8_030_261_248), (shapes.LLAMA32_1B, 1_235_814_400),
+    (shapes.QWEN3_06B, 596_049_920),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=[s.name for s, _ in PUBLISHED])

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.launcher import Card, why_no_gpu
+from gpu.launcher import Card
+
+from bench.gpu.card import why_no_gpu
 
 HERE = Path(__file__).resolve().parent
 

@@ -28,22 +28,6 @@ extern "C" __global__ void produce(const unsigned char* from, unsigned char* to,
 """
 
 
-def why_no_gpu() -> str | None:
-    """None where a CUDA device can be used, else the reason in words."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as e:
-        return f"cuda-bindings is not installed ({e})"
-    try:
-        (status,) = driver.cuInit(0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            return f"the driver answers {status.name}"
-        status, count = driver.cuDeviceGetCount()
-    except RuntimeError as e:
-        return f"there is no CUDA driver ({' '.join(str(e).split())[:80]})"
-    return None if count else "the driver sees no device"
-
-
 class Card:
     """The first device. `exact`: every buffer is an allocation of its own size, for compute-sanitizer."""
 

@@ -1,0 +1,162 @@
+"""All GPU benches in one command: progress as it goes, every row kept at once, tables and a plot's data at the end.
+
+    python -m bench.gpu --out DIR [--artifacts DIR] [--models A,B] [--suites A,B] [--limit SECONDS] ...
+
+DIR gets rows.jsonl (while it runs), results.json, tables.md and log.txt. Each model's part runs in a process of its
+own: what fails is told and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.card import why_no_gpu
+from bench.gpu.make import artifact
+from bench.gpu.plan import Plan, parser, plan_of
+from bench.gpu.rows import Row, Rows, read, tables
+from bench.shapes import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST = 20.0  # seconds that must be left for another part to be started
+
+
+class Run:
+    """One run: its clock, its log, and the options that its workers get as well."""
+
+    def __init__(self, plan: Plan, argv: list[str]) -> None:
+        self.plan, self.argv = plan, argv
+        self.begin = time.monotonic()
+        self.rows = Rows(plan.out)
+        self.failed: list[str] = []
+
+    @property
+    def left(self) -> float:
+        return self.plan.limit - (time.monotonic() - self.begin)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begin:6.1f} s] {text}", flush=True)
+
+    def child(self, name: str, command: list[str]) -> str:
+        """Run a module of ours to its end, at most for the time that is left; its output is shown and answered."""
+        self.say(name)
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines = []
+        try:
+            for text in _lines(process, self.left):
+                lines.append(text)
+                print(text, end="", flush=True)
+            code = process.wait(30)
+        except TimeoutError:
+            process.kill()
+            process.wait()
+            code = -1
+        output = "".join(lines)
+        with (self.plan.out / "log.txt").open("a") as log:
+            log.write(f"== {name}: {code}\n{output}")
+        if code:
+            self.failed.append(f"{name}: {'out of time' if code == -1 else _reason(output)}")
+            self.say(f"failed: {self.failed[-1]}")
+        return output
+
+    def ceilings(self) -> dict[str, Any]:
+        """What the card reaches, as rows too; nothing where torch is missing (then the known ones are used)."""
+        output = self.child("ceilings", ["bench.gpu.ceilings"])
+        found = next((json.loads(x) for x in output.splitlines() if x.startswith("{")), {})
+        if found:
+            name = found["device"]
+            for case, unit in (("read", "TB/s"), ("copy", "TB/s"), ("product", "TFLOP/s")):
+                self.rows.add(Row("ceilings", name, case, unit, found[case] / 1e12))
+            self.rows.add(Row("ceilings", name, "graph node", "us", found["node_us"]))
+        return found
+
+    def parts(self) -> Iterator[tuple[str, Shape]]:
+        """(engine, kernels or start; model): every model's engine first."""
+        suites = set(self.plan.suites)
+        wanted = [("engine", suites & {"decode", "prefill", "offline"}), ("kernels", suites & {"kernels"})]
+        for what, some in [*wanted, ("start", suites & {"start"})]:
+            yield from ((what, shape) for shape in self.plan.models if some)
+
+    def all(self) -> None:
+        roof = json.dumps(self.ceilings())
+        if missing := [s.name for s in self.plan.models if not (self.plan.artifact(s) / "manifest.json").is_file()]:
+            self.child(f"compiling {', '.join(missing)}", ["bench.gpu", *self.argv, "--compile-only"])
+        for what, shape in self.parts():
+            if self.left < LEAST:
+                self.failed.append(f"{what} of {shape.name}: no time left")
+                continue
+            self.child(f"{what} of {shape.name}", ["bench.gpu.worker", what, shape.name, roof, *self.argv])
+            self.write()
+
+    def write(self) -> None:
+        """results.json and tables.md, of everything in the folder so far."""
+        found = read(self.rows.path)
+        text = tables(found) + "".join(f"\nFailed: {x}\n" for x in self.failed)
+        (self.plan.out / "tables.md").write_text(text)
+        doc = {"rows": [r.json() for r in found], "failed": self.failed}
+        (self.plan.out / "results.json").write_text(json.dumps(doc, indent=1) + "\n")
+
+
+def _lines(process: subprocess.Popen[str], seconds: float) -> Iterator[str]:
+    """The lines that a process prints; TimeoutError when its seconds are over."""
+    lines: queue.Queue[str] = queue.Queue()
+    stream = process.stdout
+    assert stream is not None
+
+    def pump() -> None:
+        for text in stream:
+            lines.put(text)
+        lines.put("")
+
+    threading.Thread(target=pump, daemon=True).start()
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            text = lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError from None
+        if not text:
+            return
+        yield text
+
+
+def _reason(output: str) -> str:
+    """The last line that says something."""
+    return next((x.strip() for x in reversed(output.splitlines()) if x.strip()), "no output")
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    plan = plan_of(args)
+    if args.compile_only:
+        for shape in plan.models:
+            artifact(plan, shape)
+        return 0
+    if why := why_no_gpu():
+        print(f"no GPU: {why}", file=sys.stderr)
+        return 3
+    run = Run(plan, argv)
+    run.all()
+    run.write()
+    print((plan.out / "tables.md").read_text())
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""The marker `gpu`, a skip with its reason where there is none, rows, and one open model at a time for the suites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import kit
+from bench.gpu.card import why_no_gpu
+from bench.gpu.engine import Session
+from bench.gpu.floors import H200
+from bench.gpu.make import artifact
+from bench.gpu.plan import Plan, parser, plan_of
+from bench.gpu.rows import Rows
+from bench.shapes import Shape
+
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [i for i in items if HERE in i.path.parents and i.get_closest_marker("gpu")]
+    why = why_no_gpu() if marked else None
+    for item in marked:
+        if why:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))
+
+
+@pytest.fixture(scope="session")
+def plan() -> Plan:
+    """The defaults of `python -m bench.gpu`."""
+    return plan_of(parser().parse_args([]))
+
+
+@pytest.fixture(scope="session")
+def rows(plan: Plan) -> Rows:
+    found = Rows(plan.out)
+    kit.TABLES.append(found)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture(scope="session")
+def session(plan: Plan) -> Iterator[Callable[[Shape], Session]]:
+    """Opens a shape's artifact; the one before is closed then."""
+    held: list[Session] = []
+
+    def of(shape: Shape) -> Session:
+        if not held or held[-1].shape is not shape:
+            while held:
+                held.pop().close()
+            held.append(Session(artifact(plan, shape), shape, H200))
+        return held[-1]
+
+    yield of
+    while held:
+        held.pop().close()
+
+
+@pytest.fixture
+def keep(benchmark: Any, rows: Rows) -> Callable[[Any], None]:
+    """Puts a row into the tables and into pytest-benchmark's JSON."""
+
+    def put(row: Any) -> None:
+        rows.add(row)
+        kit.record(benchmark, [row.measured], row=row.json())
+
+    return put

@@ -1,0 +1,92 @@
+"""Decode, prefill and offline throughput of an artifact through the whole LLM.generate; prompts are token ids.
+
+The peers' protocol: decode = (seconds for 129 tokens - seconds for 1) / 128 of `batch` prompts of 128 random tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime import LLM, SamplingParams
+
+from bench.gpu import floors
+from bench.gpu.floors import Roof
+from bench.gpu.rows import Row, engine_row
+from bench.shapes import Shape
+
+PROMPT, STEPS = 128, 128
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
+PROMPTS = (512, 2048, 8192)
+OFFLINE = (512, 512, 256)  # requests, tokens in, tokens out
+
+
+class Session:
+    """An open artifact of a shape. `roof`: the card's ceilings that floors are computed from."""
+
+    def __init__(self, artifact: Path, shape: Shape, roof: Roof) -> None:
+        self.shape, self.roof = shape, roof
+        begin = time.perf_counter()
+        self.said: list[str] = []
+        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.said.append)
+        self.open_seconds = time.perf_counter() - begin
+
+    def close(self) -> None:
+        self.llm.close()
+
+    def seconds(self, prompts: Sequence[Sequence[int]], new: int) -> float:
+        """Of one generate call: greedy, no early end."""
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        begin = time.perf_counter()
+        outs = self.llm.generate([list(p) for p in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        short = [len(o.outputs[0].token_ids) for o in outs if len(o.outputs[0].token_ids) != new]
+        assert not short, f"{len(short)} of {len(outs)} requests ended early: {short[:4]} tokens of {new}"
+        return seconds
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Token ids that nobody has seen before."""
+        return [[random.randrange(3, self.shape.vocab) for _ in range(length)] for _ in range(count)]
+
+    def decode(self, batch: int, rounds: int = 3) -> Row:
+        """Milliseconds a step."""
+        self.seconds(self.prompts(batch, PROMPT), 4)  # graphs of this batch are made when first needed
+        whole, first = [], []
+        for i in range(rounds):
+            for new, kept in ((STEPS + 1, whole), (1, first))[:: 1 if i % 2 else -1]:
+                kept.append(self.seconds(self.prompts(batch, PROMPT), new))
+        ms = (statistics.median(whole) - statistics.median(first)) / STEPS * 1e3
+        floor = floors.decode_seconds(self.shape, batch, PROMPT + STEPS // 2, self.roof) * 1e3
+        return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, whole_s=whole, first_s=first)
+
+    def prefill(self, length: int, rounds: int = 5) -> Row:
+        """Milliseconds of one prompt and one token."""
+        self.seconds(self.prompts(1, length), 1)
+        times = [self.seconds(self.prompts(1, length), 1) * 1e3 for _ in range(rounds)]
+        floor = floors.prefill_seconds(self.shape, length, self.roof) * 1e3
+        return engine_row("prefill", self.shape.name, str(length), "ms", statistics.median(times), floor, all_ms=times)
+
+    def offline(self, requests: int, length: int, new: int) -> Row:
+        """Output tokens a second of many requests at once, one run after a short one."""
+        self.seconds(self.prompts(min(8, requests), length), 4)
+        seconds = self.seconds(self.prompts(requests, length), new)
+        rows = min(requests, self.llm.config.max_num_seqs)
+        floor = floors.offline_tokens_per_second(self.shape, length, new, rows, self.roof)
+        case = f"{requests} of {length} in, {new} out"
+        return engine_row("offline", self.shape.name, case, "tok/s", requests * new / seconds, floor, seconds=seconds)
+
+
+def measure(session: Session, plan: Any) -> Iterator[Row]:
+    """The rows of a plan (batches, prompts, requests), one by one."""
+    if "decode" in plan.suites:
+        for batch in plan.batches:
+            yield session.decode(batch, 5 if batch <= 32 else 3)
+    if "prefill" in plan.suites:
+        for length in plan.prompts:
+            yield session.prefill(length)
+    if "offline" in plan.suites:
+        yield session.offline(plan.requests, *OFFLINE[1:])

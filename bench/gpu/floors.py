@@ -1,0 +1,61 @@
+"""What a step cannot beat: bytes over read bandwidth, flops over the product rate, summed; it measures nothing.
+
+Every operator is at its own roof and none borrows another's resource. Norms, activations, KV writes and launches are
+left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.shapes import Shape
+
+BYTES = 2  # of a bf16 weight
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Read bandwidth in byte/s and bf16 product rate in flop/s."""
+
+    read: float
+    product: float
+
+
+H200 = Roof(4.65e12, 795e12)  # what a simple kernel and a library's 8192^3 product reached on one H200
+
+
+def decode_seconds(shape: Shape, batch: int, context: int, roof: Roof = H200) -> float:
+    """One decode step of `batch` rows, each behind `context` tokens."""
+    kv = batch * context * shape.kv_bytes_per_token / roof.read
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * context * batch / roof.product
+    return _products(shape, batch, roof) + _head(shape, batch, roof) + max(kv, attention)
+
+
+def prefill_seconds(shape: Shape, tokens: int, roof: Roof = H200) -> float:
+    """One prompt, causal, logits for its last token alone."""
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens**2 / roof.product
+    return _products(shape, tokens, roof) + _head(shape, 1, roof) + attention
+
+
+def offline_tokens_per_second(
+    shape: Shape, prompt: int = 512, new: int = 256, rows: int = 256, roof: Roof = H200
+) -> float:
+    """Output tokens a second of many requests, `rows` at once: a prompt's arithmetic and a row's share of each step."""
+    prefill = 2 * shape.layer_parameters * prompt / roof.product
+    prefill += 2 * shape.layers * shape.heads * shape.head_dim * prompt**2 / roof.product
+    return 1 / (prefill / new + decode_seconds(shape, rows, prompt + new // 2, roof) / rows)
+
+
+def launch_seconds(flops: float, nbytes: float, roof: Roof = H200) -> float:
+    """One launch: the larger of its arithmetic and its traffic."""
+    return max(flops / roof.product, nbytes / roof.read)
+
+
+def _products(shape: Shape, tokens: int, roof: Roof) -> float:
+    n = shape.layer_parameters
+    return max(BYTES * n / roof.read, 2 * n * tokens / roof.product)
+
+
+def _head(shape: Shape, rows: int, roof: Roof) -> float:
+    n = shape.vocab * shape.hidden
+    return max(BYTES * n / roof.read, 2 * n * rows / roof.product)

@@ -1,0 +1,143 @@
+"""Every launch of a decode step timed alone on the device, against its floor; launches of one kernel are one group.
+
+A group is its launches of all layers, over and over, in a program of its own on the step's real buffers: weights take
+turns as they do in a step, so that a layer's are not in the cache when they are read again.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.choose import open_device
+from llmc_runtime.device.device import Device
+from llmc_runtime.engine import Engine
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format.program import Launch, Program
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.scheduler import Scheduler
+
+from bench.gpu import floors
+from bench.gpu.floors import Roof
+from bench.gpu.rows import Row
+from bench.shapes import Shape
+
+LAUNCHES = 400  # of one timed program
+ROUNDS = 7
+PROMPT, STEPS = 128, 64
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a device was given to run a program: its buffers' addresses, and the sizes of each call."""
+
+    program: Program
+    addresses: tuple[int, ...]
+    symbols: np.ndarray
+
+
+class Bench:
+    """An artifact on its device with `batch` requests under way, and what the executor bound."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        artifact = open_artifact(path, verify=False)
+        self.device: Device = open_device(artifact, None)
+        self.bound: list[Bound] = []
+        original = self.device.bind
+
+        def bind(program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Any:
+            self.bound.append(Bound(program, tuple(addresses), symbols))
+            return original(program, addresses, symbols)
+
+        self.device.bind = bind  # type: ignore[method-assign]
+        self.executor = Executor(artifact, self.device, None)
+        self.bind = original
+        m = artifact.manifest
+        config = SchedulerConfig(
+            num_pages=self.executor.capacity.pages, page_size=m.kv.page_size, max_model_len=m.limits.max_model_len,
+            max_num_seqs=m.limits.max_num_seqs, max_num_batched_tokens=m.limits.max_num_batched_tokens,
+            vocab_size=m.vocab_size, eos_token_ids=(), prefix_caching=False, context=artifact.digest,
+        )  # fmt: skip
+        self.engine = Engine(Scheduler(config, lambda: 0), self.executor)
+        params = SamplingParams(temperature=0.0, max_tokens=4 * STEPS, ignore_eos=True)
+        for i in range(batch):
+            ids = [random.randrange(3, m.vocab_size) for _ in range(PROMPT)]
+            self.engine.add(Request(str(i), ids, params))
+        for _ in range(STEPS + batch * PROMPT // m.limits.max_num_batched_tokens + 2):
+            self.engine.step()
+        self.executor.settle()
+        self.step = self._decode(batch)
+
+    def _decode(self, batch: int) -> Bound:
+        """The program that serves a decode step of `batch` rows, with the sizes that it last ran with."""
+        for b in self.bound:
+            if b.program.fits({"T": batch, "R": batch}):
+                return b
+        raise RuntimeError(f"no program serves {batch} rows of one token")
+
+    def env(self) -> dict[str, int]:
+        return dict(zip(self.step.program.symbols, self.step.symbols.tolist()))
+
+    def seconds(self, launches: Sequence[Launch]) -> float:
+        """Of one of these launches, run in turn: median over rounds of one program of many."""
+        many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
+        program = replace(self.step.program, launches=tuple(many))
+        run = self.bind(program, self.step.addresses, self.step.symbols)
+        self.device.prepare(run)
+        times = []
+        for _ in range(ROUNDS + 1):
+            begin = time.perf_counter()
+            run()
+            self.device.wait(self.device.mark())
+            times.append((time.perf_counter() - begin) / len(many))
+        return statistics.median(times[1:])
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
+    """(kernel, place without layer numbers) -> its launches, in order."""
+    found: dict[tuple[str, str], list[Launch]] = {}
+    for x in program.launches:
+        place = ".".join(p for p in x.loc.split(".") if not p.isdigit())
+        found.setdefault((x.kernel, place), []).append(x)
+    return found
+
+
+def kernel_rows(path: Path, shape: Shape, batch: int, roof: Roof) -> Iterator[Row]:
+    """A row a group, then one of their sum; the floor of a launch: the larger of its bytes and flops at their roofs."""
+    bench = Bench(path, batch)
+    try:
+        env = bench.env()
+        context, page = batch * (PROMPT + STEPS), bench.executor.capacity.page_size
+        total = floor = 0.0
+        for (kernel, place), launches in groups(bench.step.program).items():
+            each = bench.seconds(launches) * len(launches)
+            least = sum(_floor(x, env, context, page, roof) for x in launches)
+            total, floor = total + each, floor + least
+            x = launches[0]
+            case = f"b{batch} {x.op} {place} x{len(launches)}"
+            extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
+            yield Row("kernels", shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
+        extra = {"launches": len(bench.step.program.launches)}
+        yield Row("kernels", shape.name, f"b{batch} all", "us", total * 1e6, floor * 1e6, extra=extra)
+    finally:
+        bench.close()
+
+
+def _floor(x: Launch, env: dict[str, int], context: int, page: int, roof: Roof) -> float:
+    """Seconds. What a launch reads of the KV pool is priced by the tokens in use, not by the whole pool."""
+    used = env | {"P": -(-context // page)} if "attention" in x.op else env
+    flops = x.flops(used) if x.flops is not None else 0
+    moved = x.bytes(used) if x.bytes is not None else 0
+    return floors.launch_seconds(flops, moved, roof)

@@ -1,0 +1,51 @@
+"""The artifacts that the GPU benches run, compiled where they are missing; needs no GPU."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from bench import shapes
+from bench.gpu.plan import MAX_LEN, MAX_SEQS, MAX_TOKENS, Plan
+from bench.shapes import Shape
+
+SEED = 1
+
+
+def artifact(plan: Plan, shape: Shape) -> Path:
+    """The model's artifact whose weights the runtime fills: a few MB, so that it can be made anywhere and carried."""
+    path = plan.artifact(shape)
+    if not (path / "manifest.json").is_file():
+        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}")
+    return path
+
+
+def packed(plan: Plan, shape: Shape) -> Path:
+    """The model's artifact with weight files, of a random checkpoint that is removed afterwards."""
+    path = plan.packed(shape)
+    if not (path / "manifest.json").is_file():
+        checkpoint = shapes.checkpoint(shape, plan.artifacts)
+        with_weights(plan, checkpoint, path, "packed")
+        shutil.rmtree(checkpoint)
+    return path
+
+
+def with_weights(plan: Plan, model: Path, path: Path, weights: str) -> None:
+    """Compile as `llmc compile` does, kernels cached beside the artifacts."""
+    from llmc.driver import Console, Options, compile_model
+
+    options = Options(
+        target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
+    )  # fmt: skip
+    longest = _longest(model)
+    if longest < MAX_LEN:
+        options = type(options)(**{**vars(options), "max_model_len": longest})
+    compile_model(model, path, options, console=Console(sys.stderr))
+
+
+def _longest(model: Path) -> int:
+    import json
+
+    return int(json.loads((model / "config.json").read_text())["max_position_embeddings"])

@@ -1,0 +1,76 @@
+"""What a run of the GPU benches measures: models, suites, sizes; the options of its command line, and nothing run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import shapes
+from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS
+from bench.shapes import Shape
+
+MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)}
+DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
+SUITES = ("decode", "prefill", "offline", "kernels", "start")
+# Of the artifacts that a run compiles: what the peers' figures were taken with.
+MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`artifacts`: a folder with NAME.llmc, compiled into where one is missing; `limit`: seconds of the whole run."""
+
+    out: Path
+    artifacts: Path
+    models: tuple[Shape, ...]
+    suites: tuple[str, ...]
+    batches: tuple[int, ...]
+    kernel_batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    requests: int
+    target: str
+    limit: float
+
+    def artifact(self, shape: Shape) -> Path:
+        """Random weights, filled by the runtime."""
+        return self.artifacts / f"{shape.name}.llmc"
+
+    def packed(self, shape: Shape) -> Path:
+        """Real weight files."""
+        return self.artifacts / f"{shape.name}-packed.llmc"
+
+
+def parser() -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description="Measure the engine and its kernels on this machine's GPU."
+    )
+    ap.add_argument("--out", type=Path, default=Path("build/bench/gpu"), metavar="DIR", help="rows, tables, logs")
+    ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
+                    help="NAME.llmc of each model; what is missing is compiled here")  # fmt: skip
+    ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
+    ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"of {', '.join(SUITES)}")
+    ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="of the decode suite")
+    ap.add_argument("--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="of the kernels suite")
+    ap.add_argument("--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="tokens, of the prefill suite")
+    ap.add_argument("--offline-requests", type=int, default=OFFLINE[0], metavar="N", help="512 is what peers ran")
+    ap.add_argument("--target", default="cuda:sm_90", help="of what is compiled here")
+    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="start nothing new after this long")
+    ap.add_argument("--compile-only", action="store_true", help="make the artifacts, which takes no GPU, and end")
+    return ap
+
+
+def plan_of(a: argparse.Namespace) -> Plan:
+    """ValueError where a model or a suite is not known."""
+    names, suites = a.models.split(","), tuple(a.suites.split(","))
+    for name, known in [*((n, MODELS) for n in names), *((s, SUITES) for s in suites)]:
+        if name not in known:
+            raise ValueError(f"{name!r} is not known; there are: {', '.join(known)}")
+    return Plan(
+        a.out, a.artifacts, tuple(MODELS[n] for n in names), suites, a.batches, a.kernel_batches, a.prompts,
+        a.offline_requests, a.target, a.limit,
+    )  # fmt: skip
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split(","))

@@ -1,0 +1,56 @@
+"""The GPU benches as pytest-benchmark suites; `python -m bench.gpu` runs the same measurements within a time limit.
+
+pytest bench/gpu --benchmark-only -m gpu [-k "decode and qwen3"]     the unit of the statistics is that of the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS, Session
+from bench.gpu.floors import H200
+from bench.gpu.kernels import kernel_rows
+from bench.gpu.make import artifact, packed
+from bench.gpu.plan import DEFAULT_MODELS, MODELS, Plan
+from bench.gpu.rows import Rows
+from bench.gpu.start import start_row
+from bench.kit import clock, record
+from bench.shapes import Shape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmark(timer=clock)]
+Open = Callable[[Shape], Session]
+each_model = pytest.mark.parametrize("shape", [MODELS[n] for n in DEFAULT_MODELS.split(",")], ids=lambda s: s.name)
+
+
+@each_model
+@pytest.mark.parametrize("batch", BATCHES)
+def test_decode(shape: Shape, batch: int, session: Open, keep: Any) -> None:
+    keep(session(shape).decode(batch))
+
+
+@each_model
+@pytest.mark.parametrize("length", PROMPTS)
+def test_prefill(shape: Shape, length: int, session: Open, keep: Any) -> None:
+    keep(session(shape).prefill(length))
+
+
+@each_model
+def test_offline(shape: Shape, session: Open, keep: Any) -> None:
+    keep(session(shape).offline(*OFFLINE))
+
+
+@each_model
+@pytest.mark.parametrize("batch", (1, 32))
+def test_kernels(shape: Shape, batch: int, plan: Plan, rows: Rows, benchmark: Any) -> None:
+    found = list(kernel_rows(artifact(plan, shape), shape, batch, H200))
+    for row in found:
+        rows.add(row)
+    record(benchmark, [found[-1].measured], rows=[r.json() for r in found])
+
+
+@each_model
+def test_start(shape: Shape, plan: Plan, keep: Any) -> None:
+    keep(start_row(packed(plan, shape), shape))

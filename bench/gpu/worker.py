@@ -1,0 +1,56 @@
+"""One model's suites in a process of its own, so that an error on the card ends nothing else; see __main__."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from bench.gpu import engine
+from bench.gpu.floors import H200, Roof
+from bench.gpu.kernels import kernel_rows
+from bench.gpu.make import artifact, packed
+from bench.gpu.plan import MODELS, Plan, parser, plan_of
+from bench.gpu.rows import Row, Rows
+from bench.gpu.start import start_row
+from bench.shapes import Shape
+
+
+def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
+    """The rows of one part of a model's work: engine, kernels or start."""
+    if what == "engine":
+        session = engine.Session(artifact(plan, shape), shape, roof)
+        print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.said)}", flush=True)
+        try:
+            yield from engine.measure(session, plan)
+        finally:
+            session.close()
+    elif what == "kernels":
+        for batch in plan.kernel_batches:
+            yield from kernel_rows(artifact(plan, shape), shape, batch, roof)
+    else:
+        yield start_row(packed(plan, shape), shape)
+
+
+def main(argv: list[str]) -> None:
+    """WHAT MODEL ROOF and then the options of the run."""
+    what, model, roof, *rest = argv
+    plan = plan_of(parser().parse_args(rest))
+    rows = Rows(plan.out)
+    for row in rows_of(plan, MODELS[model], what, roof_of(json.loads(roof))):
+        rows.add(row)
+
+
+def roof_of(ceilings: dict[str, Any]) -> Roof:
+    """The larger of what was measured beside this run and what is known of an H200, where the card is one."""
+    if not ceilings:
+        return H200
+    measured = Roof(float(ceilings["read"]), float(ceilings["product"]))
+    if "H200" not in str(ceilings.get("device", "")):
+        return measured
+    return Roof(max(measured.read, H200.read), max(measured.product, H200.product))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""The GPU benches' own arithmetic, without a GPU: floors against the known table, rows, the plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from llmc_runtime.format.program import Launch, Program
+
+from bench import shapes
+from bench.gpu import floors
+from bench.gpu.kernels import groups
+from bench.gpu.plan import parser, plan_of
+from bench.gpu.plot import svg
+from bench.gpu.rows import Row, Rows, engine_row, read, tables
+
+# ms at context 192 for batches 1, 8, 16, 32, 64, 128, 256; prefill ms at 512, 2048, 8192; offline tokens a second.
+TABLE = (
+    (shapes.LLAMA31_8B, (3.23, 3.27, 3.31, 3.40, 3.57, 3.92, 6.22), (9.30, 37.57, 166.19), 13800),
+    (shapes.LLAMA32_1B, (0.533, 0.542, 0.553, 0.575, 0.618, 0.705, 1.14), (1.39, 5.47, 25.70), 79400),
+    (shapes.QWEN3_06B, (0.261, 0.294, 0.332, 0.408, 0.559, 0.862, 1.60), (0.672, 2.94, 18.82), 50900),
+)
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
+
+
+@pytest.mark.parametrize(("shape", "decode", "prefill", "offline"), TABLE, ids=[t[0].name for t in TABLE])
+def test_floors_are_those_of_the_reference(
+    shape: shapes.Shape, decode: tuple[float, ...], prefill: tuple[float, ...], offline: float
+) -> None:
+    ours = [floors.decode_seconds(shape, b, 192) * 1e3 for b in BATCHES]
+    assert ours == pytest.approx(decode, rel=5e-3)
+    assert [floors.prefill_seconds(shape, t) * 1e3 for t in (512, 2048, 8192)] == pytest.approx(prefill, rel=5e-3)
+    assert floors.offline_tokens_per_second(shape) == pytest.approx(offline, rel=5e-3)
+
+
+def decode(batch: int, measured: float, floor: float | None = 3.23) -> Row:
+    return engine_row("decode", "llama-3.1-8b", str(batch), "ms", measured, floor)
+
+
+def test_a_row_knows_its_peer_its_goals_and_whether_they_are_met() -> None:
+    assert [decode(1, ms).verdict for ms in (3.4, 3.8, 4.29)] == ["aim", "gate", "missed by 10%"]
+    row = decode(1, 3.8)
+    assert (row.peer, row.gate, row.aim) == (4.972, 3.9, 3.5)
+    assert row.share == pytest.approx(0.85) and row.peer_share == pytest.approx(3.23 / 4.972)
+    assert decode(64, 5.0).gate is None and decode(64, 5.0).verdict == "" and decode(64, 5.0).peer == 5.91
+
+
+def test_throughput_is_better_when_larger_and_compared_on_the_peers_load_alone() -> None:
+    row = engine_row("offline", "qwen3-0.6b", "512 of 512 in, 256 out", "tok/s", 40000, 50900)
+    assert row.share == pytest.approx(40000 / 50900) and row.peer == 30704
+    assert engine_row("offline", "qwen3-0.6b", "64 of 512 in, 256 out", "tok/s", 9000, 50900).peer is None
+
+
+def test_rows_survive_a_kill_and_the_last_of_equals_holds(tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    for ms in (3.9, 3.8):
+        rows.add(decode(1, ms))
+    rows.add(decode(8, 4.0))
+    with rows.path.open("a") as f:
+        f.write('{"suite": "decode", "mod')
+    found = read(rows.path)
+    assert [(r.case, r.measured) for r in found] == [("1", 3.8), ("8", 4.0)]
+    text = tables(found)
+    assert "| llama-3.1-8b | 1 | 3.800 | 3.230 | 85% | 4.972 | 65% | 3.900 | 3.500 | gate |" in text
+
+
+def test_the_plot_has_both_lines_and_wants_measured_rows() -> None:
+    picture = svg([decode(1, 3.8), decode(8, 4.1), decode(64, 4.5)])
+    root = ElementTree.fromstring(picture)
+    assert len(root.findall("{*}polyline")) == 2 and len(root.findall("{*}circle")) == 6
+    with pytest.raises(ValueError, match="no decode row"):
+        svg([])
+
+
+def test_the_run_says_what_it_does_not_know() -> None:
+    assert [s.name for s in plan_of(parser().parse_args([])).models][-1] == "llama-3.1-8b"
+    for bad in (["--models", "gpt"], ["--suites", "decode,nonsense"]):
+        with pytest.raises(ValueError, match="is not known; there are"):
+            plan_of(parser().parse_args(bad))
+
+
+def test_launches_of_one_kernel_in_equal_places_are_a_group() -> None:
+    def launch(kernel: str, loc: str) -> Launch:
+        return Launch(kernel=kernel, entry="e", args=(), sizes=(), loc=loc)
+
+    program = Program("p", {}, {}, (), tuple(launch(k, f"model.layers.{i}.mlp") for i in range(3) for k in "ab"), 0)
+    assert {k: len(v) for k, v in groups(program).items()} == {
+        ("a", "model.layers.mlp"): 3,
+        ("b", "model.layers.mlp"): 3,
+    }
