@@ -115,6 +115,7 @@ def _resources(group: Any) -> None:
     add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
     add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
     add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
+    add("--trace", type=Path, metavar="FILE", help="write what the engine does, step by step, for ui.perfetto.dev")
     add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
 
 
@@ -166,10 +167,14 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
     if prompt is None and not interactive:
         prompt = _piped()
     session = _open(args, given, compiles, clock)
-    if interactive:
-        return session.talk()
-    assert prompt is not None
-    return session.once(prompt, chat=args.chat or args.system is not None, as_json=args.json)
+    try:
+        if prompt is None:
+            return session.talk()
+        return session.once(prompt, chat=args.chat or args.system is not None, as_json=args.json)
+    finally:
+        if session.llm.trace is not None:
+            session.llm.close()
+            clock.say(session.llm.trace.describe())
 
 
 def _piped() -> str:
@@ -220,6 +225,7 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
         chat_template=_template(args.chat_template),
         verify=not args.no_verify,
         canary=args.canary,
+        trace=args.trace,
         say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
         **options,
     )

@@ -1,12 +1,15 @@
-"""The engine: plan, run, commit. It owns the failure of a whole step; no scheduling, no device, no text.
+"""The engine: plan, launch, wait, commit. It owns the failure of a whole step; no scheduling, no device, no text.
 
-A request that cannot run is refused by `add` and touches nobody. An executor that fails ends the engine: every live
-request is told once, and nothing is accepted any more.
+It keeps as many steps under way as the executor is deep: at depth 2 step N + 1 is planned and launched while step N
+runs, at depth 1 nothing runs between two calls. A request that cannot run is refused by `add` and touches nobody. An
+executor that fails ends the engine: every live request is told once, and nothing is accepted any more.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.metrics import Counters
@@ -16,18 +19,33 @@ from llmc_runtime.sched.step import Step, StepOutput
 
 
 class Executor(Protocol):
-    """Whatever runs steps: exec.executor on a real device, device.fake in tests."""
+    """Whatever runs steps: exec.executor on a real device, device.fake in tests.
 
-    def run(self, step: Step) -> StepOutput:
-        """Apply the step's diffs, compute its rows, sample where asked."""
+    Steps take effect in launch order, and a row's next step finds on the device what the one before sampled.
+    """
+
+    depth: int  # most steps that are launched and not waited for; 1: what is launched may run as late as in `wait`
+
+    def launch(self, step: Step) -> Any:
+        """Have the step's diffs applied, its rows computed, and tokens sampled where asked; a ticket for the output."""
+
+    def wait(self, ticket: Any) -> StepOutput:
+        """The output of a launched step. Tickets are waited for in launch order, each once."""
+
+    def settle(self) -> None:
+        """Wait for every step under way and forget what it gave, also of one whose launch or wait was interrupted."""
 
 
 class Engine:
-    """One scheduler over one executor, for one thread."""
+    """One scheduler over one executor, for one thread. `note` is told when a part of a step has ended (see trace)."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler, self.executor = scheduler, executor
         self.error: LlmcError | None = None  # why the engine ended; None while it lives
+        self.note: Callable[[str, Any], None] = _nobody
+        self._tickets: deque[Any] = deque()  # of the steps under way, oldest first
+        self._unsettled = False  # an interrupt left steps under way that nobody waits for
+        scheduler.depth = executor.depth
 
     @property
     def counters(self) -> Counters:
@@ -49,36 +67,58 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestDelta]:
-        """Run one step; what it did for each request that got tokens or ended.
+        """Launch what can be launched, then take the oldest step under way: what it did for each request that got
+        tokens or ended.
 
         An Exception of the executor becomes one "error" delta per live request, and ends the engine. An interrupt (a
-        BaseException, such as Ctrl-C) while the executor runs passes through and costs only recomputation: the engine
-        may be used on. At any other moment of a step it ends the engine.
+        BaseException, such as Ctrl-C) while the executor launches or waits passes through and costs only recomputation
+        of the steps under way: the engine may be used on. At any other moment of a step it ends the engine.
         """
-        running = False
+        scheduler, executor, tickets, note = self.scheduler, self.executor, self._tickets, self.note
+        outside = False  # the executor has control
         try:
-            plan = self.scheduler.next()
-            if not plan.work:
-                if self.scheduler.has_work():
+            note("begin", tickets)
+            if self._unsettled:
+                outside = True
+                executor.settle()
+                outside = self._unsettled = False
+            while len(tickets) < executor.depth:
+                plan = scheduler.next()
+                note("plan", plan)
+                if not plan.work:
+                    break
+                outside = True
+                tickets.append(executor.launch(plan))
+                outside = False
+                note("launch", tickets)
+            if not tickets:
+                if scheduler.has_work():
                     raise RuntimeError("requests are alive and none can run")
-                self.scheduler.rollback()
                 return []
-            running = True
-            output = self.executor.run(plan)
-            running = False
-            return self.scheduler.commit(output)
+            outside = True
+            output = executor.wait(tickets.popleft())
+            outside = False
+            note("wait", tickets)
+            deltas = scheduler.commit(output)
+            note("commit", scheduler.has_work())
+            return deltas
         except Exception as error:
             return self._end(error)
         except BaseException as interrupt:
-            if running:
-                self.scheduler.rollback()
+            if outside:
+                tickets.clear()
+                scheduler.rollback()
+                self._unsettled = True
+                note("forget", None)
             else:
                 self._end(interrupt)
             raise
 
     def end(self, error: LlmcError) -> list[RequestDelta]:
-        """End the engine and every live request with `error`: each is told once. The first reason stays."""
+        """End the engine and every live request with `error`: each is told once. The first reason stays. Steps under
+        way are not waited for: whoever closes the device does that."""
         self.error = self.error or error
+        self._tickets.clear()
         return self.scheduler.end_all(self.error)
 
     def stats(self) -> dict[str, float]:
@@ -97,3 +137,7 @@ class Engine:
         error = LlmcError("E608", words, "start a new one; if it happens again, report it with the step's log")
         error.__cause__ = cause
         return self.end(error)
+
+
+def _nobody(part: str, what: Any) -> None:
+    return

@@ -35,6 +35,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.trace import follow
 from llmc_runtime.turns import Turns
 
 _MOST_TEMPLATES = 32  # kept compiled
@@ -53,6 +54,7 @@ class LLM:
     chat_template          a template's text, or the name of one of the model's own
     verify                 check the hashes of the weights while opening
     canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
+    trace                  a file: the engine's loop, step by step, for ui.perfetto.dev
     say                    is told, in one line each, what happens (by default printed to stderr)
 
     Raises LlmcError: E1xx artifact, E2xx memory and limits, E64x compiling.
@@ -76,6 +78,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         verify: bool = True,
         canary: bool = False,
+        trace: str | Path | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         from llmc_runtime.artifact import open_artifact
@@ -106,6 +109,7 @@ class LLM:
         )
         self._close = weakref.finalize(self, opened.close)
         self._close.atexit = False  # the process takes everything with it, and daemon threads may still run
+        self.trace = None if trace is None else follow(opened.engine, trace)
         self._say(opened.summary)
         self._start(opened.engine, tokenizer, artifact.manifest.generation, chat_template)
 
@@ -119,7 +123,7 @@ class LLM:
     ) -> LLM:
         """An LLM over an engine made elsewhere: a simulated device, a test."""
         self = cls.__new__(cls)
-        self.model, self._say = "", _to_stderr
+        self.model, self._say, self.trace = "", _to_stderr, None
         self._close = weakref.finalize(self, lambda: None)
         self._start(engine, tokenizer, generation or {}, chat_template)
         return self
@@ -242,6 +246,8 @@ class LLM:
                 self._drop(request_id)
             self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
             self._close()
+            if self.trace is not None:
+                self.trace.write()
 
     def __enter__(self) -> LLM:
         return self

@@ -64,21 +64,26 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
     for request in running:
         assert request.status is Status.RUNNING and len(request.pages) == len(set(request.pages))
         assert request.num_computed < len(request.tokens) <= request.limit - 1 <= config.pool_tokens
-        assert len(request.pages) >= config.pages_for(request.num_computed)
+        assert request.num_computed <= request.num_planned < request.num_total <= request.limit
+        assert len(request.tokens) <= request.num_total < len(request.tokens) + scheduler.depth
+        assert len(request.pages) >= config.pages_for(request.num_planned)
     for request in waiting:
         assert request.status in (Status.WAITING, Status.PREEMPTED)
-        assert not request.pages and request.row == -1 and not request.num_computed
+        assert not request.pages and request.row == -1 and not request.num_computed and not request.num_planned
 
 
 def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
-    """Rows on the device are what the host believes, and all their KV is that of the true prefix."""
+    """Rows on the device are what the host believes once the steps under way have run, and all their KV is that of the
+    true prefix, as far as the host knows it."""
+    device.catch_up()
     size = device.page_size
     for request in scheduler.running:
         row = device.rows[request.row]
-        assert row is not None and row.tokens == request.tokens, f"{request.id}: tokens on the device"
-        assert row.length == request.num_computed, f"{request.id}: {row.length} computed, not {request.num_computed}"
+        assert row is not None and row.tokens[: len(request.tokens)] == request.tokens, f"{request.id}: tokens there"
+        assert len(row.tokens) == request.num_total, f"{request.id}: {len(row.tokens)} tokens, not {request.num_total}"
+        assert row.length == request.num_planned, f"{request.id}: {row.length} computed, not {request.num_planned}"
         assert row.table == request.pages, f"{request.id}: the page table on the device"
         chain = expected[request.id].chain
-        for position in range(row.length):
+        for position in range(min(row.length, len(request.tokens))):
             slot = row.table[position // size] * size + position % size
             assert device._kv[slot] == chain[position + 1], f"{request.id}: KV at position {position}"

@@ -18,10 +18,31 @@ from tests.runtime.simulator import make_device
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
 
-class Rig:
-    """An engine whose every plan is recorded and every token checked."""
+class OneByOne:
+    """An executor of depth 1 out of a method `run`."""
 
-    def __init__(self, **sizes: Any) -> None:
+    depth = 1
+
+    def launch(self, step: Any) -> Any:
+        """Nothing happens yet."""
+        return step
+
+    def wait(self, ticket: Any) -> Any:
+        """Everything happens now."""
+        return self.run(ticket)
+
+    def settle(self) -> None:
+        """Nothing is ever left."""
+
+    def run(self, step: Any) -> Any:
+        """The step's output."""
+        raise NotImplementedError
+
+
+class Rig:
+    """An engine whose every plan is recorded and every token checked; the executor's side goes through it."""
+
+    def __init__(self, depth: int = 1, **sizes: Any) -> None:
         defaults: dict[str, Any] = {
             "num_pages": 64,
             "page_size": 4,
@@ -32,16 +53,24 @@ class Rig:
             "watermark": 0.0,
         }
         self.config = SchedulerConfig(**{**defaults, **sizes})
-        self.device = make_device(self.config)
+        self.depth, self.device = depth, make_device(self.config, depth)
         self.scheduler = Scheduler(self.config, lambda: 7)
         self.engine = Engine(self.scheduler, self)
         self.expected: dict[str, Expected] = {}
         self.plans: list[Step] = []
 
-    def run(self, step: Step) -> StepOutput:
-        """The executor's side."""
+    def launch(self, step: Step) -> Any:
+        """Record the plan and pass it on."""
         self.plans.append(step)
-        return self.device.run(step)
+        return self.device.launch(step)
+
+    def wait(self, ticket: Any) -> StepOutput:
+        """Pass it on."""
+        return self.device.wait(ticket)
+
+    def settle(self) -> None:
+        """Pass it on."""
+        self.device.settle()
 
     def add(self, name: str, prompt: int | list[int], priority: int = 0, salt: str = "", **params: Any) -> Request:
         """Queue a request; an int makes a prompt of that length that nobody shares."""

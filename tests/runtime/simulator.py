@@ -1,6 +1,6 @@
 """The simulator: millions of scheduler steps on the fake device, under invariants; any seed replays.
 
-    python -m tests.runtime.simulator --steps 1000000 --jobs 2 [--seed N]
+    python -m tests.runtime.simulator --steps 1000000 --jobs 2 [--seed N] [--depth N]
 
 A run is a row of episodes; an episode is one world (sizes, load, faults) drawn from its own seed, ended at idle. A
 failure prints the command that replays its episode.
@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -36,14 +36,15 @@ AUDIT_EVERY = 20  # steps between full audits, on average
 class SimulationFailure(AssertionError):
     """An invariant broke in the episode of this seed."""
 
-    def __init__(self, seed: int, step: int, cause: BaseException) -> None:
-        super().__init__(seed, step, cause)
-        self.seed, self.step, self.cause = seed, step, cause
+    def __init__(self, seed: int, step: int, cause: BaseException, depth: int | None = None) -> None:
+        super().__init__(seed, step, cause, depth)
+        self.seed, self.step, self.cause, self.depth = seed, step, cause, depth
 
     def __str__(self) -> str:
         return (
             f"episode {self.seed}, step {self.step}: {type(self.cause).__name__}: {self.cause}\n"
             f"  Replay: python -m tests.runtime.simulator --seed {self.seed} --steps 1"
+            f"{'' if self.depth is None else f' --depth {self.depth}'}"
         )
 
 
@@ -55,9 +56,10 @@ class Watch:
     """Looks at every plan on its way to the device, and aborts requests while the device runs."""
 
     def __init__(self, episode: Episode, inner: Any) -> None:
-        self.episode, self.inner = episode, inner
+        self.episode, self.inner, self.depth, self.settle = episode, inner, inner.depth, inner.settle
 
-    def run(self, step: Any) -> Any:
+    def launch(self, step: Any) -> Any:
+        """What every plan promises."""
         episode = self.episode
         config, scheduler = episode.world.config, episode.engine.scheduler
         scheduled = 0
@@ -65,14 +67,26 @@ class Watch:
             scheduled += work.num_tokens
         assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
         assert len(step.work) <= config.max_num_seqs, f"{len(step.work)} rows in a step"
-        # No starvation: the first in line runs in every step, and under fcfs it is the oldest request alive.
-        first = scheduler.running[0].row
-        assert any(work.row == first for work in step.work), "the first running request does not run"
+        assert all(r.num_total <= r.limit for r in scheduler.running), "work behind the last token"
+        # No starvation: the first in line runs in every step, unless its last token is under way by length, and under
+        # fcfs it is the oldest request alive.
+        for request in scheduler.running:
+            if any(work.row == request.row for work in step.work):
+                break
+            assert request.num_total == request.limit, "the first running request does not run"
         if config.policy == "fcfs":
             oldest = next(iter(episode.expected))
             assert scheduler.running[0].id == oldest, f"{oldest} is the oldest and not first in line"
-        output = self.inner.run(step)
-        if episode.world.rng.randrange(4 * episode.world.abort_every) == 0:
+        return self.inner.launch(step)
+
+    def wait(self, ticket: Any) -> Any:
+        """An output, before or after which somebody may lose interest."""
+        episode = self.episode
+        when = episode.world.rng.randrange(8 * episode.world.abort_every)
+        if when == 0:
+            episode.abort()
+        output = self.inner.wait(ticket)
+        if when == 1:
             episode.abort()
         return output
 
@@ -80,10 +94,9 @@ class Watch:
 class Episode:
     """One world from its first request to idle."""
 
-    def __init__(
-        self, seed: int, make: Callable[..., Scheduler] = Scheduler, wrap: Callable[[Any], Any] = lambda device: device
-    ) -> None:
+    def __init__(self, seed: int, depth: int | None = None) -> None:
         self.seed, self.world = seed, draw_world(seed)
+        self.depth, self.forced = depth or self.world.depth, depth is not None
         config, rng = self.world.config, self.world.rng
         self.expected: dict[str, Expected] = {}  # live requests, in order of arrival
         self.deadline: dict[str, int] = {}
@@ -91,13 +104,13 @@ class Episode:
         self.steps = self.submitted = 0
         self.ended: Counter[str] = Counter()
         self.generated = 0
-        self.device = make_device(config)
-        executor = wrap(self.device)
+        self.device = make_device(config, self.depth, random.Random(seed))
+        executor: Any = self.device
         if self.world.kind == "interrupts":
             executor = FaultyExecutor(executor, rng, 50, Interrupt)
         elif self.world.kind == "failure":
             executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
-        self.engine = Engine(make(config, lambda: rng.randrange(1 << 64)), Watch(self, executor))
+        self.engine = Engine(Scheduler(config, lambda: rng.randrange(1 << 64)), Watch(self, executor))
 
     def run(self, most: int = EPISODE) -> None:
         """At most about `most` steps with arrivals, then the drain. SimulationFailure where an invariant breaks."""
@@ -121,7 +134,7 @@ class Episode:
                 assert self.steps < patience, "the requests do not end"
             self.check_idle()
         except (Exception, Interrupt) as cause:
-            raise SimulationFailure(self.seed, self.steps, cause) from cause
+            raise SimulationFailure(self.seed, self.steps, cause, self.depth if self.forced else None) from cause
 
     def submit(self) -> None:
         """One more request; now and then first one that must be refused."""
@@ -137,7 +150,7 @@ class Episode:
         self.engine.add(request)
         expected = self.expected[request.id] = Expected(request, self.world.config)
         self.backlog += expected.longest()
-        self.deadline[request.id] = self.steps + self.backlog
+        self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
 
     def abort(self) -> None:
         """End some live request; it must be gone."""
@@ -215,7 +228,7 @@ class Episode:
             assert scheduler.reset_prefix_cache() and not len(scheduler.prefix)
 
 
-def make_device(config: SchedulerConfig) -> FakeExecutor:
+def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | None = None) -> FakeExecutor:
     """The fake device of that size."""
     return FakeExecutor(
         config.max_num_seqs,
@@ -224,14 +237,19 @@ def make_device(config: SchedulerConfig) -> FakeExecutor:
         config.vocab_size,
         config.max_model_len,
         config.max_num_batched_tokens,
+        depth,
+        rng,
     )
 
 
-def simulate(seed: int, steps: int, stride: int = 1, **how: Any) -> Counter[str]:
-    """Episodes of seed, seed + stride, ... until so many steps are done; what happened, in numbers."""
+def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
+    """Episodes of seed, seed + stride, ... until so many steps are done; what happened, in numbers.
+
+    `depth`: most steps under way, in every episode (None: as each world draws it).
+    """
     total: Counter[str] = Counter()
     while total["steps"] < steps:
-        episode = Episode(seed, **how)
+        episode = Episode(seed, depth)
         episode.run()
         total += summary(episode)
         seed += stride
@@ -244,6 +262,7 @@ def summary(episode: Episode) -> Counter[str]:
     return Counter(
         episodes=1,
         steps=episode.steps,
+        overlapped=episode.steps if episode.depth > 1 else 0,
         requests=episode.submitted,
         computed=counters.num_scheduled_tokens,
         generated=episode.generated,
@@ -253,14 +272,14 @@ def summary(episode: Episode) -> Counter[str]:
     )
 
 
-def run(seed: int, steps: int, jobs: int) -> Iterator[Counter[str]]:
+def run(seed: int, steps: int, jobs: int, depth: int | None) -> Iterator[Counter[str]]:
     """The totals of each job; SimulationFailure of the first that fails."""
     if jobs == 1:
-        yield simulate(seed, steps)
+        yield simulate(seed, steps, depth=depth)
         return
     with ProcessPoolExecutor(jobs) as pool:
         share = -(-steps // jobs)
-        yield from pool.map(simulate, range(seed, seed + jobs), [share] * jobs, [jobs] * jobs)
+        yield from pool.map(simulate, range(seed, seed + jobs), [share] * jobs, [jobs] * jobs, [depth] * jobs)
 
 
 def main() -> int:
@@ -269,12 +288,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000, help="scheduler steps in all (default 100000)")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first episode (default: drawn)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--depth", type=int, default=None, help="most steps under way (default: drawn, 1 to 3)")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 40) if options.seed is None else options.seed
     print(f"simulator: --seed {seed} --steps {options.steps} --jobs {options.jobs}", flush=True)
     start = time.monotonic()
     try:
-        total = sum(run(seed, options.steps, options.jobs), Counter())
+        total = sum(run(seed, options.steps, options.jobs, options.depth), Counter())
     except SimulationFailure as failure:
         print(failure, file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from llmc_runtime.format.errors import LlmcError
@@ -13,15 +14,20 @@ from tests.runtime.rig import Rig
 
 
 class Broken:
-    """An executor that does one step wrong."""
+    """The rig's executor, but what it answers to a step and later ones is wrong."""
 
     def __init__(self, rig: Rig, at: int, wrong: Callable[[Step, StepOutput], StepOutput]) -> None:
         self.rig, self.left, self.wrong = rig, at, wrong
+        self.depth, self.settle = rig.depth, rig.settle
         rig.engine.executor = self
 
-    def run(self, step: Step) -> StepOutput:
+    def launch(self, step: Step) -> tuple[Step, Any]:
+        return step, self.rig.launch(step)
+
+    def wait(self, ticket: tuple[Step, Any]) -> StepOutput:
         self.left -= 1
-        output = self.rig.run(step)
+        step, inner = ticket
+        output = self.rig.wait(inner)
         return self.wrong(step, output) if self.left < 0 else output
 
 

@@ -16,22 +16,25 @@ from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.text.tokenizer import Tokenizer
 
+from tests.runtime.rig import OneByOne
+
 PAGE, PAGES, ROWS, LENGTH, TOKENS = 4, 64, 4, 96, 16
 
 
 class Recorder:
     """The simulated device, counting what it was asked."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: FakeExecutor) -> None:
         self.inner, self.steps, self.most = inner, 0, 0
+        self.depth, self.wait, self.settle = inner.depth, inner.wait, inner.settle
 
-    def run(self, step: Any) -> Any:
+    def launch(self, step: Any) -> Any:
         self.steps += 1
         self.most = max(self.most, len(step.work))
-        return self.inner.run(step)
+        return self.inner.launch(step)
 
 
-class Script:
+class Script(OneByOne):
     """A device that answers given ids, whatever the prompt."""
 
     def __init__(self, ids: list[int]) -> None:
@@ -55,12 +58,16 @@ def tokenizer() -> Tokenizer:
 TOK = tokenizer()
 
 
+def device(depth: int = 1) -> FakeExecutor:
+    return FakeExecutor(ROWS, PAGES, PAGE, TOK.vocab_size, LENGTH, TOKENS, depth, random.Random(depth))
+
+
 def make(executor: Any = None, *, tok: Tokenizer | None = TOK, seed: int = 0, **options: Any) -> LLM:
     config = SchedulerConfig(
         PAGES, PAGE, LENGTH, ROWS, TOKENS, TOK.vocab_size,
         eos_token_ids=(TOK.named_id("eos_token") or 0,),
     )  # fmt: skip
-    fake = FakeExecutor(ROWS, PAGES, PAGE, TOK.vocab_size, LENGTH, TOKENS)
+    fake = device()
     draws = random.Random(seed)
     engine = Engine(Scheduler(config, lambda: draws.getrandbits(64)), executor or Recorder(fake))
     return LLM.over(engine, tok, **options)
@@ -138,15 +145,16 @@ def test_a_stream_that_nobody_reads_ends() -> None:
     assert list(stream) == []
 
 
-def test_an_interrupt_ends_the_requests_and_the_llm_goes_on() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_ends_the_requests_and_the_llm_goes_on(depth: int) -> None:
     class Impatient(Recorder):
-        def run(self, step: Any) -> Any:
+        def launch(self, step: Any) -> Any:
             if self.steps == 3:
                 self.steps += 1
                 raise KeyboardInterrupt
-            return super().run(step)
+            return super().launch(step)
 
-    llm = make(Impatient(FakeExecutor(ROWS, PAGES, PAGE, TOK.vocab_size, LENGTH, TOKENS)))
+    llm = make(Impatient(device(depth)))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], params(), use_tqdm=False)
     assert not llm.engine.has_work()
@@ -155,7 +163,7 @@ def test_an_interrupt_ends_the_requests_and_the_llm_goes_on() -> None:
 
 
 def test_a_broken_device_is_an_error_and_not_an_answer() -> None:
-    class Broken:
+    class Broken(OneByOne):
         def run(self, step: Any) -> Any:
             raise LlmcError("E114", "the device failed", "")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
-from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import Step, Work
 
@@ -140,9 +142,11 @@ def prompt_length_of_a_resumed_request(self: Scheduler, step: Step) -> None:
 def budget_overdrawn(self: Scheduler, step: Step) -> None:
     left = self.config.max_num_batched_tokens - step.num_tokens
     for request in self.running[len(step.work) :]:
-        if left == 0:
-            step.work.append(Work(request.row, 1, len(request.tokens) - request.num_computed == 1))
-            self._planned.append(request)
+        if left == 0 and step.work and request.num_total < request.limit:
+            request.num_planned += 1
+            step.work.append(Work(request.row, 1, request.num_total == request.num_planned))
+            request.num_total += step.work[-1].emit
+            self._under_way[-1][1].append(request)
 
 
 def preempted_but_still_computed(right: Any) -> Any:
@@ -181,10 +185,96 @@ def ends_one_token_late(right: Any) -> Any:
 
 def rollback_that_keeps_the_row(right: Any) -> Any:
     def rollback(self: Scheduler) -> None:
-        self._take_step()
+        self._under_way.clear()
 
     return rollback
 
+
+def rollback_of_the_newest_step(right: Any) -> Any:
+    def rollback(self: Scheduler) -> None:
+        newest = self._under_way.pop()
+        self._under_way.clear()
+        self._under_way.append(newest)
+        right(self)
+
+    return rollback
+
+
+def work_behind_the_last_token(right: Any) -> Any:
+    def go_on(self: Scheduler, *args: Any) -> Any:
+        for request in (live := list(self.running)):
+            request.limit += 1
+        found = right(self, *args)
+        for request in live:
+            request.limit -= 1
+        return found
+
+    return go_on
+
+
+def resumed_with_tokens_under_way(right: Any) -> Any:
+    def admit(self: Scheduler, *args: Any) -> None:
+        held, self._under_way = self._under_way, deque()
+        right(self, *args)
+        self._under_way = held
+
+    return admit
+
+
+def output_after_the_end(right: Any) -> Any:
+    def commit(self: Scheduler, output: Any) -> Any:
+        for request in self._under_way[0][1]:
+            if request.status is Status.FINISHED:
+                request.status = Status.PREEMPTED
+        return right(self, output)
+
+    return commit
+
+
+def published_while_under_way(right: Any) -> Any:
+    def next(self: Scheduler) -> Step:
+        step = right(self)
+        for request in self.running:
+            full = min(request.num_planned, len(request.tokens)) // self.config.page_size
+            if full > request.num_published:
+                self._publish(request, full)
+        return step
+
+    return next
+
+
+def steps_that_overtake(right: Any) -> Any:
+    def go(self: FakeExecutor, count: int) -> None:
+        if count > 1:
+            self._queue.reverse()
+        right(self, count)
+
+    return go
+
+
+def tokens_that_come_late(right: Any) -> Any:
+    def launch(self: FakeExecutor, step: Step) -> int:
+        ticket = right(self, step)
+        if len(self._queue) > 1:  # the newer step runs on what the row held before
+            for work in self._queue[0].work:
+                row = self.rows[work.row]
+                if work.emit and row is not None:
+                    row.tokens[-1:] = [0]
+        return ticket
+
+    return launch
+
+
+# What only steps under way can break, at this depth.
+OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
+    (Scheduler, "rollback", rollback_of_the_newest_step, 2),
+    (Scheduler, "_go_on", work_behind_the_last_token, 2),
+    (Scheduler, "_admit", resumed_with_tokens_under_way, 3),
+    (Scheduler, "commit", output_after_the_end, 2),
+    (Scheduler, "next", published_while_under_way, 2),
+    (FakeExecutor, "_go", steps_that_overtake, 2),
+    (FakeExecutor, "launch", tokens_that_come_late, 2),
+)
 
 BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (PrefixCache, "match", hit_of_the_whole_prompt),
@@ -215,10 +305,22 @@ def name(bug: Any) -> str:
 
 @pytest.mark.parametrize(("owner", "method", "bug"), BUGS, ids=[name(bug) for _, _, bug in BUGS])
 def test_a_bug_is_seen(owner: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    see(owner, method, bug, None, monkeypatch)
+
+
+@pytest.mark.parametrize(("owner", "method", "bug", "depth"), OVERLAPS, ids=[bug[2].__name__ for bug in OVERLAPS])
+def test_a_bug_of_overlap_is_seen(
+    owner: type, method: str, bug: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(owner, method, bug, depth, monkeypatch)
+
+
+def see(owner: type, method: str, bug: Any, depth: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug fails some episode, and again when that is replayed."""
     monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
     with pytest.raises(SimulationFailure, match=r"--seed \d+ --steps 1") as caught:
-        simulate(100, 100_000)
+        simulate(100, 100_000, depth=depth)
     print(caught.value)
     with pytest.raises(SimulationFailure) as again:
-        simulate(caught.value.seed, 1)
+        simulate(caught.value.seed, 1, depth=depth)
     assert str(again.value) == str(caught.value)

@@ -16,7 +16,7 @@ from llmc_runtime import LlmcError
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.turns import Turns
 
-from tests.runtime.test_llm import make, params
+from tests.runtime.test_llm import device, make, params
 
 PROMPTS = ("the kernel", "a b", "c d e", "once")
 
@@ -40,15 +40,16 @@ def during(llm: Any, method: str, act: Callable[[], object]) -> None:
     setattr(scheduler, method, outer)
 
 
-def test_threads_share_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = FakeExecutor.run
+@pytest.mark.parametrize("depth", [1, 2])
+def test_threads_share_an_llm(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = FakeExecutor.wait
 
-    def slow(self: FakeExecutor, step: Any) -> Any:
+    def slow(self: FakeExecutor, ticket: Any) -> Any:
         time.sleep(1e-4)  # as a device does, it lets other threads go on
-        return inner(self, step)
+        return inner(self, ticket)
 
-    monkeypatch.setattr(FakeExecutor, "run", slow)
-    llm, expected = make(), answers(make())
+    monkeypatch.setattr(FakeExecutor, "wait", slow)
+    llm, expected = make(device(depth)), answers(make())
     found: list[Any] = []
 
     def work(streamed: bool) -> None:
@@ -98,9 +99,10 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["add", "next", "commit", "_append"])
-def test_ctrl_c_waits_for_the_end_of_the_turn(ctrl_c: None, method: str) -> None:
-    llm, expected = make(), answers(make())
+def test_ctrl_c_waits_for_the_end_of_the_turn(ctrl_c: None, method: str, depth: int) -> None:
+    llm, expected = make(device(depth)), answers(make())
     during(llm, method, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         for _ in range(4):
@@ -110,9 +112,10 @@ def test_ctrl_c_waits_for_the_end_of_the_turn(ctrl_c: None, method: str) -> None
     assert answers(llm) == expected
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["next", "_append"])
-def test_a_stream_lost_within_a_step_ends_after_it(method: str) -> None:
-    llm, expected = make(), answers(make())
+def test_a_stream_lost_within_a_step_ends_after_it(method: str, depth: int) -> None:
+    llm, expected = make(device(depth)), answers(make())
     box = [llm.stream("lost", params(60))]
     next(box[0])
     (lost,) = llm.engine.scheduler.requests

@@ -22,6 +22,7 @@ class World:
     abort_every: int  # steps between aborts, on average
     crowd: int  # most live requests that are aimed at
     longest: int  # tokens of a prompt or an output, mostly
+    depth: int = 1  # most steps under way
     stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
 
     def request(self, number: int) -> Request:
@@ -97,7 +98,8 @@ def draw_world(seed: int) -> World:
         long_prefill_threshold=rng.choice((0, 0, 0, 3, 16)),
         context=f"artifact {seed}",
     )
-    world = World(rng, config, rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
+    habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
+    world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)))
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))

@@ -3,12 +3,14 @@
 Every KV slot holds the hash chain of the prefix that ends at its token, continued from the slot of the position before,
 which is read through the row's page table; the sampled token depends on the chain's head, on the chain at one earlier
 position, and on the row's parameters. So a page, row, chunk, preemption or prefix hit mixed up anywhere gives a wrong
-token, and what can be seen at once (lengths, positions, tables, emits) raises Mismatch.
+token, and what can be seen at once (lengths, positions, tables, emits) raises Mismatch. At depth 2 and more it runs
+late: a launched step takes effect at a moment of its own choice until it is waited for, in launch order.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -54,11 +56,26 @@ class _Row:
 
 
 class FakeExecutor:
-    """The executor's `run(step)` over rows, page tables, lengths, tokens and KV of its own; the host sends diffs."""
+    """The engine's Executor over rows, page tables, lengths, tokens and KV of its own; the host sends diffs.
+
+    `rng` chooses how many of the launched steps have run when a launch returns; without it none has.
+    """
 
     def __init__(
-        self, rows: int, num_pages: int, page_size: int, vocab_size: int, max_model_len: int, max_tokens: int
+        self,
+        rows: int,
+        num_pages: int,
+        page_size: int,
+        vocab_size: int,
+        max_model_len: int,
+        max_tokens: int,
+        depth: int = 1,
+        rng: random.Random | None = None,
     ) -> None:
+        self.depth, self._rng = depth, rng
+        self._queue: deque[StepLike] = deque()  # launched, not run
+        self._outputs: deque[Any] = deque()  # run, not waited for
+        self._oldest = 0  # ticket of the first of these
         self.vocab_size, self.page_size, self.max_model_len = vocab_size, page_size, max_model_len
         self.num_pages, self.max_tokens = num_pages, max_tokens
         self.rows: list[_Row | None] = [None] * rows
@@ -66,7 +83,45 @@ class FakeExecutor:
         self._position = [-1] * (num_pages * page_size)  # which position of its sequence a slot holds
 
     def run(self, step: StepLike) -> Any:
-        """Apply one step. Mismatch where it makes no sense."""
+        """Launch a step and wait for it."""
+        return self.wait(self.launch(step))
+
+    def launch(self, step: StepLike) -> int:
+        """A ticket for a step, which runs now or later. Mismatch where it, or an earlier one, makes no sense."""
+        open_now = len(self._queue) + len(self._outputs)
+        _require(open_now < self.depth, f"{open_now} steps are under way")
+        self._queue.append(step)
+        if self._rng is not None:
+            self._go(self._rng.randrange(len(self._queue) + 1))
+        return self._oldest + open_now
+
+    def wait(self, ticket: int) -> Any:
+        """The output of the oldest step that was not waited for, whose ticket this is."""
+        _require(ticket == self._oldest, f"ticket {ticket} is waited for, the oldest is {self._oldest}")
+        if not self._outputs:
+            self._go(1)
+        self._oldest += 1
+        return self._outputs.popleft()
+
+    def done(self, ticket: int) -> bool:
+        """Whether the step has run."""
+        return ticket < self._oldest + len(self._outputs)
+
+    def settle(self) -> None:
+        """Run everything that was launched, and forget the outputs."""
+        self.catch_up()
+        self._oldest += len(self._outputs)
+        self._outputs.clear()
+
+    def catch_up(self) -> None:
+        """Run everything that was launched, so that what the device holds can be looked at."""
+        self._go(len(self._queue))
+
+    def _go(self, count: int) -> None:
+        for _ in range(count):
+            self._outputs.append(self._step(self._queue.popleft()))
+
+    def _step(self, step: StepLike) -> Any:
         for init in step.inits:
             self._check_pages(init.pages)
             _require(init.num_prompt <= len(init.tokens) <= self.max_model_len, "a row with too many tokens")
@@ -130,20 +185,36 @@ class FakeExecutor:
 
 
 class FaultyExecutor:
-    """Another executor that fails in one step of `every`, on average: before the device ran it, or after."""
+    """Another executor that fails in one step of `every`, on average: in launch or wait, before the deed or after."""
 
     def __init__(self, inner: Any, rng: random.Random, every: int, fault: Callable[[], BaseException]) -> None:
         self.inner, self.rng, self.every, self.fault = inner, rng, every, fault
 
-    def run(self, step: StepLike) -> Any:
-        """Run the step, or fail."""
-        strikes = self.rng.randrange(self.every) == 0
+    @property
+    def depth(self) -> int:
+        """The other's."""
+        return int(self.inner.depth)
+
+    def launch(self, step: StepLike) -> Any:
+        """Launch the step, or fail."""
+        return self._perhaps(self.inner.launch, step)
+
+    def wait(self, ticket: Any) -> Any:
+        """The ticket's output, or a failure."""
+        return self._perhaps(self.inner.wait, ticket)
+
+    def settle(self) -> None:
+        """Let the other one settle."""
+        self.inner.settle()
+
+    def _perhaps(self, call: Callable[[Any], Any], what: Any) -> Any:
+        strikes = self.rng.randrange(2 * self.every) == 0
         if strikes and self.rng.random() < 0.5:
             raise self.fault()
-        output = self.inner.run(step)
+        done = call(what)
         if strikes:
             raise self.fault()
-        return output
+        return done
 
 
 def _require(holds: bool, message: str) -> None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.sched.step import RowParams, TokenLogprobs
+from llmc_runtime.sched.step import RowParams, TokenLogprobs, Work
 
 
 class Status(IntEnum):
@@ -34,14 +34,17 @@ class Request:
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival
-    tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
+    tokens: list[int] = field(default_factory=list, init=False)  # prompt and output, as far as the host knows
     num_prompt: int = field(default=0, init=False)
-    num_computed: int = field(default=0, init=False)  # tokens whose KV is in `pages`
+    num_total: int = field(default=0, init=False)  # while it runs: len(tokens) and those that steps under way sample
+    num_planned: int = field(default=0, init=False)  # tokens whose KV is in `pages` after the steps under way
+    num_computed: int = field(default=0, init=False)  # tokens whose KV is in `pages` as far as the host knows
     num_published: int = field(default=0, init=False)  # pages offered to the prefix cache, or taken from it
     num_cached: int | None = field(default=None, init=False)  # prompt tokens found in the cache at first admission
     pages: list[int] = field(default_factory=list, init=False)
     chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
     row: int = field(default=-1, init=False)
+    decode: Work = field(default_factory=lambda: Work(-1, 1, True), init=False)  # one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     limit: int = field(default=0, init=False)  # it ends at this many tokens, prompt included
     gate: int = field(default=0, init=False)  # below this many tokens nothing stops it

@@ -3,13 +3,28 @@
 One token budget a step, no prefill or decode phase: every request lets its computed tokens catch up with its known
 tokens, the running ones first, then the waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
 Invariants: `running` and `waiting` are sorted by key, so the first running request runs in every step and is the last
-to be preempted; the pages of a running request cover its computed tokens and, from admission, all tokens then known.
+to be preempted; the pages of a running request cover its planned tokens and, from admission, all tokens then known.
+
+Steps under way. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
+request counts them in `num_total`, and the device itself feeds them to the next step. One fact makes this right: *the
+device applies the diffs and the work of all steps in the order in which they were planned*. From it follows:
+- A row or page given back at any moment may be given out by the very next plan: what a step under way still does with
+  it comes before anything its new owner does. A row is rebuilt by its RowInit; of a page, its owner reads no position
+  that he has not written since he got it, published pages apart.
+- A page is published at commit: all its tokens are known, and the step that completed it has run. Its owner writes only
+  behind it, so no step under way writes a published page, not even for a request that has ended meanwhile.
+- A request whose last token is under way by length gets no further work. One that ends otherwise (stop id, stop string,
+  abort) leaves steps under way whose output is dropped; all that they write is its row and its private pages.
+- A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
+  again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
+- rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
 from __future__ import annotations
 
 import secrets
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -23,22 +38,24 @@ from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.step import RowInit, RowPages, Step, StepOutput, TokenLogprobs, Work
 
 _KEY = attrgetter("key")
+_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
 
 class Scheduler:
-    """next() plans a step; then exactly one of commit() (it ran) or rollback() (nobody knows) follows.
+    """next() plans a step; commit() takes the output of the oldest one under way, rollback() forgets them all.
 
-    `seeds` draws 64 bits for a request that brings no seed; by default from the system.
+    At most `depth` steps are under way (1: each is committed before the next is planned). `seeds` draws 64 bits for a
+    request that brings no seed; by default from the system.
     """
 
     def __init__(self, config: SchedulerConfig, seeds: Callable[[], int] | None = None) -> None:
-        self.config = config
+        self.config, self.depth = config, 1
         self.counters = Counters()
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._step: Step | None = None  # planned, neither committed nor rolled back
-        self._planned: list[Request] = []  # beside the work of _step, in its order
+        # The steps under way, oldest first, each with the requests of its work, in its order.
+        self._under_way: deque[tuple[Step, list[Request]]] = deque()
         self._empty()
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
@@ -70,43 +87,51 @@ class Scheduler:
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step; it is empty only where no request lives."""
-        if self._step is not None:
+        """Plan one step behind those under way. It is empty, and then not under way, where no request lives or where
+        all that live wait for a step under way: at depth 1 only the former."""
+        if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
-        step = self._step = Step()
-        planned = self._planned = []
+        step = Step()
+        planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
+        if planned:
+            self._under_way.append((step, planned))
         return step
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
-        """Take the step's tokens: what each request got, and which of them ended. RuntimeError on malformed output."""
-        step, planned = self._take_step()
-        if not len(output.tokens) == len(output.logprobs) == len(step.work):
-            raise RuntimeError(f"{len(step.work)} rows ran, the executor answered for {len(output.tokens)}")
-        self.counters.num_steps += 1
-        size, publish, deltas = self.config.page_size, self.prefix.publish, []
-        for request, work, token, logprobs in zip(planned, step.work, output.tokens, output.logprobs):
-            self.counters.num_scheduled_tokens += work.num_tokens
-            if request.status is not Status.RUNNING:
+        """Take the tokens of the oldest step under way: what each request got, and which of them ended. RuntimeError on
+        malformed output."""
+        if not self._under_way:
+            raise RuntimeError("no step was planned")
+        step, planned = self._under_way.popleft()
+        work, tokens, logprobs = step.work, output.tokens, output.logprobs
+        if not len(tokens) == len(logprobs) == len(work):
+            raise RuntimeError(f"{len(work)} rows ran, the executor answered for {len(tokens)}")
+        size, append, scheduled = self.config.page_size, self._append, 0
+        deltas: list[RequestDelta] = []
+        for request, item, token, found in zip(planned, work, tokens, logprobs):
+            scheduled += item.num_tokens
+            if request.status is _RUNNING:
+                done = request.num_computed = request.num_computed + item.num_tokens
+                if done // size > request.num_published:
+                    self._publish(request, done // size)
+            elif request.status is _FINISHED:
                 continue  # it ended while the step ran
-            request.num_computed += work.num_tokens
-            full = request.num_computed // size
-            if full > request.num_published:
-                publish(request.chain, request.tokens, request.pages, request.num_published, full)
-                request.num_published = full
-            if work.emit:
-                deltas.append(self._append(request, token, logprobs))
+            if item.emit:
+                deltas.append(append(request, token, found))
+        self.counters.num_steps += 1
+        self.counters.num_scheduled_tokens += scheduled
         return deltas
 
     def rollback(self) -> None:
-        """Forget the planned step: its requests wait again and recompute, whatever the device has done of it."""
-        _, planned = self._take_step()
-        for request in reversed(planned):
-            if request.status is Status.RUNNING:
-                self.running.remove(request)
-                self._preempt(request)
+        """Forget all steps under way: their requests wait again and recompute, whatever the device has done of them."""
+        while self._under_way:
+            for request in reversed(self._under_way.pop()[1]):
+                if request.status is _RUNNING:
+                    self.running.remove(request)
+                    self._preempt(request)
 
     def end_all(self, error: LlmcError) -> list[RequestDelta]:
         """End every live request with `error`: each is told once, in order of arrival. It may follow a failure anywhere
@@ -128,31 +153,28 @@ class Scheduler:
         return True
 
     def _empty(self) -> None:
-        """All pages and rows free, nothing cached, nothing planned."""
+        """All pages and rows free, nothing cached, nothing under way."""
         config = self.config
         self.pool = PagePool(config.num_pages)
         self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._step, self._planned = None, []
-
-    def _take_step(self) -> tuple[Step, list[Request]]:
-        if self._step is None:
-            raise RuntimeError("no step was planned")
-        step, planned = self._step, self._planned
-        self._step, self._planned = None, []
-        return step, planned
+        self._under_way.clear()
 
     def _go_on(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests; the budget left, and whether any was preempted."""
         running, pool, config = self.running, self.pool, self.config
         budget = config.max_num_batched_tokens
         most = config.long_prefill_threshold or budget
-        size, preempted, index = config.page_size, False, 0
+        size, preempted, index, work = config.page_size, False, 0, step.work
         while budget and index < len(running):
             request = running[index]
-            missing = len(request.tokens) - request.num_computed
-            count = min(missing, most, budget)
-            need = -(-(request.num_computed + count) // size) - len(request.pages)
+            index += 1
+            total, start = request.num_total, request.num_planned
+            if total == request.limit:
+                continue  # its last token is under way
+            missing = total - start
+            count = 1 if missing == 1 else min(missing, most, budget)
+            need = -(-(start + count) // size) - len(request.pages)
             if need > 0:
                 # Victims come from the end of `running`: none of them is in the plan yet.
                 while need > pool.num_free:
@@ -165,10 +187,12 @@ class Scheduler:
                 taken = pool.take(need)
                 step.pages.append(RowPages(request.row, len(request.pages), taken))
                 request.pages += taken
-            step.work.append(Work(request.row, count, count == missing))
+            request.num_planned = start + count
+            if count == missing:
+                request.num_total = total + 1
+            work.append(request.decode if missing == 1 else Work(request.row, count, count == missing))
             planned.append(request)
             budget -= count
-            index += 1
         return budget, preempted
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
@@ -178,6 +202,8 @@ class Scheduler:
         admitted = 0
         while budget and self.free_rows and admitted < len(waiting):
             request = waiting[admitted]
+            if request.status is Status.PREEMPTED and any(request in late for _, late in self._under_way):
+                break
             hits = self.prefix.match(request.chain, request.tokens)
             fresh = config.pages_for(len(request.tokens)) - len(hits)
             idle = sum(1 for page in hits if not pool.refs[page])
@@ -186,7 +212,7 @@ class Scheduler:
             for page in hits:
                 pool.share(page)
             self._start(request, hits + pool.take(fresh), len(hits))
-            missing = len(request.tokens) - request.num_computed
+            missing = request.num_total - request.num_planned
             count = min(missing, most, budget)
             step.inits.append(
                 RowInit(
@@ -200,6 +226,8 @@ class Scheduler:
             )
             step.work.append(Work(request.row, count, count == missing))
             planned.append(request)
+            request.num_planned += count
+            request.num_total += count == missing
             budget -= count
             admitted += 1
         del waiting[:admitted]
@@ -215,10 +243,18 @@ class Scheduler:
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.pages = pages
-        request.num_computed, request.num_published = cached, hits
+        request.num_total = len(request.tokens)
+        request.num_planned = request.num_computed = cached
+        request.num_published = hits
         request.row = self.free_rows.pop()
+        request.decode = Work(request.row, 1, True)
         request.status = Status.RUNNING
         _insert(self.running, request)
+
+    def _publish(self, request: Request, full: int) -> None:
+        """The first `full` pages of a running request are computed."""
+        self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
+        request.num_published = full
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
@@ -257,7 +293,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.release(reversed(request.pages))
         request.pages = []
-        request.num_computed = request.num_published = 0
+        request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)
         request.row = -1
 
