@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.triton.base import FLOATS, Unit, element, unsupported
+from llmc.codegen.triton.spell import helpers, inline
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node, Value
-from llmc.ir.scalar import parse_expr
+from llmc.ir.scalar import parse_expr, walk
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
@@ -93,7 +94,7 @@ def refuse(node: Node) -> str | None:
 
 
 def clamp(index: str, limit: str, block: int, size: int | None) -> str:
-    """`index` held below `limit`, where blocks of `block` may reach behind the `size`: rows are read twice, not past."""
+    """`index` held below `limit` where blocks of `block` may reach behind `size`: the last row is read again."""
     return index if size is not None and size % block == 0 else f"tl.minimum({index}, {limit} - 1)"
 
 
@@ -109,7 +110,7 @@ def other(mask: str) -> str:
 
 def extra_offset(u: Unit, p: Product, e: Type, m: str, n: str) -> tuple[str, bool, bool]:
     """(offset of extra `e` at token `m` (int64) and column `n`, whether it reads m, whether it reads n)."""
-    lead = [D(1)] * (p.out.rank - e.rank) + list(e.shape[:-1])
+    lead = [D(1)] * (p.out.rank - max(1, e.rank)) + list(e.shape[:-1])
     column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
     width = D(p.n if column else 1)
     terms, stride, inner = [n] if column else [], width, D(1)
@@ -125,26 +126,26 @@ def extra_offset(u: Unit, p: Product, e: Type, m: str, n: str) -> tuple[str, boo
 
 
 def load_extras(u: Unit, p: Product, m: str, n: str, mmask: str, nmask: str, tag: str = "") -> list[str]:
-    """`e0{tag} = ..` for each extra in its own dtype, at tokens `m` and columns `n`, which broadcast to the tile."""
+    """`q0{tag} = ..` for each extra in its own dtype, at tokens `m` and columns `n`, which broadcast to the tile."""
     out = []
     for i, e in enumerate(p.extras):
         offset, rows, columns = extra_offset(u, p, e, m, n)
         mask = other(inside(mmask if rows else "", nmask if columns else ""))
-        out.append(f"e{i}{tag} = tl.load(x{i + 2} + {offset}{mask})")
+        out.append(f"q{i}{tag} = tl.load(x{i + 2} + {offset}{mask})")
     return out
 
 
-def result(p: Product, accs: Sequence[str], tag: str = "") -> str:
-    """The value of the body over float32 accumulators and the extras of `load_extras`."""
-    from llmc.ir.scalar import spell
+def finish(p: Product, accs: Sequence[str], m: str, n: str, mmask: str, nmask: str, tag: str = "") -> list[str]:
+    """Write the body over float32 accumulators and the extras of `load_extras`, rounded once."""
+    args = [*accs, *(f"q{i}{tag}.to(tl.float32)" for i in range(len(p.extras)))]
+    lines, value = inline(parse_expr(p.body), args)
+    at = f"y0 + ({m} * {p.n} + {n})"
+    return [*lines, f"tl.store({at}, ({value}).to({element(p.out)}){inside(mmask, nmask)})"]
 
-    args = [*accs, *(f"e{i}{tag}.to(tl.float32)" for i in range(len(p.extras)))]
-    return spell(parse_expr(p.body), _TABLE, args)
 
-
-def store(p: Product, value: str, m: str, n: str, mmask: str, nmask: str) -> str:
-    """Write the value, rounded once."""
-    return f"tl.store(y0 + ({m} * {p.n} + {n}), ({value}).to({element(p.out)}){inside(mmask, nmask)})"
+def body_helpers(p: Product) -> str:
+    """The functions that the text of `finish` calls."""
+    return helpers(e.fn for e in walk(parse_expr(p.body)))
 
 
 def dot_cast(u: Unit, p: Product, text: str) -> str:

@@ -1,0 +1,231 @@
+"""The Triton products in the interpreter beside the reference: odd shapes, every epilogue, one token to many; what is
+offered first for real models; binaries for every GPU target."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.harness import Case
+from kernels.triton_harness import TARGETS, compile_for, run_case
+
+from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.triton.linear import Product
+from llmc.codegen.triton.stream import MEASURED, STREAM
+from llmc.codegen.triton.tile import GEMM, TILE
+from llmc.ir.graph import Graph, Node
+from llmc.ir.ops import OPS
+from llmc.ir.types import tensor
+from llmc.targets.gpu import sm_90
+
+KERNELS = (STREAM, TILE, GEMM)
+ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
+SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+GELU = "mul(mul(a0, 0.5), add(erf(mul(a0, 0.7071067811865476)), 1.0))"
+# (n, k, parts) of the products of one layer and the head.
+MODELS = {
+    "llama-3.1-8b": ((6144, 4096, 1), (4096, 4096, 1), (14336, 4096, 2), (4096, 14336, 1), (128256, 4096, 1)),
+    "llama-3.2-1b": ((3072, 2048, 1), (2048, 2048, 1), (8192, 2048, 2), (2048, 8192, 1), (128256, 2048, 1)),
+    "qwen3-0.6b": ((4096, 1024, 1), (1024, 2048, 1), (3072, 1024, 2), (1024, 3072, 1), (151936, 1024, 1)),
+}
+REAL = tuple(dict.fromkeys(s for shapes in MODELS.values() for s in shapes))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product: dtypes of x and w, sizes, epilogue, extras as (dtype, dims), dtype of the result, tokens."""
+
+    name: str
+    x: str
+    w: str
+    n: int
+    k: int
+    parts: int = 1
+    body: str = "a0"
+    extras: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    dtype: str = ""
+    rows: Any = "T"
+    weight: bool = True
+
+    def graph(self) -> Graph:
+        g = Graph("test")
+        lead = self.rows if isinstance(self.rows, tuple) else (self.rows,)
+        x = g.input("x", tensor(self.x, *lead, self.k))
+        w = g.input("w", tensor(self.w, self.parts * self.n, self.k), weight=self.weight)
+        extras = [g.input(f"e{i}", tensor(dt, *dims)) for i, (dt, dims) in enumerate(self.extras)]
+        attrs = {"parts": self.parts, "body": self.body, "dtype": self.dtype}
+        g.outputs = [g.add(OPS["linear_map"], [x, w, *extras], attrs).result]
+        return g
+
+
+SHAPES = (
+    Shape("plain", "bf16", "bf16", 37, 133),
+    Shape("one", "bf16", "bf16", 3, 1),
+    Shape("column", "bf16", "bf16", 1, 40, 1, "add(a0, a1)", (("bf16", ("T", 1)),)),
+    Shape("residual", "bf16", "bf16", 33, 72, 1, "add(add(a0, a1), a2)", (("f32", (33,)), ("bf16", ("T", 33)))),
+    Shape("silu", "bf16", "bf16", 21, 64, 2, SILU),
+    Shape("gelu", "f16", "f16", 35, 29, 1, GELU),
+    Shape("f32", "f32", "f32", 50, 45, 1, "add(a0, a1)", (("f32", ("T", 50)),)),
+    Shape("head", "bf16", "bf16", 70, 56, dtype="f32"),
+    Shape("mixed", "f32", "bf16", 41, 51, 1, "mul(a0, a1)", (("f32", ("T", 1)),), "bf16"),
+    Shape("tanh", "f16", "f16", 18, 29, 1, "tanh(mul(a0, a1))", (("f32", ()),)),
+    Shape("three", "bf16", "f32", 24, 31, 3, "add(select(gt(a0, 0.0), a1, a2), a3)", (("f16", (1, 24)),), "f32"),
+    Shape("value", "bf16", "bf16", 37, 30, weight=False),
+)
+# Leading axes of their own, of which an extra has some.
+LEADING = Shape(
+    "leading", "f32", "f32", 9, 14, 1, "add(mul(a0, a1), a2)", (("f32", ("T", 1, 9)), ("f32", (3, 1))), rows=("T", 3)
+)
+
+
+def draw(g: Graph, rows: int) -> list[np.ndarray]:
+    """Fresh inputs; the products of sums stay near 1."""
+    rng = np.random.default_rng()
+    shapes = [[int(d.subs({"T": rows})) for d in v.type.shape] for v in g.inputs]
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    arrays[1] /= np.sqrt(shapes[1][1])
+    return arrays
+
+
+def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:
+    g = s.graph()
+    (node,) = g.nodes
+    chosen = schedule or kernel.schedules(node, sm_90())[0]
+    atol = 2e-3 if "f16" in (s.x, s.dtype) or "bf16" in (s.x, s.dtype) else 2e-5
+    run_case(Case(f"{s.name} {rows} {chosen}", g, kernel, chosen, draw(g, rows), atol=atol, sizes={"T": rows}))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
+    """The schedule is the first one, for streams of many tokens the last, which takes most of them at once."""
+    for s in SHAPES:
+        (node,) = s.graph().nodes
+        first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
+        if kernel is not STREAM or rows < 20 or s.n < 30:
+            check(kernel, s, rows, first if kernel is STREAM else None)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_leading_axes_and_extras_over_some_of_them(kernel: Kernel) -> None:
+    check(kernel, LEADING, 5)
+
+
+@pytest.mark.parametrize("rows", (1, 3, 8, 11))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_a_constant_number_of_tokens(kernel: Kernel, rows: int) -> None:
+    residual = (("f32", (33,)), ("bf16", (rows, 33)))
+    for s in (SHAPES[0], SHAPES[4], replace(SHAPES[3], extras=residual)):
+        check(kernel, replace(s, rows=rows), rows)
+
+
+def offered(kernel: Kernel, dtype: str) -> dict[int, list[Schedule]]:
+    """parts -> every schedule that real shapes are offered, for one token and for any number."""
+    out: dict[int, dict[str, Schedule]] = {}
+    for n, k, parts in REAL:
+        for rows in (1, "T"):
+            (node,) = Shape("", dtype, dtype, n, k, parts, SILU if parts == 2 else "a0", rows=rows).graph().nodes
+            for s in kernel.schedules(node, sm_90()):
+                out.setdefault(parts, {})[str(s)] = s
+    return {parts: list(found.values()) for parts, found in out.items()}
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "f32"))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_every_schedule(kernel: Kernel, dtype: str) -> None:
+    """On a product that is no multiple of anything, deep enough for several steps of every tile."""
+    for parts, schedules in offered(kernel, dtype).items():
+        for schedule in schedules:
+            s = Shape("odd", dtype, dtype, 2 * schedule["bn"] - 1, 4133, parts, SILU if parts == 2 else "a0")
+            check(kernel, s, 3, schedule)
+
+
+def node_of(n: int, k: int, parts: int, rows: Any = "R") -> Node:
+    (node,) = Shape("", "bf16", "bf16", n, k, parts, SILU if parts == 2 else "a0", rows=rows).graph().nodes
+    return node
+
+
+def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
+    found = [(k, s) for k in KERNELS if k.reject(node, sm_90()) is None for s in k.schedules(node, sm_90())]
+    env = {"R": rows, "T": rows}
+    return sorted(((k.cost_us(node, s, sm_90(), env), k.name, s) for k, s in found), key=lambda x: x[0])
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), REAL)
+def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
+    """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
+    expected = {1: {"stream"}, 2: {"stream", "tile"}, 8: {"stream", "tile"}, 16: {"stream", "tile"}}
+    expected |= {m: {"tile"} for m in (17, 32, 64, 100, 128)} | {m: {"tile", "gemm"} for m in (200, 256)}
+    expected |= {m: {"gemm"} for m in (1024, 2048, 8192)}
+    for m, names in expected.items():
+        us, name, schedule = ranked(node_of(n, k, parts, 1 if m == 1 else "R"), m)[0]
+        assert name.partition("/")[2] in names, f"{m} tokens: {name} {schedule} {us:.1f} us"
+        if "bm" in schedule and m <= 256:
+            assert schedule["bm"] >= min(m, 256) or m > 128, f"{m} tokens read the weights again: {schedule}"
+
+
+def test_one_token_is_streamed_as_measured() -> None:
+    """Each measured shape is offered its own best schedule first, dealt to its parts."""
+    for rows, k, (bn, bk, warps, _) in MEASURED:
+        parts = next((p for n, d, p in REAL if n * p == rows and d == k), 1)
+        _, name, s = ranked(node_of(rows // parts, k, parts, 1), 1)[0]
+        assert (name, s["bn"] * parts, s["warps"]) == ("triton/stream", bn, warps), (rows, k, s)
+        assert s["bk"] >= bk and s["rows"] == 1
+
+
+def sampled(count: int) -> Iterator[tuple[Kernel, Node, Schedule]]:
+    """Some of all offers, another choice in every run; the seed is printed."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(count):
+        kernel, (n, k, parts) = rng.choice(KERNELS), rng.choice(REAL)
+        dtype = rng.choice(("bf16", "bf16", "f16", "f32"))
+        extras = (("f32", (n,)), (dtype, ("T", n)))
+        body = "add(add(a0, a1), a2)" if parts == 1 else f"add(add({SILU}, a2), a3)"
+        (node,) = Shape("", dtype, dtype, n, k, parts, body, extras).graph().nodes
+        yield kernel, node, {}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_real_shapes_compile(target: Any, tmp_path: Path) -> None:
+    for kernel, node, _ in sampled(6):
+        schedule = random.choice(kernel.schedules(node, target))
+        g = Graph("test")
+        operands = [g.input(v.name, v.type, v.weight) for v in node.operands]
+        g.outputs = [g.add(node.op, operands, node.attrs).result]
+        print(kernel.name, schedule, node.operands)
+        made = compile_for(Case("", g, kernel, schedule, []), target, tmp_path)
+        assert made.shared <= target.limits.shared
+
+
+def test_what_is_refused() -> None:
+    g = Graph("test")
+    x, w = g.input("x", tensor("bf16", 99, 8)), g.input("w", tensor("bf16", 10, 8), weight=True)
+    node = g.add(OPS["linear_map"], [x, w], {"parts": 5, "body": "a0"})
+    assert all("5 parts" in str(k.reject(node, sm_90())) for k in KERNELS)
+    assert "99 tokens" in str(STREAM.reject(g.add(OPS["linear"], [x, w]), sm_90()))
+    v = g.input("v", tensor("bf16", "T", 8))
+    assert "not constant" in str(TILE.reject(g.add(OPS["linear"], [x, v]), sm_90()))
+
+
+def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
+    for kernel in (STREAM, TILE):
+        for weight in (True, False):
+            s = Shape("", "bf16", "bf16", 64, 256, rows=1, weight=weight)
+            (node,) = s.graph().nodes
+            text = kernel.emit(node, kernel.schedules(node, sm_90())[0], sm_90()).text
+            before, wait, _ = text.partition("gdc_wait")
+            assert wait and ("tl.load(" in before or "prefetch" in before) == weight
+            assert text.count("gdc_wait") == text.count("gdc_launch_dependents") == 1
+
+
+def test_the_bytes_of_a_product() -> None:
+    p = Product.of(node_of(14336, 4096, 2))
+    assert p.weight_bytes == 2 * 28672 * 4096
+    assert p.bytes({"R": 3}) == p.weight_bytes + 3 * 2 * (4096 + 14336)
