@@ -15,7 +15,7 @@ from llmc.codegen.kernel import Schedule
 from llmc.codegen.rowspace import RowProgram, expressions, same_layout
 from llmc.codegen.triton.base import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.triton.spell import constant, convert, dtypes, fold, helpers, loaded, number, statement, stored
-from llmc.codegen.triton.tiles import WIDEST, cost_us, factored, most_warps, power, times, wide
+from llmc.codegen.triton.tiles import WIDEST, cost_us, decompose, factored, most_warps, power, tiles, times, wide
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -45,7 +45,7 @@ class Rows(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = program(node)
-        found = _reducing(p, target) if reduces(p) else _pointwise(p, target)
+        found = _reducing(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(found)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -78,18 +78,6 @@ def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
     if cols > 512 or product(p.space.outer).const == 1 or shared:
         return one
     return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
-
-
-def _pointwise(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
-    """Tiles (rows, cols, warps) of eight elements a thread."""
-    n, outer, warp = p.space.row.const, product(p.space.outer).const, target.limits.warp
-    found = []
-    for warps in (4, 1, 8):
-        tile = warps * warp * 8
-        cols = tile if n is None else min(tile, power(n))
-        rows = tile // cols if outer is None else min(tile // cols, power(outer))
-        found.append((rows, cols, warps))
-    return found
 
 
 @dataclass
@@ -132,20 +120,11 @@ class Writer:
         if sp.outer:
             tile = f"{at} * {self.rows} + tl.arange(0, {self.rows})[:, None]"
             lines.append(f"row = {tile if self.tall else at}")
-            lines += self._outer()
+            lines += decompose("row", sp.outer, self.u.sizes)
+            if self.row_mask:
+                lines.append(f"valid = row < {factored(self.outer, self.u.sizes)}")
         if not self.loops:
             lines += self._columns("start + " if cols.const != 1 else "")
-        return lines
-
-    def _outer(self) -> list[str]:
-        outer, lines, rest = self.p.space.outer, [], "row"
-        for a in range(len(outer) - 1, 0, -1):
-            lines.append(f"i{a} = {rest} % {self.u.sizes(outer[a])}")
-            lines.append(f"rest{a} = {rest} // {self.u.sizes(outer[a])}")
-            rest = f"rest{a}"
-        lines.append(f"i0 = {rest}")
-        if self.row_mask:
-            lines.append(f"valid = row < {factored(self.outer, self.u.sizes)}")
         return lines
 
     def _columns(self, start: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import gcd
 
@@ -65,3 +65,31 @@ def cost_us(
     alone = nbytes / count / rate
     at_once = nbytes / (min(count, target.limits.units) * _UNIT_BYTES_US)
     return target.launch_us + max(nbytes / target.bandwidth * 1e6, waves * (_START_US + alone), _START_US + at_once)
+
+
+def tiles(rows: Dim, cols: Dim, target: Target, each: int = 8) -> list[tuple[int, int, int]]:
+    """(rows, cols, warps) of tiles over a space that nothing ties together, `each` elements a thread."""
+    n, outer, warp = cols.const, rows.const, target.limits.warp
+    found = []
+    for warps in (4, 1, 8):
+        tile = warps * warp * each
+        wide_ = tile if n is None else min(tile, power(n))
+        tall = tile // wide_ if outer is None else min(tile // wide_, power(outer))
+        found.append((tall, wide_, warps))
+    return list(dict.fromkeys(found))
+
+
+def decompose(index: str, axes: Sequence[Dim], sizes: Sizes, name: str = "i") -> list[str]:
+    """Statements that split a row-major index into coordinates `name`0, `name`1, ..."""
+    lines, rest = [], index
+    for a in range(len(axes) - 1, 0, -1):
+        lines.append(f"{name}{a} = {rest} % {sizes(axes[a])}")
+        lines.append(f"{name}_{a} = {rest} // {sizes(axes[a])}")
+        rest = f"{name}_{a}"
+    return [*lines, f"{name}0 = {rest}"] if axes else []
+
+
+def masked(*conditions: str, other: str = "") -> str:
+    """The mask argument of a load or store; nothing where no condition is left."""
+    found = [c for c in conditions if c]
+    return (f", mask={' & '.join(found)}" + (f", other={other}" if other else "")) if found else ""
