@@ -6,6 +6,7 @@ Invariant: the bytes of a slot are not touched while copies of the step that use
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,21 @@ class Pinned:
         self._cuda.cu.cuMemFreeHost(self.address)
 
 
+@dataclass(eq=False)
 class Slot:
-    """One step's bytes: `up` to the device, `down` from it, and the event of the step's end."""
+    """One step's bytes: `up` to the device, `down` from it, and the event of the step's end.
 
-    def __init__(self, cuda: Cuda, up: int, down: int) -> None:
-        self.event: Any = cuda.event()
-        self.up, self.down = Pinned(cuda, up), Pinned(cuda, down)
-        self.sent = self.fetched = 0  # bytes in use
-        self.more: list[Pinned] = []  # what did not fit into `down`
-        self.pending = False  # the event was recorded and not waited for
+    `sent` and `fetched` bytes are in use; `more` is what did not fit into `down`; `pending`: the event was recorded
+    and not waited for.
+    """
+
+    event: Any
+    up: Pinned
+    down: Pinned
+    sent: int = 0
+    fetched: int = 0
+    more: list[Pinned] = field(default_factory=list)
+    pending: bool = False
 
     def reset(self) -> None:
         self.sent = self.fetched = 0
@@ -45,19 +52,25 @@ class Slot:
             pinned.free()
         self.more.clear()
 
-    def free(self) -> None:
-        self.reset()
-        self.up.free()
-        self.down.free()
-
 
 class Ring:
     """Slots in turn, one a step, and the copies between them and device memory, all in one stream."""
 
     def __init__(self, cuda: Cuda, stream: Any, slots: int, up: int = 4 << 20, down: int = 1 << 20) -> None:
         self._cuda, self._stream = cuda, stream
-        self._slots = [Slot(cuda, up, down) for _ in range(slots)]
         self._now = 0
+        self._slots: list[Slot] = []
+        self._pinned: list[Pinned] = []
+        self._events: list[Any] = []
+        try:
+            for _ in range(slots):
+                self._events.append(cuda.event())
+                for nbytes in (up, down):
+                    self._pinned.append(Pinned(cuda, nbytes))
+                self._slots.append(Slot(self._events[-1], self._pinned[-2], self._pinned[-1]))
+        except BaseException:
+            self.free()
+            raise
 
     def send(self, address: int, data: np.ndarray) -> None:
         """Copy u8[n] to the device; pieces where it is larger than a slot."""
@@ -109,6 +122,10 @@ class Ring:
     def free(self) -> None:
         """Give everything back; nothing may be under way."""
         for slot in self._slots:
-            slot.free()
-            self._cuda.cu.cuEventDestroy(slot.event)
-        self._slots.clear()
+            slot.reset()
+        for pinned in self._pinned:
+            pinned.free()
+        for event in self._events:
+            self._cuda.cu.cuEventDestroy(event)
+        for kept in (self._slots, self._pinned, self._events):
+            kept.clear()

@@ -152,7 +152,7 @@ class _Worker(threading.Thread):
             piece = pinned.array[turn * PIECE : turn * PIECE + size]
             self._read(file, piece, at)
             if digest is not None:
-                digest.update(piece)
+                digest.update(piece.data)
             source, target = pinned.address + turn * PIECE, self._addresses[file.file] + at
             self._cuda.ok(self._cuda.cu.cuMemcpyHtoDAsync(target, source, size, stream))
             self._cuda.ok(self._cuda.cu.cuEventRecord(self._events[turn], stream))

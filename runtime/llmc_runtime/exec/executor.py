@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -214,5 +215,5 @@ def _logprobs(ticket: Ticket) -> list[TokenLogprobs | None]:
     found = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
     logprob, rank = found[0].tolist(), found[1].tolist()
     ids, tops = (x.reshape(count, -1).tolist() for x in found[2:])
-    each = zip(ticket.wanted, logprob, rank, ids, tops)
+    each: Any = zip(ticket.wanted, logprob, rank, ids, tops)
     return [TokenLogprobs(lp, k, i, t) if want else None for want, lp, k, i, t in each]

@@ -1,0 +1,228 @@
+"""What goes wrong with GPUs: nothing there, too old, too small, the wrong one, kernels that do not load, failures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifact import tiny
+from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.device.choose import open_device
+from llmc_runtime.device.cuda import check_arch
+from llmc_runtime.device.cuda_names import Cuda
+from llmc_runtime.engine import Engine
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format import expr
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import TargetInfo
+from llmc_runtime.open import Limits, open_engine
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
+
+from llmc.artifact.write import write_artifact
+from tests.runtime.libcuda import toy
+from tests.runtime.libcuda.conftest import Driver
+
+H100 = TargetInfo("cuda:sm_90", "sm_90", ())
+STEP = Step([RowInit(0, [1, 2, 3], 0, 3, RowParams(), [0])], [], [Work(0, 3, True)])
+DECODE = Step([], [], [Work(0, 1, True)])
+
+
+@pytest.fixture
+def artifact(driver: Driver, tmp_path: Path) -> Artifact:
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    return open_artifact(tmp_path / "toy.llmc")
+
+
+def opened(artifact: Artifact, code: str, words: str) -> None:
+    with pytest.raises(LlmcError, match=rf"{code}.*{words}"):
+        device = open_device(artifact, 2)
+        try:
+            Executor(artifact, device)
+        finally:
+            device.close()
+    with pytest.raises(LlmcError, match=rf"{code}.*{words}"):
+        open_engine(artifact, Limits(), seeds=lambda bits: 0)
+
+
+class NoLibrary:
+    """The bindings where libcuda is missing."""
+
+    def cuInit(self, flags: int) -> Any:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
+def test_no_driver() -> None:
+    with pytest.raises(LlmcError, match=r"E115.*no NVIDIA driver is found.*libcuda.so.1.*\n.*cpu:native"):
+        Cuda(NoLibrary())
+
+
+def test_no_gpu(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(count=0)
+    opened(artifact, "E115", "finds no GPU")
+
+
+def test_a_driver_that_does_not_start(artifact: Artifact, driver: Driver) -> None:
+    driver.fail("cuInit", 803)
+    with pytest.raises(LlmcError, match=r"E115.*CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"):
+        open_device(artifact, 1)
+
+
+def test_an_old_driver(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(version=11040)
+    opened(artifact, "E116", r"knows CUDA 11.4; kernels for sm_90 need 12.3")
+
+
+def test_another_architecture(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(major=10)
+    opened(artifact, "E117", r"for cuda:sm_90 \(sm_90\); this GPU is sm_100 \(Fake GPU\)\n.*--target cuda:sm_100")
+    driver.gpu(major=8, minor=6)
+    opened(artifact, "E117", r"this GPU is sm_86 .*\n.*--target cuda:sm_80")
+
+
+@pytest.mark.parametrize(
+    "arch, gpu, fits",
+    [
+        ("sm_80", "sm_80", True), ("sm_80", "sm_86", True), ("sm_80", "sm_90", False), ("sm_86", "sm_80", False),
+        ("sm_90", "sm_90", True), ("sm_90a", "sm_90", True), ("sm_90", "sm_100", False), ("sm_100", "sm_103", False),
+        ("sm_100", "sm_100", True), ("sm_120", "sm_121", False), ("gfx942", "sm_90", False),
+    ],
+)  # fmt: skip
+def test_what_runs_where(arch: str, gpu: str, fits: bool) -> None:
+    try:
+        check_arch(TargetInfo(f"cuda:{arch}", arch, ()), gpu, "")
+    except LlmcError as error:
+        assert error.code == "E117" and not fits
+    else:
+        assert fits
+
+
+def test_too_little_memory(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(nbytes=1 << 20)
+    opened(artifact, "E205", r"1.0 MiB free; .* are needed: weights 2.0 MiB, rows .*, KV of one sequence of 32 tokens")
+    big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=1 << 30))
+    driver.gpu(nbytes=1 << 28)
+    with pytest.raises(LlmcError, match=r"E205.*256.0 MiB free; 8.0 GiB are needed.*\n.*--max-model-len"):
+        open_engine(replace(artifact, manifest=big), Limits(), seeds=lambda bits: 0)
+
+
+def test_a_kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(nbytes=64 << 20)
+    big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=2 << 20))
+    with pytest.raises(LlmcError, match=r"E205.*shall have 60.0 MiB; beside .* are left.*\n.*which holds \d+ tokens"):
+        open_engine(replace(artifact, manifest=big), Limits(kv_bytes=60 << 20), seeds=lambda bits: 0)
+
+
+def test_memory_that_is_refused_all_the_same(artifact: Artifact, driver: Driver) -> None:
+    for after in range(0, 12, 3):
+        driver.fail("cuMemAlloc", 2, after)
+        opened_once(artifact, driver, "E203")
+
+
+@pytest.mark.parametrize("name", ["cuStreamCreate", "cuMemAllocHost", "cuEventCreate", "cuDevicePrimaryCtxRetain"])
+def test_a_gpu_that_fails_while_it_is_opened(artifact: Artifact, driver: Driver, name: str) -> None:
+    driver.fail(name, 2)
+    opened_once(artifact, driver, "E203")
+    driver.fail(name, 999)
+    opened_once(artifact, driver, "E114")
+
+
+def opened_once(artifact: Artifact, driver: Driver, code: str) -> None:
+    with pytest.raises(LlmcError, match=code):
+        open_engine(artifact, Limits(), seeds=lambda bits: 0)
+    assert driver.used == 0
+
+
+@pytest.mark.parametrize("binary, words", [(b"not a cubin at all", "INVALID_IMAGE"), (None, "NOT_FOUND")])
+def test_a_kernel_that_does_not_load(driver: Driver, tmp_path: Path, binary: bytes | None, words: str) -> None:
+    parts = toy.parts(tmp_path)
+    bad = replace(parts.kernels[0], binary=binary or tiny.binary("int nothing;"))
+    write_artifact(tmp_path / "toy.llmc", replace(parts, kernels=(bad, parts.kernels[1])))
+    opened(open_artifact(tmp_path / "toy.llmc"), "E112", rf"{bad.hash}.cubin cannot be loaded: CUDA_ERROR_{words}")
+
+
+def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
+    parts = toy.parts(tmp_path)
+    for change, words in (({"abi": "cuda-9"}, "'cuda-9'"), ({"shared": 300 << 10}, "needs 307200 bytes of shared")):
+        odd = (replace(parts.kernels[0], **change), parts.kernels[1])  # type: ignore[arg-type]
+        folder = tmp_path / f"{len(words)}.llmc"
+        write_artifact(folder, replace(parts, kernels=odd))
+        opened(open_artifact(folder), "E112", words)
+    away = replace(parts.programs[0].launches[0], entry="nobody")
+    lost = replace(parts.programs[0], launches=(away,))
+    write_artifact(tmp_path / "c.llmc", replace(parts, programs=(lost, *parts.programs[1:])))
+    opened(open_artifact(tmp_path / "c.llmc"), "E113", "launches nobody")
+
+
+def test_an_amd_artifact(driver: Driver, tmp_path: Path) -> None:
+    parts = replace(toy.parts(tmp_path), target=TargetInfo("hip:gfx942", "gfx942", ()))
+    write_artifact(tmp_path / "toy.llmc", parts)
+    with pytest.raises(LlmcError, match=r"E112.*hip:gfx942; this runtime cannot run on AMD GPUs yet\n.*--target"):
+        open_device(open_artifact(tmp_path / "toy.llmc"), None)
+
+
+def test_a_failure_amid_steps(artifact: Artifact, driver: Driver) -> None:
+    executor = Executor(artifact, open_device(artifact, 2))
+    executor.run(STEP)
+    driver.fail("kernel", 700)
+    first, second = executor.launch(DECODE), executor.launch(DECODE)
+    with pytest.raises(LlmcError, match=r"E114: the GPU failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        executor.wait(first)
+    for again in (lambda: executor.run(STEP), executor.settle, lambda: executor.wait(second)):
+        with pytest.raises((LlmcError, RuntimeError), match=r"ILLEGAL_ADDRESS|waited for once"):
+            again()
+    executor.close()
+
+
+@pytest.mark.parametrize("name", ["cuLaunchKernelEx", "cuGraphLaunch", "cuGraphInstantiate", "cuMemcpyHtoDAsync"])
+def test_a_launch_that_is_refused(artifact: Artifact, driver: Driver, name: str) -> None:
+    executor = Executor(artifact, open_device(artifact, 2))
+    executor.run(STEP)
+    driver.fail(name, 1)
+    with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_INVALID_VALUE"):
+        executor.run(DECODE)
+    executor.settle()
+    assert executor.run(STEP).tokens == [tiny.expected([1, 2, 3])]  # nothing is left half done
+    executor.close()
+
+
+def test_a_refused_launch_says_where(artifact: Artifact, driver: Driver) -> None:
+    executor = Executor(artifact, open_device(artifact, 2))
+    driver.fail("cuLaunchKernelEx", 701, 1)
+    with pytest.raises(LlmcError, match=r"E114.*LAUNCH_OUT_OF_RESOURCES.* at toy \(model.toy\)"):
+        executor.run(STEP)
+    executor.close()
+
+
+def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
+    parts = toy.parts(tmp_path)
+    step = parts.programs[2]
+    wide = replace(step.launches[1], sizes=(*step.launches[1].sizes[:5], expr.parse("T*2147483647")))
+    big = replace(step, launches=(step.launches[0], wide))
+    write_artifact(tmp_path / "toy.llmc", replace(parts, programs=(*parts.programs[:2], big)))
+    artifact = open_artifact(tmp_path / "toy.llmc")
+    executor = Executor(artifact, open_device(artifact, 2))
+    with pytest.raises(LlmcError, match=r"E113.*T\*2147483647 is no size"):
+        executor.run(STEP)
+    executor.close()
+
+
+def test_every_request_is_told_of_a_failure(artifact: Artifact, driver: Driver) -> None:
+    opened = open_engine(artifact, Limits(), seeds=lambda bits: 0)
+    engine: Engine = opened.engine
+    for i in range(3):
+        engine.add(Request(str(i), [1 + i, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), 0))
+    told: dict[str, str] = {}
+    engine.step()
+    driver.fail("kernel", 719, 2)
+    for _ in range(12):
+        for delta in engine.step() if engine.error is None else ():
+            if delta.finish_reason == "error":
+                told[delta.id] = str(delta.error)
+    assert sorted(told) == ["0", "1", "2"] and all("CUDA_ERROR_LAUNCH_FAILED" in text for text in told.values())
+    with pytest.raises(LlmcError, match="E114"):
+        engine.add(Request("4", [1], SamplingParams(), 0))
+    opened.close()

@@ -1,0 +1,183 @@
+"""Steps of the toy artifact on the CUDA device: whole trips, padding, graphs, what is sent, what is given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from artifact import tiny
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.choose import open_device
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work
+
+from llmc.artifact.write import write_artifact
+from tests.runtime.libcuda import toy
+from tests.runtime.libcuda.conftest import Driver
+
+
+@pytest.fixture
+def executor(driver: Driver, tmp_path: Path) -> Iterator[Executor]:
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    artifact = open_artifact(tmp_path / "toy.llmc")
+    made = Executor(artifact, open_device(artifact, 2))
+    driver.log()
+    yield made
+    made.close()
+    made.close()
+
+
+def init(row: int, tokens: list[int], pages: list[int], **params: Any) -> RowInit:
+    return RowInit(row, tokens, 0, len(tokens), RowParams(**params), pages)
+
+
+def test_capacity_is_a_share_of_what_is_left(executor: Executor) -> None:
+    assert executor.capacity.pages == tiny.ROWS * tiny.M and executor.depth == 2
+    assert executor.device.describe()["arch"] == "sm_90"
+
+
+def test_prefill_in_chunks_then_decode(executor: Executor) -> None:
+    a, b = [5, 6, 7, 8, 9, 10], [3, 1, 4]
+    out = executor.run(Step([init(1, a, [9, 4]), init(3, b, [7])], [], [Work(1, 4, False), Work(3, 3, True)]))
+    assert out.tokens == [None, tiny.expected(b)] and out.logprobs == [None, None]
+    b.append(tiny.expected(b))
+    out = executor.run(Step([], [], [Work(3, 1, True), Work(1, 2, True)]))
+    assert out.tokens == [tiny.expected(b), tiny.expected(a)]
+    a, b = [*a, tiny.expected(a)], [*b, tiny.expected(b)]
+    out = executor.run(Step([], [RowPages(3, 1, [2])], [Work(1, 1, True), Work(3, 1, True)]))
+    assert out.tokens == [tiny.expected(a), tiny.expected(b)]
+
+
+def test_steps_are_launched_ahead(executor: Executor, driver: Driver) -> None:
+    """Nothing runs before it is waited for, and by then rows were rebuilt and inputs changed for the step after."""
+    rng = np.random.default_rng(7)
+    rows = {r: [int(t) for t in rng.integers(0, tiny.V, 3 + r)] for r in range(3)}
+    prompts = {r: len(t) for r, t in rows.items()}
+    free = iter(rng.permutation(32).tolist())
+    pages = {r: [next(free) for _ in range(tiny.M)] for r in rows}
+    inits = [init(r, t, pages[r]) for r, t in rows.items()]
+    plans = [Step(inits, [], [Work(r, len(t), True) for r, t in rows.items()])]
+    plans += [Step([], [], [Work(r, 1, True) for r in live]) for live in ([0, 1, 2], [2, 0], [1], [0, 1, 2], [1, 2, 0])]
+    again = [int(t) for t in rng.integers(0, tiny.V, 9)]
+    plans.append(Step([init(1, again, pages[1][::-1])], [], [Work(0, 1, True), Work(1, 9, True)]))
+    plans.append(Step([], [], [Work(1, 1, True), Work(0, 1, True)]))
+    tickets: list[Any] = []
+    for plan in [*plans, None, None]:
+        if plan is not None:
+            tickets.append((plan, executor.launch(plan)))
+        if len(tickets) < 2 and plan is not None:
+            continue
+        if not tickets:
+            break
+        done, ticket = tickets.pop(0)
+        found = executor.wait(ticket)
+        for change in done.inits:
+            rows[change.row], prompts[change.row] = list(change.tokens), len(change.tokens)
+        for work, token in zip(done.work, found.tokens):
+            known = rows[work.row]
+            assert token == tiny.expected(known, known[prompts[work.row] :].count(1)), (done, work)
+            known.append(token)
+    with pytest.raises(RuntimeError, match="waited for once"):
+        executor.wait(ticket)
+
+
+def test_no_more_than_depth_steps_are_under_way(executor: Executor) -> None:
+    step = Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)])
+    executor.launch(step)
+    executor.launch(Step([], [], [Work(0, 1, True)]))
+    with pytest.raises(RuntimeError, match="2 steps are under way"):
+        executor.launch(step)
+    executor.settle()
+    assert executor.run(step).tokens == [tiny.expected([1, 2, 3])]
+
+
+def test_a_decode_step_sends_only_what_changed(executor: Executor, driver: Driver) -> None:
+    executor.run(Step([init(r, [r + 1, 2], [r, 9 + r]) for r in range(3)], [], [Work(r, 2, True) for r in range(3)]))
+    assert driver.log()[-4:] == ["launch", "launch-pdl", "down", "mark"]
+    decode = Step([], [], [Work(r, 1, True) for r in range(3)])
+    executor.run(decode)
+    assert driver.log() == ["up", "graph2", "replay", "down", "mark"]  # one graph of two launches, for 4 rows
+    executor.run(decode)
+    assert driver.log() == ["replay", "down", "mark"]
+    executor.run(Step([], [], decode.work[:1]))
+    assert driver.log() == ["up", "graph2", "replay", "down", "mark"]
+    executor.run(Step([], [RowPages(0, 2, [20])], [*decode.work[:2]]))
+    assert driver.log() == ["up", "up", "graph2", "replay", "down", "mark"]
+
+
+def test_padding_harms_no_row(executor: Executor) -> None:
+    """Three rows run in the graph for four; the fourth row of the device belongs to somebody else."""
+    executor.run(Step([init(3, [9, 8, 7], [3])], [], [Work(3, 3, True)]))
+    executor.run(Step([init(r, [r + 1, 2], [r]) for r in range(3)], [], [Work(r, 2, True) for r in range(3)]))
+    before = [t.view.copy() for t in executor.rows._tables.values()]
+    executor.run(Step([], [], [Work(r, 1, True) for r in range(3)]))
+    for old, table in zip(before, executor.rows._tables.values()):
+        np.testing.assert_array_equal(old[3], table.view[3])
+    assert executor.rows._tables["length"].view[:, 0].tolist() == [3, 3, 3, 3]
+
+
+def test_all_graphs_on_request(executor: Executor, driver: Driver) -> None:
+    assert executor.prepare() == 3  # one row; two and four
+    assert driver.log() == ["graph2"] * 3
+    executor.run(Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)]))
+    driver.log()
+    executor.run(Step([], [], [Work(0, 1, True)]))
+    assert driver.log() == ["up", "replay", "down", "mark"]
+
+
+def test_logprobs_are_fetched_where_wanted(executor: Executor, driver: Driver) -> None:
+    inits = [init(0, [1, 2], [0], want_logprobs=True), init(1, [2, 1], [1])]
+    out = executor.run(Step(inits, [], [Work(1, 2, True), Work(0, 2, True)]))
+    assert driver.log().count("down") == 5 and out.logprobs[0] is None
+    found = out.logprobs[1]
+    assert found is not None and found.rank == 1 and found.logprob == -0.5 * out.tokens[1]  # type: ignore[operator]
+    assert list(found.top_ids) == [(out.tokens[1] + k) % tiny.V for k in range(tiny.TOP)]  # type: ignore[operator]
+    executor.run(Step([], [], [Work(1, 1, True)]))
+    assert driver.log().count("down") == 1
+
+
+def test_rows_hold_what_was_sent(executor: Executor) -> None:
+    executor.run(Step([init(2, [1] * 5, [3, 5])], [], [Work(2, 5, True)]))
+    tables = executor.rows._tables
+    assert tables["counts"].view[2].sum() == 1
+    params = RowParams(temperature=0.5, top_k=7, seed=(1 << 63) + 5, min_tokens=2, stops=(9, 11))
+    executor.run(Step([RowInit(2, [40, 33, 2, 1, 1, 63], 4, 2, params, [6, 8])]))
+    counts = np.zeros(tiny.V, np.int32)
+    counts[[2, 63]], counts[1] = 1, 2
+    np.testing.assert_array_equal(tables["counts"].view[2], counts)
+    assert list(tables["seen"].view[2].view(np.uint32)) == [0, 1 << 8 | 1 << 1]
+    assert list(tables["iparams"].view[2]) == [7, 5, -(1 << 31), 2, 4, 0, 0, 0]
+    executor.run(Step([init(2, [4, 4], [1])]))
+    assert not tables["counts"].view[2].any()
+
+
+def test_any_thread_may_run_steps(executor: Executor) -> None:
+    found: list[Any] = []
+    step = Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)])
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(executor.run(step).tokens))
+        thread.start()
+        thread.join()
+    assert found == [[tiny.expected([1, 2, 3])]] * 2
+
+
+def test_a_size_that_no_program_serves(executor: Executor) -> None:
+    with pytest.raises(LlmcError, match="E614"):
+        executor.run(Step([], [], [Work(0, 49, True)]))
+
+
+def test_random_weights_are_those_of_the_cpu(driver: Driver, tmp_path: Path) -> None:
+    step = Step([init(0, [1, 2], [0])], [], [Work(0, 2, True)])
+    found = []
+    for name, made in (("cuda", toy.parts(tmp_path, weights=7)), ("cpu", tiny.parts(tmp_path, weights=7))):
+        write_artifact(tmp_path / f"{name}.llmc", made)
+        artifact = open_artifact(tmp_path / f"{name}.llmc")
+        executor = Executor(artifact, open_device(artifact, 1), 1024)
+        found.append(executor.run(step).tokens)
+        executor.close()
+    assert found[0] == found[1]
