@@ -247,7 +247,7 @@ class LLM:
             self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
             self._close()
             if self.trace is not None:
-                self.trace.write()
+                self.trace.finish()
 
     def __enter__(self) -> LLM:
         return self

@@ -34,6 +34,9 @@ class _What(NamedTuple):
     tokens: int
 
 
+_BEFORE = _What(-1, 0, 0)
+
+
 class _Span(NamedTuple):
     """One stretch of time on one track, in ns."""
 
@@ -58,9 +61,10 @@ class Trace:
         self._under_way: deque[tuple[_What, int]] = deque()  # launched, not waited for, and when the launch ended
         self._last = 0  # the end of the part before
         self._busy: int | None = None  # when the device was last known to have work; None: nothing was asked of it
-        self._what = _What(-1, 0, 0)  # the step in the hands of the engine
+        self._what = _BEFORE  # the step in the hands of the engine
         self._number = 0  # of the next step to be launched
         self._ended = -1  # when the device was done with the last step waited for, as the host sees it
+        self.finish: Callable[[], object] = self.write  # writes for the last time
         self.write()
 
     def clear(self) -> None:
@@ -76,6 +80,8 @@ class Trace:
         """
         now = perf_counter_ns()
         if part == "begin":
+            while len(self._under_way) < len(what):  # launched before this trace began
+                self._under_way.appendleft((_BEFORE, now))
             self._look(now, what)
         elif part == "plan":
             self._what = _What(self._number, len(what.work), what.num_tokens)
@@ -114,8 +120,9 @@ class Trace:
 
     def _waited(self, now: int, tickets: Sequence[Any]) -> None:
         self._what, launched = self._under_way.popleft()
-        self._span("wait", now)
-        self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._what))
+        if self._what is not _BEFORE:
+            self._span("wait", now)
+            self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._what))
         self._ended = now
         if tickets:
             self._look(now, tickets)
@@ -172,10 +179,10 @@ class Trace:
 
 
 def follow(engine: Any, path: str | Path) -> Trace:
-    """A trace of an engine from now on, written at the latest when the engine goes. LlmcError E645."""
+    """A trace of an engine from now on, written when it is finished or the engine goes. LlmcError E645."""
     trace = Trace(path, getattr(engine.executor, "done", lambda ticket: True))
     engine.note = trace.note
-    weakref.finalize(engine, trace.write)
+    trace.finish = weakref.finalize(engine, trace.write)
     return trace
 
 

@@ -134,6 +134,22 @@ def test_the_file_is_a_trace(tmp_path: Path) -> None:
     assert device == list(range(12))
 
 
+def test_a_trace_may_begin_while_a_step_is_under_way(tmp_path: Path) -> None:
+    rig = Rig(2)
+    rig.add("a", 5, max_tokens=9)
+    rig.step()
+    rig.step()
+    trace = follow(rig.engine, tmp_path / "t.json")
+    rig.drain()
+    assert trace.summary()["steps"] == 6, "nine, less two that were waited for and one that was under way"
+    trace.finish()
+    first = (tmp_path / "t.json").read_text()
+    assert '"commit"' in first
+    trace.clear()
+    trace.finish()
+    assert (tmp_path / "t.json").read_text() == first
+
+
 def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="E645"):
         Trace(tmp_path / "none" / "t.json", lambda ticket: True)
