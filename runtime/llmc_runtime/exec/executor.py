@@ -102,8 +102,8 @@ class Executor:
             raise RuntimeError(f"{len(self._open)} steps are under way; the device takes no more")
         for init in step.inits:
             self.rows.init(init)
-        for pages in step.pages:
-            self.rows.grow(pages)
+        if step.pages:
+            self.rows.grow(step.pages)
         ticket = self._start(step.work)
         self._open.append(ticket)
         return ticket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from llmc_runtime.sched.step import RowInit, RowPages
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
+_A_WRITE = 32 << 10  # bytes whose copy costs about as much as beginning another one
 ROLES = ("tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts")
 
 
@@ -36,6 +37,10 @@ class _Table:
         at = (row * self.width + start) * 4
         self._device.write(self._memory, at, np.asarray(values, self.dtype))
 
+    def write(self, row: int, rows: np.ndarray) -> None:
+        """Whole rows from `row` on, [n, width] of the state's dtype."""
+        self._device.write(self._memory, row * self.width * 4, rows)
+
     def clear(self, row: int) -> None:
         self._device.zero(self._memory, row * self.width * 4, (row + 1) * self.width * 4)
 
@@ -54,6 +59,8 @@ class Rows:
         self._vocab = vocab
         self.count = self._tables["length"].rows
         self.max_len = self._tables["tokens"].width
+        pages = self._tables["pages"]
+        self._pages = np.zeros((pages.rows, pages.width), np.int32)  # the page tables, which only the host writes
         self._used = [False] * self.count  # whether the row's counts may be other than zero
         self.wants_logprobs = [False] * self.count
 
@@ -63,6 +70,7 @@ class Rows:
         tables["tokens"].set(row, tokens)
         tables["length"].set(row, [init.computed])
         tables["pages"].set(row, init.pages)
+        self._pages[row, : len(init.pages)] = init.pages
         params = init.params
         for role, values in (
             ("fparams", params.floats()),
@@ -77,9 +85,17 @@ class Rows:
             self._counts(row, tokens[init.num_prompt :])
         self.wants_logprobs[row] = params.want_logprobs
 
-    def grow(self, pages: RowPages) -> None:
-        """Append pages to a row's table."""
-        self._tables["pages"].set(pages.row, pages.pages, pages.start)
+    def grow(self, grown: Sequence[RowPages]) -> None:
+        """Append pages to rows' tables: one write a row, or one for all rows in between where that is less."""
+        table, known = self._tables["pages"], self._pages
+        for g in grown:
+            known[g.row, g.start : g.start + len(g.pages)] = g.pages
+        first, last = min(g.row for g in grown), max(g.row for g in grown)
+        if len(grown) > 1 and (last + 1 - first) * table.width * 4 <= len(grown) * _A_WRITE:
+            table.write(first, known[first : last + 1])
+            return
+        for g in grown:
+            table.set(g.row, g.pages, g.start)
 
     def _seen(self, row: int, prompt: np.ndarray) -> None:
         """The bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""

@@ -181,3 +181,13 @@ def test_random_weights_are_those_of_the_cpu(driver: Driver, tmp_path: Path) -> 
         found.append(executor.run(step).tokens)
         executor.close()
     assert found[0] == found[1]
+
+
+def test_rows_that_grow_together_take_one_copy(executor: Executor, driver: Driver) -> None:
+    executor.run(Step([init(r, [r + 1, 2], [r]) for r in range(4)], [], [Work(r, 2, True) for r in range(4)]))
+    driver.log()
+    executor.launch(Step([], [RowPages(r, 1, [9 + r, 20 - r]) for r in (3, 1, 0)], []))
+    assert driver.log() == ["up", "mark"]
+    executor.settle()
+    pages = executor.rows._tables["pages"].view
+    assert [list(p[:3]) for p in pages] == [[0, 9, 20], [1, 10, 19], [2, 0, 0], [3, 12, 17]]
