@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit, unsupported
+from llmc.codegen.triton.draw import power
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -118,11 +119,6 @@ def spans(u: Unit) -> tuple[str, Dim]:
     r, tokens = u.node.operands[0].type.shape[0], u.node.results[1].type.shape[0]
     rows = ROWS if r.const is None else min(ROWS, max(16, power(r.const)))
     return _SPANS.format(r=u.sizes(r), t=u.sizes(tokens), rows=rows, tokens=TOKENS, wait=u.wait), tokens
-
-
-def power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 class OfToken(Integers):
