@@ -1,0 +1,69 @@
+"""A device for artifacts compiled for a Triton target: their kernels' texts run in Triton's CPU interpreter. No GPU.
+
+It follows the calling convention "cuda-1" (pointers in the order of the arguments, then the sizes) and pads decode
+steps to the sizes of device graphs, so that a tiny model can be tried from end to end. Everything else is the CPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from kernels.triton_harness import _TORCH, interpreting
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.device import Run
+from llmc_runtime.format.program import Buffer, Program
+
+from llmc.codegen.triton.toolchain import load_entry
+
+
+class InterpretDevice(CpuDevice):
+    """`launches` tells (op, loc) of what has run; poisoned arenas show kernels that count on zeros."""
+
+    name = "interpret"
+    replays = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.launches: list[tuple[str, str]] = []
+        self._entries: dict[tuple[str, str], Any] = {}
+
+    def load(self, artifact: Artifact) -> None:
+        with interpreting():
+            for kernel in artifact.manifest.kernels:
+                assert kernel.abi == "cuda-1", kernel
+                text = artifact.read(kernel.source).decode()
+                self._entries[kernel.hash, kernel.entry] = load_entry(text, kernel.entry)
+
+    def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
+        names = list(program.symbols)
+        env = {**program.top(), "P": dict(zip(names, symbols.tolist())).get("P", 1)}
+        tensors = [tensor(b, address, env) for b, address in zip(program.buffers, addresses)]
+        for b, t in zip(program.buffers, tensors):
+            if b.kind == "arena" and b.alias is None and t.numel():
+                t.view(torch.uint8).fill_(0xAB)
+
+        def step() -> None:
+            now = dict(zip(names, symbols.tolist()))
+            with interpreting():
+                for x in program.launches:
+                    grid = tuple(g(now) for g in x.grid)
+                    if all(grid):
+                        run = self._entries[x.kernel, x.entry]
+                        run[grid](*[tensors[a] for a in x.args], *[s(now) for s in x.sizes])
+                        self.launches.append((x.op, x.loc))
+
+        return step
+
+
+def tensor(b: Buffer, address: int, env: dict[str, int]) -> torch.Tensor:
+    """The device's bytes as a tensor of the buffer's dtype, one axis; it keeps nothing alive."""
+    nbytes = b.bytes(env)
+    if not nbytes:
+        return torch.empty(0, dtype=_TORCH[b.dtype])
+    held = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    return torch.from_numpy(held).view(_TORCH[b.dtype])
