@@ -29,6 +29,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
+    assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
 def test_a_seed_replays() -> None:
