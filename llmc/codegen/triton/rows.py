@@ -60,6 +60,11 @@ class Rows(TritonKernel):
         return Code(body, (rows * cols,), helpers(used, u.interpret), u.schedule["warps"])
 
 
+def rowless(p: RowProgram) -> bool:
+    """Whether a result belongs to no row: every program then writes the same to it."""
+    return any(not any(has[:-1]) for has in p.space.has[p.count :])
+
+
 def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
     """Programs along the rows, and along the columns."""
     cols = Dim.of(1) if reduces(p) else p.space.row.ceildiv(schedule["cols"])
@@ -70,12 +75,11 @@ def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
     """Tiles (rows, cols, warps) that hold whole rows, eight elements a thread at first."""
     n, warp, most = p.space.row.const, target.limits.warp, most_warps(target)
     if n is None or n > WIDEST:
-        return [(1, 1024, 4), (1, 4096, min(16, most))][:: 1 if n is None else -1]
+        return [(1, 1024, 4), (1, 4096, min(16, most))] if n is None else [(1, WIDEST, most), (1, 4096, min(16, most))]
     cols = power(n)
     warps = max(1, min(most, cols // (warp * 8)))
     one = [(1, cols, warps)] + [(1, cols, warps // 2)] * (warps > 1) + [(1, cols, 2 * warps)] * (2 * warps <= most)
-    shared = any(not any(has[:-1]) for has in p.space.has[p.count :])  # a result that belongs to no row
-    if cols > 512 or product(p.space.outer).const == 1 or shared:
+    if cols > 512 or product(p.space.outer).const == 1 or rowless(p):
         return one
     return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
 
@@ -152,8 +156,13 @@ class Writer:
         """The statement that reads argument node `i`."""
         k = int(self.p.dag.nodes[i][1][0])
         offset, mask = self.place(k)
+        where = f"x{k}{offset}"
+        if (
+            self.tall and offset == " + col" and not rowless(self.p)
+        ):  # one vector a thread; as a row it would be spread by way of shared memory
+            where = f"tl.broadcast_to({where}, ({self.rows}, {self.cols}))"
         self.names[i] = f"a{k}"
-        return f"a{k} = {loaded(f'tl.load(x{k}{offset}{mask})', self.dtypes[k])}"
+        return f"a{k} = {loaded(f'tl.load({where}{mask})', self.dtypes[k])}"
 
     def compute(self, i: int) -> list[str]:
         """The statement of a node that is no argument; a constant is written where it is used."""

@@ -45,15 +45,19 @@ class Moving(TritonKernel):
         return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], moved(node))
 
     def tile(self, u: Unit, rows: Dim, cols: Dim) -> tuple[list[str], str]:
-        """`row` [rows, 1], `col` [1, cols] of this program, and the name of the tile's part that is there, if any."""
+        """`row` and `col` of this program, [rows, 1] and [1, cols] or a number and [cols], and the name of the tile's
+        part that is there, if any."""
         r, c = u.schedule["rows"], u.schedule["cols"]
-        far = wide(rows * cols)
-        at = "tl.program_id(0).to(tl.int64)" if far else "tl.program_id(0)"
-        blocks = cols.ceildiv(c)
-        row, start = at, ""
-        if blocks.const != 1:
-            row, start = f"{at} // {u.sizes(blocks)}", f"{at} % {u.sizes(blocks)} * {c} + "
-        lines = [f"row = {row} * {r} + tl.arange(0, {r})[:, None]", f"col = {start}tl.arange(0, {c})[None, :]"]
+        blocks, flat = cols.ceildiv(c), rows.const == 1
+        far = flat and wide(cols)
+        row, start = "tl.program_id(0)", ""
+        if flat:
+            start = f"tl.program_id(0){'.to(tl.int64)' if far else ''} * {c} + "
+        elif blocks.const != 1:
+            row, start = f"{row} // {u.sizes(blocks)}", f"{row} % {u.sizes(blocks)} * {c} + "
+        lines = [f"row = {row}"] * (not flat) + [f"col = {start}tl.arange(0, {c})"]
+        if r > 1:
+            lines = [f"row = {row} * {r} + tl.arange(0, {r})[:, None]", f"col = {start}tl.arange(0, {c})[None, :]"]
         return bounded(lines, u, (rows, r), (cols, c), far)
 
     def finish(self, u: Unit, lines: list[str]) -> Code:
@@ -132,8 +136,8 @@ class Copy(Moving):
             lines, inside = self.tile(u, rows, axes[-1][0])
             names = decompose("row", [n for n, _ in axes[:-1]], u.sizes)
             source = [times(f"i{i}", s, total, u.sizes) for i, (_, s) in enumerate(axes[:-1])]
-            target = f"{times('row', axes[-1][0], u.node.result.type.numel, u.sizes)} + col"
-            lines += [*names]
+            target = "col" if not names else f"{times('row', axes[-1][0], u.node.result.type.numel, u.sizes)} + col"
+            lines += names
         else:
             lines, inside, source, target = self._crossed(u, axes, a)
         source.append(times("col", axes[-1][1], total, u.sizes))
@@ -184,13 +188,14 @@ class Concat(Moving):
         far = wide(u.node.result.type.numel)
         total = factored(sum(parts, D(0)), u.sizes, far)
         height = rows.ceildiv(r)
-        lines = [u.wait, f"at = tl.program_id(0){'.to(tl.int64)' if far else ''}"]
+        lines = [u.wait, "at = tl.program_id(0)"]
         before, shift = D(0), D(0)
         for i, n in enumerate(parts):
             blocks = n.ceildiv(c)
             size = ", ".join(factored(d, u.sizes, far) for d in (rows, n))
-            where = f"at - {factored(before, u.sizes)}, {u.sizes(blocks)}, {size}, {total}"
-            call = f"segment(x{i}, y0 + {factored(shift, u.sizes, far)}, {where}, {r}, {c})"
+            at = f"at - {factored(before, u.sizes)}" if i else "at"
+            to = f"y0 + {factored(shift, u.sizes, far)}" if i else "y0"
+            call = f"segment(x{i}, {to}, {at}, {u.sizes(blocks)}, {size}, {total}, {r}, {c})"
             before, shift = before + blocks * height, shift + n
             last = i == len(parts) - 1
             lines.append(
@@ -208,8 +213,8 @@ SEGMENT = '''
 @triton.jit
 def segment(x, y, at, blocks, rows, n, total, R: tl.constexpr, C: tl.constexpr):
     """Copy tile `at` of x [rows, n] to rows of `total` elements."""
-    row = at // blocks * R + tl.arange(0, R)[:, None]
-    col = at % blocks * C + tl.arange(0, C)[None, :]
+    row = (at // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    col = (at % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
     inside = (row < rows) & (col < n)
     tl.store(y + row * total + col, tl.load(x + row * n + col, mask=inside), mask=inside)
 '''
@@ -235,12 +240,15 @@ class Take(Indexed):
         rows, cols = self.space(u.node)
         head, inside = self.tile(u, rows, cols)
         known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
+        one = rows.const == 1
+        at = "x1" if one else "x1 + row"
+        to = "" if one else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
         lines = [
             *head,
             u.wait,
-            f"index = tl.load(x1 + row{masked(known, other='-1')}).to(tl.int64)",
+            f"index = tl.load({at}{masked(known, other='-1')}).to(tl.int64)",
             f"v = tl.load(x0 + {self.source(u, cols)}{masked(inside, '(index >= 0)', other='0')})",
-            f"tl.store(y0 + {times('row', cols, u.node.result.type.numel, u.sizes)} + col, v{masked(inside)})",
+            f"tl.store(y0{to} + col, v{masked(inside)})",
         ]
         return self.finish(u, lines)
 

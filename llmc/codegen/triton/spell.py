@@ -117,8 +117,8 @@ def number(x: float) -> str:
     with np.errstate(over="ignore"):
         value = np.float32(x)
     if not np.isfinite(value):
-        return f'float("{value}")'
-    return f"{value}" if value == 0 or abs(value) >= 2.0**-126 else f"tl.full((), {value}, tl.float32)"
+        return f'float("{value!s}")'
+    return str(value) if value == 0 or abs(value) >= 2.0**-126 else f"tl.full((), {value!s}, tl.float32)"
 
 
 def constant(x: float, dtype: str) -> str:

@@ -15,6 +15,7 @@ from llmc.targets.target import Target
 BLOCK_THREADS = 1024  # of a block, on every GPU
 WIDEST = 16384  # elements that one program keeps in registers
 _START_US = 0.9  # of a program, from its first load to its last store
+_WARP_US = 0.01  # of a program's barriers, a warp
 _UNIT_BYTES_US = 60e3  # that one multiprocessor moves in a microsecond
 _THREAD_BYTES_US = 90.0  # that one thread keeps moving
 
@@ -63,8 +64,9 @@ def cost_us(
     rate = min(_UNIT_BYTES_US, warps * target.limits.warp * _THREAD_BYTES_US)
     waves = -(-count // max(1, target.limits.units * max(1, 32 // warps)))
     alone = nbytes / count / rate
+    start = _START_US + _WARP_US * warps
     at_once = nbytes / (min(count, target.limits.units) * _UNIT_BYTES_US)
-    return target.launch_us + max(nbytes / target.bandwidth * 1e6, waves * (_START_US + alone), _START_US + at_once)
+    return target.launch_us + max(nbytes / target.bandwidth * 1e6, waves * (start + alone), start + at_once)
 
 
 def tiles(rows: Dim, cols: Dim, target: Target, each: int = 8) -> list[tuple[int, int, int]]:
