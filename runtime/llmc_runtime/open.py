@@ -50,11 +50,13 @@ def open_engine(
     prefix_caching: bool = True,
     policy: str = "fcfs",
     canary: bool = False,
+    prepare: bool = False,
 ) -> Opened:
     """Load the artifact onto its device.
 
-    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's. LlmcError E112 (device),
-    E2xx (memory), E125 and E126 (`canary`: the recorded tokens differ here, or none were recorded).
+    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's; `prepare` builds all device graphs now, not
+    each when it is needed first. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`canary`: the
+    recorded tokens differ here, or none were recorded).
     """
     manifest = artifact.manifest
     device = open_device(artifact, threads)
@@ -62,6 +64,8 @@ def open_engine(
         executor = Executor(artifact, device, limits.kv_bytes)
         if canary:
             require(executor)
+        if prepare:
+            executor.prepare()
         ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,

@@ -1,0 +1,275 @@
+"""The CUDA device and the executor on a real GPU: copies, uploads, launches, graphs, failures. Kernels are by NVRTC."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from artifact import tiny
+from gpu import toy
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device import cuda_upload
+from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.cuda import CudaDevice
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.random_weights import RandomWeights
+from llmc_runtime.format import expr
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import TargetInfo, WeightFile
+from llmc_runtime.format.program import Buffer, Launch, Program
+from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work
+
+from llmc.artifact.write import write_artifact
+
+pytestmark = pytest.mark.gpu
+
+CHAIN = """
+extern "C" __global__ void add(const unsigned* x, unsigned* y, int n, int by, void* a, void* b) {
+  WAIT
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = x[i] * 3 + by;
+}
+"""
+FAULT = """
+extern "C" __global__ void fault(int* x, int n, void* a, void* b) { *(volatile int*)(long long)n = n; }
+"""
+RAGGED = 100
+
+
+def the_arch() -> str:
+    from cuda.bindings import driver
+
+    driver.cuInit(0)
+    kind = driver.CUdevice_attribute
+    which = (kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    return "sm_{}{}".format(*(driver.cuDeviceGetAttribute(w, 0)[1] for w in which))
+
+
+def open_gpu() -> CudaDevice:
+    arch = the_arch()
+    return CudaDevice(TargetInfo(f"cuda:{arch}", arch, ()))
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    made = open_gpu()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(np.random.SeedSequence().entropy) % (1 << 32)  # type: ignore[call-overload]
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+def test_copies(device: CudaDevice, rng: np.random.Generator) -> None:
+    for size in (1, 4, 4093, 1 << 20, (9 << 20) + 5):  # the last one takes several slots
+        memory = device.alloc(size)
+        assert not device.read(memory).any() and memory.address % 256 == 0
+        data = rng.integers(0, 256, size, np.uint8)
+        device.write(memory, 0, data)
+        part = memory.part(size // 3, size)
+        device.zero(part, 0, part.nbytes // 2)
+        data[size // 3 : size // 3 + part.nbytes // 2] = 0
+        view = device.fetch(memory, 0, size)
+        device.wait(device.mark())
+        np.testing.assert_array_equal(view, data)
+        np.testing.assert_array_equal(device.read(part), data[size // 3 :])
+    assert device.free_memory() > 0 and device.describe()["arch"] == device.arch
+
+
+def test_random_weights_are_those_of_the_cpu(device: CudaDevice) -> None:
+    theirs = CpuDevice(1)
+    for dtype, rank in (("bf16", 2), ("u8", 2), ("f32", 1)):
+        for size in (4096, (19 << 20) + 64):
+            want, found = theirs.alloc(size), device.alloc(size)
+            for d, memory, source in ((theirs, want, RandomWeights(3)), (device, found, RandomWeights(3))):
+                d.repeat(memory, *source.tile("w", dtype, rank, size))  # type: ignore[attr-defined]
+            np.testing.assert_array_equal(device.read(found), want.host)
+
+
+def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) -> None:
+    """The second time the file is surely in the page cache; the rate is printed."""
+    block, sizes = 16 << 20, {"a": (1 << 30) + 12345, "b": (5 << 20) + 3}
+    files, datas = [], {}
+    for name, size in sizes.items():
+        data = datas[name] = rng.integers(0, 1 << 32, -(-size // 4), np.uint32).view(np.uint8)[:size]
+        (tmp_path / name).write_bytes(data.data)
+        hashes = tuple(hashlib.sha256(data[at : at + block].data).hexdigest() for at in range(0, size, block))
+        files.append(WeightFile(name, size, hashes, block))
+    memories = {f.file: device._alloc(f.bytes) for f in files}
+    bases = {name: m.address for name, m in memories.items()}
+
+    def send(check: bool) -> Any:
+        given = (device._cuda, device._enter, Folder(tmp_path), files, bases)
+        return cuda_upload.upload(*given, check=check, threads=device.threads)
+
+    for check in (True, True, False):
+        report = send(check)
+        print(f"checked {check}: {report.rate / 1e9:.1f} GB/s with {report.threads} threads")
+        for name, data in datas.items():
+            assert np.array_equal(device.read(memories[name]), data)
+            device.zero(memories[name], 0, memories[name].nbytes)
+        device.wait(device.mark())
+    bad = datas["a"].copy()
+    bad[3 * block + 7] ^= 1
+    (tmp_path / "a").write_bytes(bad.data)
+    with pytest.raises(LlmcError, match=r"E107.*a is damaged: block 4 of 65"):
+        send(True)
+
+
+def chain(device: CudaDevice, length: int, uniform: bool, pdl: bool, symbols: np.ndarray) -> tuple[Any, Any, Any]:
+    """(input memory, output memory, run): x * 3 + i, `length` times, over T * 1000 elements."""
+    made = toy.kernel(CHAIN, "add", device.arch)
+    module = device._cuda.ok(device._cuda.cu.cuModuleLoadData(made.binary))
+    device._modules.append(module)
+    device._functions[made.hash, "add"] = device._cuda.ok(device._cuda.cu.cuModuleGetFunction(module, b"add"))
+    memories = [device.alloc(RAGGED * 4000) for _ in range(length + 1)]
+    count = expr.parse("T*1000")
+    buffers = tuple(Buffer(f"b{i}", "arena", "i32", (count,), expr.parse("T*4000")) for i in range(length + 1))
+    grid = (expr.parse("ceil(T*1000, 128)"),)
+    launches = tuple(
+        Launch(made.hash, "add", (i, i + 1), (count, expr.of(i)), grid, 128, pdl=pdl) for i in range(length)
+    )
+    sizes = {"T": (1, RAGGED), "R": (1, RAGGED)}
+    program = Program("chain", sizes, sizes, buffers, launches, 0, uniform)
+    return memories[0], memories[-1], device.bind(program, [m.address for m in memories], symbols)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_dependent_launches(device: CudaDevice, rng: np.random.Generator, uniform: bool, pdl: bool) -> None:
+    """Directly and as a graph; with and without early starts; sizes that change from run to run, ahead of the GPU."""
+    symbols = np.ones(2, np.int64)
+    before, after, run = chain(device, 60, uniform, pdl and int(device.arch[3:]) >= 90, symbols)
+    under_way: list[Any] = []
+    for i in range(40):
+        tokens = (100, 1, 37)[i % 3]
+        x = rng.integers(0, 1 << 16, tokens * 1000, np.int32)
+        symbols[:] = tokens
+        device.write(before, 0, x)
+        run()
+        under_way.append((x, device.fetch(after, 0, x.nbytes), device.mark()))
+        if len(under_way) == 2:
+            x, found, event = under_way.pop(0)
+            want = x
+            with np.errstate(over="ignore"):
+                for step in range(60):
+                    want = want * np.int32(3) + np.int32(step)
+            device.wait(event)
+            np.testing.assert_array_equal(found.view(np.int32), want)
+    symbols[:] = 50
+    device.prepare(run)
+
+
+def init(row: int, tokens: list[int], pages: list[int], **params: Any) -> RowInit:
+    return RowInit(row, tokens, 0, len(tokens), RowParams(**params), pages)
+
+
+@pytest.mark.parametrize("weights", ["packed", "random"])
+def test_steps_of_an_artifact(tmp_path: Path, rng: np.random.Generator, weights: str) -> None:
+    """Prefill in chunks, decode ahead, padding, growing rows, log-probabilities; the CPU's toy says what is right."""
+    random = {} if weights == "packed" else {"weights": 7}
+    write_artifact(tmp_path / "cpu.llmc", tiny.parts(tmp_path, **random))
+    write_artifact(tmp_path / "gpu.llmc", toy.parts(tmp_path, the_arch(), **random))
+    cpu = Executor(open_artifact(tmp_path / "cpu.llmc"), CpuDevice(1), 1024)
+    gpu = Executor(open_artifact(tmp_path / "gpu.llmc"), open_gpu())
+    print(gpu.capacity, dict(gpu.device.describe()))
+    assert gpu.prepare() == 3
+    prompts = {r: [int(t) for t in rng.integers(0, tiny.V, 3 + r)] for r in range(4)}
+    inits = [init(r, t, [r, 10 + r], want_logprobs=r == 1) for r, t in prompts.items()]
+    steps = [Step(inits[:3], [], [Work(0, 3, True), Work(1, 2, False), Work(2, 5, True)])]
+    steps += [Step([], [], [Work(1, 2, True), Work(2, 1, True)]), Step([inits[3]], [], [Work(3, 6, True)])]
+    steps += [Step([], [], [Work(r, 1, True) for r in live]) for live in ([2], [0, 3, 1], [2, 1])]
+    steps += [Step([], [RowPages(r, 2, [20 + r]) for r in (1, 3, 0)], [Work(0, 1, True), Work(3, 1, True)])]
+    want = [cpu.run(s) for s in steps]
+    found, tickets = [], []
+    for step in steps:
+        tickets.append(gpu.launch(step))
+        if len(tickets) == 2:
+            found.append(gpu.wait(tickets.pop(0)))
+    found.append(gpu.wait(tickets.pop()))
+    assert [f.tokens for f in found] == [w.tokens for w in want]
+    assert [f.logprobs for f in found] == [w.logprobs for w in want]
+    for role, table in gpu.rows._tables.items():
+        np.testing.assert_array_equal(table.view, cpu.rows._tables[role].view, role)
+    cpu.close()
+    gpu.close()
+
+
+def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Generator) -> None:
+    cupy = pytest.importorskip("cupy")
+    memory, data = device.alloc(4096), rng.integers(0, 256, 4096, np.uint8)
+    device.write(memory, 0, data)
+    device.wait(device.mark())
+    np.testing.assert_array_equal(cupy.asnumpy(cupy.asarray(memory)), data)
+
+
+def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:
+    parts = toy.parts(tmp_path, the_arch())
+    old = parts.kernels[0]
+    for i, change in enumerate(({"binary": b"\x7fELF" + b"no" * 50}, {"entry": "nobody"}, {"shared": 1 << 20})):
+        folder = tmp_path / f"{i}.llmc"
+        write_artifact(folder, replace(parts, kernels=(replace(old, **change), *parts.kernels[1:])))  # type: ignore[arg-type]
+        made = open_gpu()
+        with pytest.raises(LlmcError, match=r"E112.*(cannot be loaded|bytes of shared memory)") as error:
+            Executor(open_artifact(folder), made)
+        print(error.value)
+        made.close()
+
+
+def test_more_memory_than_there_is(device: CudaDevice) -> None:
+    with pytest.raises(LlmcError, match=r"E203.*the GPU cannot give"):
+        device.alloc(device.free_memory() + (1 << 30))
+    memory = device.alloc(1 << 20)
+    assert not device.read(memory).any()
+
+
+def test_an_artifact_of_another_architecture() -> None:
+    with pytest.raises(LlmcError, match=r"E117.*this GPU is sm_"):
+        CudaDevice(TargetInfo("cuda:sm_70", "sm_70", ()))
+
+
+def fail() -> None:
+    """A kernel writes where nothing is; everything after tells so, and nothing hangs."""
+    device = open_gpu()
+    made = toy.kernel(FAULT, "fault", device.arch)
+    cuda = device._cuda
+    function = cuda.ok(cuda.cu.cuModuleGetFunction(cuda.ok(cuda.cu.cuModuleLoadData(made.binary)), b"fault"))
+    device._functions[made.hash, "fault"] = function
+    launch = Launch(made.hash, "fault", (0,), (expr.of("T"),), (expr.of(1),), 1, op="fault")
+    buffers = (Buffer("x", "arena", "i32", (expr.of(1),), expr.of(4)),)
+    sizes = {"T": (1, 64)}
+    run = device.bind(
+        Program("p", sizes, sizes, buffers, (launch,), 0), [device.alloc(4).address], np.ones(1, np.int64)
+    )
+    run()
+    for call in (lambda: device.wait(device.mark()), run, lambda: device.alloc(64)):
+        try:
+            call()
+        except LlmcError as error:
+            assert error.code == "E114" and "CUDA_ERROR_" in error.cause, error
+        else:
+            raise AssertionError("the failure was not told")
+    device.close()
+    device.close()
+    print("ended well")
+
+
+def test_a_failure_on_the_gpu() -> None:
+    """In a process of its own."""
+    here = Path(__file__).resolve().parents[1]
+    paths = [str(here), str(here.parent), str(here.parent / "runtime")]
+    code = f"import sys; sys.path[:0] = {paths!r}; from gpu import test_cuda_device as t; t.fail()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "ended well" in done.stdout, done.stdout + done.stderr
