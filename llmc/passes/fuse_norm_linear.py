@@ -50,7 +50,8 @@ def _fuse(g: Graph, norm: Node, ctx: Ctx) -> None:
     (n,) = norm.result.uses
     x, gain = norm.operands
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
-    out = b.emit(ctx.opset["norm_linear"], [x, n.operands[1], gain, *n.operands[2:]], {**n.attrs, "eps": norm.attrs["eps"]})
+    attrs = {**n.attrs, "eps": norm.attrs["eps"]}
+    out = b.emit(ctx.opset["norm_linear"], [x, n.operands[1], gain, *n.operands[2:]], attrs)
     out.name = n.result.name
     g.replace(n.result, out)
     g.erase(n)

@@ -47,7 +47,7 @@ def interpreting() -> Any:
     def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
 
-    with knobs.runtime.scope(), _standard_interpreted():
+    with knobs.runtime.scope(), _language_restored(), _standard_interpreted():
         knobs.runtime.interpret = True
         builder.create_splat = splat_as_is
         if triton.__version__.startswith("3.6"):
@@ -57,6 +57,25 @@ def interpreting() -> Any:
         finally:
             interpreter._patch_lang_tensor = original
             builder.create_splat = splat
+
+
+@contextmanager
+def _language_restored() -> Any:
+    """Triton's interpreter leaves its own functions in the language after a call of a device function: take them out,
+    or nothing compiles in this process any more."""
+    import triton.language as tl
+
+    places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
+    kept = [(p, dict(vars(p))) for p in places]
+    try:
+        yield
+    finally:
+        for p, before in kept:
+            for name in vars(p).keys() - before.keys():
+                delattr(p, name)
+            for name, value in before.items():
+                if vars(p).get(name) is not value:
+                    setattr(p, name, value)
 
 
 @contextmanager

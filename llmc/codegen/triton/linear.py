@@ -47,8 +47,13 @@ class Product:
         return self.node.results[0].type
 
     @property
+    def first(self) -> int:
+        """The operand that is the first extra: a norm_linear has the norm's gain before them."""
+        return 3 if self.node.op.name == "norm_linear" else 2
+
+    @property
     def extras(self) -> list[Type]:
-        return [v.type for v in self.node.operands[2:]]
+        return [v.type for v in self.node.operands[self.first :]]
 
     @property
     def m(self) -> Dim:
@@ -131,7 +136,7 @@ def load_extras(u: Unit, p: Product, m: str, n: str, mmask: str, nmask: str, tag
     for i, e in enumerate(p.extras):
         offset, rows, columns = extra_offset(u, p, e, m, n)
         mask = other(inside(mmask if rows else "", nmask if columns else ""))
-        out.append(f"q{i}{tag} = tl.load(x{i + 2} + {offset}{mask})")
+        out.append(f"q{i}{tag} = tl.load(x{i + p.first} + {offset}{mask})")
     return out
 
 

@@ -73,15 +73,20 @@ class Stream(TritonKernel):
         m = p.tokens(env)
         passes = -(-m // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
-        work = 2.0 * passes * s["rows"] * p.parts * p.n * p.k
-        arithmetic = (work * 1.3 + p.parts * p.n * p.k * passes) / target.peaks["f32"]  # conversions beside the sums
+        # A weight is converted once; a token's element, too, and then multiplied with the weights of all rows.
+        steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
+        arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p)))
-        return max(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
+        return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
+
+    def tile(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> Tile:
+        """The text of one program."""
+        return Tile(u, p, bn, bk, rows)
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
         rows, blocks = s["rows"], p.m.ceildiv(s["rows"])
-        tile = Tile(u, p, s["bn"], s["bk"], rows)
+        tile = self.tile(u, p, s["bn"], s["bk"], rows)
         lines = [*tile.start(), *tile.stream(s["stages"]), *tile.reduce()]
         helpers = f"{body_helpers(p)}\n\n{tile.reducer()}"
         return Code("\n".join(lines), (D(-(-p.n // s["bn"])), blocks), helpers, s["warps"], 1)
@@ -172,16 +177,28 @@ class Tile:
         mask = other(inside(self.columns(k, "c[None, :]")))
         return [f"v{j}_{slot} = tl.load(w{j} + ({k}){mask}, {EVICT})" for j in range(self.p.parts)]
 
+    def inside(self, k: str) -> str:
+        """The mask argument of a step's columns."""
+        return inside(self.columns(k, "c"))
+
     def columns(self, k: str, c: str) -> str:
         return "" if self.p.k % self.bk == 0 else f"{c} < {self.p.k} - ({k})"
 
     def sums(self, k: str, slot: int) -> list[str]:
-        mask = other(inside(self.columns(k, "c")))
+        mask = other(self.inside(k))
         lines = [f"f{j} = v{j}_{slot}.to(tl.float32)" for j in range(self.p.parts)]
         for i in range(self.rows):
-            lines.append(f"t{i} = tl.load(r{i} + ({k}){mask}).to(tl.float32)[None, :]")
-            lines += [f"a{i}_{j} += f{j} * t{i}" for j in range(self.p.parts)]
+            lines += self.tokens(i, f"tl.load(r{i} + ({k}){mask}).to(tl.float32)")
+            lines += [f"a{i}_{j} += f{j} * t{i}[None, :]" for j in range(self.p.parts)]
         return lines
+
+    def tokens(self, i: int, loaded: str) -> list[str]:
+        """`t{i}`: the elements of token i that meet the weights of this step."""
+        return [f"t{i} = {loaded}"]
+
+    def scaled(self) -> list[str]:
+        """What is done to the sums before the epilogue."""
+        return []
 
     def reducer(self) -> str:
         """The sum of several values at once: one trip through shared memory for all."""
@@ -204,6 +221,7 @@ class Tile:
             lines = [f"{', '.join(names)} = tl.reduce(({', '.join(names)}), 1, plus)"]
         else:
             lines = [f"{x} = tl.sum({x}, axis=1)" for x in names]
+        lines += self.scaled()
         for i in range(self.rows):
             accs = [f"a{i}_{j}" for j in range(self.p.parts)]
             lines += finish(self.p, accs, f"m{i}", "n", *self.masks(i), f"_{i}")

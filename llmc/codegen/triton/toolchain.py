@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.abc
+import importlib.util
 import json
+import linecache
 import multiprocessing
 import os
 import tempfile
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from llmc.codegen.kernel import Source
@@ -19,7 +23,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton ignores names it does not know: so we do not
-BINARY = {"cuda": "cubin", "hip": "hsaco"}
+BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
@@ -137,15 +141,28 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
         return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared)
 
 
-def load_entry(text: str, entry: str) -> Any:
-    """The jitted function of a kernel's text; Triton reads the text again through `linecache`."""
-    import linecache
+class _Text(importlib.abc.InspectLoader):
+    """Imports a module from its text; Triton reads the text again, through `linecache`."""
 
-    name = f"<llmc {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": name}
-    exec(compile(text, name, "exec"), space)
-    return space[entry]
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.text, f"<{fullname}>")
+
+
+def load_entry(text: str, entry: str) -> Any:
+    """The jitted function of a kernel's text, which is ours: it was emitted, not read from an artifact."""
+    name = f"llmc_text_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_loader(name, _Text(text))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
+    spec.loader.exec_module(module)
+    return getattr(module, entry)
 
 
 def _read(path: Path) -> Compiled | None:

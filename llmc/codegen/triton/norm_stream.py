@@ -1,0 +1,48 @@
+"""A norm and the product that reads it as one stream of weight rows, for few tokens: no launch for the norm alone.
+
+Every program sums the squares of its tokens while it streams, and divides its sums by the root in the end.
+"""
+
+from __future__ import annotations
+
+from llmc.codegen.triton.base import Unit
+from llmc.codegen.triton.linear import Product, other
+from llmc.codegen.triton.stream import Stream, Tile
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+class NormStream(Stream):
+    """norm_linear of 1 to about 4 tokens; any number is right."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        gain = node.operands[2].type
+        if gain.format is not None:
+            return f"the gain is quantised: {gain}"
+        return super().reject(node, target)
+
+    def tile(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> Tile:
+        return NormTile(u, p, bn, bk, rows)
+
+
+class NormTile(Tile):
+    """One program's text; `e{i}` are sums of squares, column by column."""
+
+    def start(self) -> list[str]:
+        zeros = [f"e{i} = tl.zeros([{self.bk}], tl.float32)" for i in range(self.rows)]
+        return [*super().start(), "g = x2 + c", *zeros]
+
+    def sums(self, k: str, slot: int) -> list[str]:
+        mask = other(self.inside(k))
+        return [f"gain = tl.load(g + ({k}){mask}).to(tl.float32)", *super().sums(k, slot)]
+
+    def tokens(self, i: int, loaded: str) -> list[str]:
+        return [f"t{i} = {loaded}", f"e{i} += t{i} * t{i}", f"t{i} = t{i} * gain"]
+
+    def scaled(self) -> list[str]:
+        eps = self.u.node.attrs["eps"]
+        lines = [f"d{i} = tl.rsqrt(tl.sum(e{i}, axis=0) / {self.p.k} + {eps!r})" for i in range(self.rows)]
+        return [*lines, *(f"a{i}_{j} = a{i}_{j} * d{i}" for i, j in self.cells)]
+
+
+NORM_STREAM = NormStream("triton/norm_stream", ("norm_linear",))
