@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import TARGETS, compile_for, run_case
+from kernels.triton_harness import TARGETS, run_case
 
-from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.codegen.triton.linear import Product
 from llmc.codegen.triton.stream import MEASURED, STREAM
 from llmc.codegen.triton.tile import GEMM, TILE
+from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
 from llmc.targets.gpu import sm_90
+from llmc.targets.target import Target
 
 KERNELS = (STREAM, TILE, GEMM)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
@@ -107,7 +109,7 @@ def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
     for s in SHAPES:
         (node,) = s.graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
-        if kernel is not STREAM or rows < 20 or s.n < 30:
+        if kernel is not STREAM or rows < 16 or s.n * rows < 400:
             check(kernel, s, rows, first if kernel is STREAM else None)
 
 
@@ -141,7 +143,7 @@ def test_every_schedule(kernel: Kernel, dtype: str) -> None:
     """On a product that is no multiple of anything, deep enough for several steps of every tile."""
     for parts, schedules in offered(kernel, dtype).items():
         for schedule in schedules:
-            s = Shape("odd", dtype, dtype, 2 * schedule["bn"] - 1, 4133, parts, SILU if parts == 2 else "a0")
+            s = Shape("odd", dtype, dtype, schedule["bn"] + 3, 4133, parts, SILU if parts == 2 else "a0")
             check(kernel, s, 3, schedule)
 
 
@@ -160,13 +162,13 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
     """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
     expected = {1: {"stream"}, 2: {"stream", "tile"}, 8: {"stream", "tile"}, 16: {"stream", "tile"}}
-    expected |= {m: {"tile"} for m in (17, 32, 64, 100, 128)} | {m: {"tile", "gemm"} for m in (200, 256)}
-    expected |= {m: {"gemm"} for m in (1024, 2048, 8192)}
+    expected |= {m: {"tile"} for m in (17, 32, 64)} | {m: {"tile", "gemm"} for m in (100, 128, 200, 256)}
+    expected |= {m: {"gemm"} for m in (4096, 8192)}
     for m, names in expected.items():
         us, name, schedule = ranked(node_of(n, k, parts, 1 if m == 1 else "R"), m)[0]
         assert name.partition("/")[2] in names, f"{m} tokens: {name} {schedule} {us:.1f} us"
-        if "bm" in schedule and m <= 256:
-            assert schedule["bm"] >= min(m, 256) or m > 128, f"{m} tokens read the weights again: {schedule}"
+        if "bm" in schedule and m <= 64:
+            assert schedule["bm"] >= m, f"{m} tokens read the weights again: {schedule}"
 
 
 def test_one_token_is_streamed_as_measured() -> None:
@@ -178,30 +180,28 @@ def test_one_token_is_streamed_as_measured() -> None:
         assert s["bk"] >= bk and s["rows"] == 1
 
 
-def sampled(count: int) -> Iterator[tuple[Kernel, Node, Schedule]]:
-    """Some of all offers, another choice in every run; the seed is printed."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def sampled(rng: random.Random, target: Target, count: int) -> Iterator[Source]:
+    """Some of all offers, with all kinds of extras."""
     for _ in range(count):
         kernel, (n, k, parts) = rng.choice(KERNELS), rng.choice(REAL)
         dtype = rng.choice(("bf16", "bf16", "f16", "f32"))
         extras = (("f32", (n,)), (dtype, ("T", n)))
         body = "add(add(a0, a1), a2)" if parts == 1 else f"add(add({SILU}, a2), a3)"
         (node,) = Shape("", dtype, dtype, n, k, parts, body, extras).graph().nodes
-        yield kernel, node, {}
+        yield kernel.emit(node, rng.choice(kernel.schedules(node, target)), target)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
-def test_real_shapes_compile(target: Any, tmp_path: Path) -> None:
-    for kernel, node, _ in sampled(6):
-        schedule = random.choice(kernel.schedules(node, target))
-        g = Graph("test")
-        operands = [g.input(v.name, v.type, v.weight) for v in node.operands]
-        g.outputs = [g.add(node.op, operands, node.attrs).result]
-        print(kernel.name, schedule, node.operands)
-        made = compile_for(Case("", g, kernel, schedule, []), target, tmp_path)
-        assert made.shared <= target.limits.shared
+def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
+    """Another choice in every run; the seed is printed. What is offered first is always among them."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    sources = list(sampled(random.Random(seed), target, 6))
+    for kernel in KERNELS:
+        node = node_of(*REAL[2])
+        sources.append(kernel.emit(node, kernel.schedules(node, target)[0], target))
+    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=2)
+    assert all(c.shared <= target.limits.shared for c in made.values())
 
 
 def test_what_is_refused() -> None:

@@ -29,7 +29,9 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
+Shape = tuple[int, int, int, int, int]  # bm, bn, bk, warps, stages
 LINE = 128  # bytes that one prefetch brings to the L2 cache
+ASK = 64 << 10  # bytes that a program asks for ahead of its turn
 # bn, bk, warps, stages of 16-bit tiles, and of float32 ones, which are multiplied without tensor cores.
 NARROW = (
     (64, 128, 4, 4),
@@ -45,6 +47,7 @@ FLOAT = ((32, 32, 4, 2), (64, 16, 4, 2))
 FLOAT_TOKENS = (16, 32)
 # bm, bn, bk, warps, stages of large products; bn is of all parts.
 LARGE = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
+SMALL = (16, 16, 32, 4, 2)  # fits everywhere
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 _SUMS = 128  # float32 sums that a thread holds at most
 _PREFETCH = '"prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l"'
@@ -62,11 +65,13 @@ class Tiled(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
         keys = ("bm", "bn", "bk", "warps", "stages")
-        found = self._narrow(p) if self.swap else self._large(p)
-        shapes = list(dict.fromkeys(s for s in found if fits(p, s, target)))
-        return [dict(zip(keys, s, strict=True)) for s in shapes]
+        offered = self._narrow(p) if self.swap else self._large(p)
+        if target.family == "hip":  # one tile ahead, in registers
+            offered = ((*s[:4], 2) for s in offered)
+        shapes = [s for s in dict.fromkeys(offered) if fits(p, s, target)]
+        return [dict(zip(keys, s, strict=True)) for s in shapes or [SMALL]]
 
-    def _narrow(self, p: Product) -> Iterator[tuple[int, int, int, int, int]]:
+    def _narrow(self, p: Product) -> Iterator[Shape]:
         tokens: tuple[int, ...] = FLOAT_TOKENS if p.dot == "f32" else TOKENS
         if (m := p.m.const) is not None:
             tokens = (next((t for t in tokens if t >= m), tokens[-1]),)
@@ -74,14 +79,13 @@ class Tiled(TritonKernel):
             for bn, bk, warps, stages in FLOAT if p.dot == "f32" else NARROW:
                 yield bm, bn, bk, warps, stages
 
-    def _large(self, p: Product) -> Iterator[tuple[int, int, int, int, int]]:
+    def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
             yield bm, bn // (1 << (p.parts - 1).bit_length()), bk, warps, stages
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
-        price = narrow_us if self.swap else large_us
-        return price(p, s, target, env) + target.launch_us
+        return product_us(p, s, target, env, self.swap) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
@@ -91,7 +95,7 @@ class Tiled(TritonKernel):
         return Code("\n".join(t.lines()), grid, body_helpers(p), s["warps"], s["stages"])
 
 
-def fits(p: Product, s: tuple[int, int, int, int, int], target: Target) -> bool:
+def fits(p: Product, s: Shape, target: Target) -> bool:
     """True where a block's tiles fit its shared memory, and its sums the registers."""
     bm, bn, bk, warps, stages = s
     kept = stages if target.family == "cuda" else stages - 1
@@ -99,34 +103,32 @@ def fits(p: Product, s: tuple[int, int, int, int, int], target: Target) -> bool:
     return tiles <= target.limits.shared and bm * bn * p.parts <= _SUMS * warps * 32
 
 
-def narrow_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int]) -> float:
-    """Reading, and half of the arithmetic beside it: that is what tiles of few tokens were measured to take."""
-    passes = -(-p.tokens(env) // s["bm"])
-    blocks = passes * -(-p.n // s["bn"])
-    units = target.limits.units
-    size = DTYPES[p.w.dtype].bits // 8
-    ahead = (s["stages"] - 1) * s["bn"] * p.parts * s["bk"] * size
-    tile = s["stages"] * (s["bn"] * p.parts + s["bm"]) * s["bk"] * size
+def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
+    """What is in flight bounds the rate: a multiprocessor takes about 1.6 shares of the bandwidth, and memory answers
+    after 1 us. Programs that share weights and are not walked in groups read them again, half from the L2 cache."""
+    passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
+    row = s["bk"] * DTYPES[p.w.dtype].bits // 8
+    ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
+    tile = s["stages"] * (s["bn"] * p.parts + s["bm"]) * row
+    blocks = columns if swap else columns * passes
     resident = min(blocks, units * max(1, min(target.limits.shared // tile, 16 // s["warps"])))
     busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
-    reading = (p.bytes(env) + 0.3 * (passes - 1) * p.weight_bytes) / target.bandwidth / (0.86 * busy)
-    flops = 2.0 * passes * s["bm"] * p.parts * p.n * p.k
-    uneven = -(-blocks // units) * units / blocks
-    share = 0.35 if s["bn"] < 64 else 0.55 if s["bm"] * s["bn"] < 16384 else 0.65
-    best = flops / peak(p, target)
-    return max(reading + 0.5 * best, best * uneven / share) * 1e6
+    moved = p.bytes(env) + (0.5 * (passes - 1) * p.weight_bytes if swap else 0)
+    return moved / target.bandwidth / (0.86 * busy) * 1e6
 
 
-def large_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int]) -> float:
-    """Arithmetic, in whole rounds of blocks over the multiprocessors, or reading where that takes longer."""
+def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
+    """Reading and half of the arithmetic beside it, as tiles of few tokens were measured; or the arithmetic, at the
+    share of the peak that a tile of the size reaches, in whole rounds of blocks over the multiprocessors."""
     rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
-    blocks, units = rows * columns, target.limits.units
+    blocks, units, area = rows * columns, target.limits.units, s["bm"] * s["bn"] * p.parts
     flops = 2.0 * rows * s["bm"] * columns * s["bn"] * p.parts * p.k
-    area = s["bm"] * s["bn"] * p.parts
-    share = 0.77 if area >= 32768 else 0.72 if area >= 16384 else 0.5
-    uneven = -(-blocks // units) * units / blocks
-    reading = p.bytes(env) / target.bandwidth / (0.8 * min(1.0, blocks / units))
-    return max(flops / peak(p, target) * uneven / share, reading) * 1e6
+    if swap:
+        share = 0.35 if s["bn"] < 64 else 0.55 if area < 16384 else 0.65
+    else:
+        share = 0.5 if area < 16384 else 0.72 if area < 32768 else 0.77
+    best = flops / peak(p, target) * 1e6
+    return max(reading_us(p, s, target, env, swap) + 0.5 * best, best * (-(-blocks // units) * units / blocks) / share)
 
 
 @dataclass(frozen=True)
@@ -203,12 +205,13 @@ class Text:
         return f"{base} + {rows}[:, None] + c[None, :]" if left else f"{base} + {rows}[None, :] + c[:, None]"
 
     def prefetch(self, weights: list[str]) -> list[str]:
-        """Ask for the first stages of the weights while the launches in front are still running."""
+        """Ask for the first columns of the weights while the launches in front are still running."""
         if not (self.swap and self.u.pdl and self.p.early):
             return []
-        step = LINE * 8 // DTYPES[self.p.w.dtype].bits
-        lines = 1 << (max(1, self.stages * self.bk // step)).bit_length() - 1
-        at = f"wr[:, None] + tl.minimum(tl.arange(0, {lines}) * {step}, {self.p.k} - 1)[None, :]"
+        size = DTYPES[self.p.w.dtype].bits // 8
+        columns = min(self.p.k, max(self.stages * self.bk, ASK // (self.bn * self.p.parts * size)))
+        lines = 1 << (-(-columns * size // LINE)).bit_length() - 1
+        at = f"wr[:, None] + tl.minimum(tl.arange(0, {lines}) * {LINE // size}, {self.p.k} - 1)[None, :]"
         ask = f"tl.inline_asm_elementwise({_PREFETCH}, [({{}} + at).to(tl.int64)], tl.int32, False, 1)"
         return [f"at = {at}", *(ask.format(w) for w in weights)]
 
