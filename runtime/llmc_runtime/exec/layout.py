@@ -42,17 +42,13 @@ class Layout:
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
         self._artifact, self._device = artifact, device
-        if device.separate:  # kernels load while weights are read
-            with ThreadPoolExecutor(1) as pool:
-                loading = pool.submit(device.load, artifact)
-                self._weights = self._place()
-                loading.result()
-        else:
-            device.load(artifact)
-        self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
-        if not device.separate:
-            self._weights = self._place()
-        self._arena = device.alloc(_arena(artifact))
+        self._random: Mapping[str, Memory] = {}  # on the CPU their arrays hold the memory
+        with ThreadPoolExecutor(2) as pool:  # kernels load and memory is found while weights are read
+            loading, placing = pool.submit(device.load, artifact), pool.submit(self._place)
+            self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
+            self._arena = device.alloc(_arena(artifact))
+        loading.result()
+        self._weights = placing.result()
         sizes = _io_sizes(artifact, env)
         self.stride = _round(max((sizes.get(name, 0) for name in INPUTS), default=0), _ALIGN)
         self.inputs = device.alloc(self.stride * len(INPUTS))
@@ -90,6 +86,7 @@ class Layout:
             return self._device.place(self._artifact, sorted(buffers))
         source = RandomWeights(self._artifact.manifest.weights.seed)
         memories = _parts(self._device, {n: b.bytes({}) for n, b in buffers.items()}, _PAGE)
+        self._random = memories
         for name, memory in memories.items():
             b = buffers[name]
             self._device.repeat(memory, *source.tile(name, b.dtype, len(b.shape), memory.nbytes))
