@@ -18,6 +18,8 @@ PASSES = MappingProxyType(
         "fuse-linear": "llmc.passes.fuse_linear:FuseLinear",
         "fold": "llmc.passes.fold:Fold",
         "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
+        "fuse-qkv": "llmc.passes.fuse_qkv:FuseQkv",
+        "split-kv": "llmc.passes.split_kv:SplitKv",
         "fuse-norm-linear": "llmc.passes.fuse_norm_linear:FuseNormLinear",
         "specialize": "llmc.passes.specialize:Specialize",
         "select": "llmc.codegen.select:Select",

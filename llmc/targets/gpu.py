@@ -11,8 +11,9 @@ from types import MappingProxyType
 from llmc.targets.target import Limits, Target
 
 PIPELINE = (
-    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, "
-    "specialize, select, pack, lift-weights, cse, dce, memory"
+    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, fuse-qkv, "
+    "specialize{decode=[1, 4, 16, 32, 64, 128], step=[128]}, fuse-norm-linear{rows=1}, split-kv, "
+    "select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12
 

@@ -102,8 +102,11 @@ def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | No
     return None
 
 
+@dataclass(frozen=True)
 class TritonKernel(Kernel):
     """A kernel in Triton: `code` gives the entry's statements, the rest of the unit is the same for all."""
+
+    language: str = "triton"
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node)
