@@ -16,6 +16,7 @@ BLOCK_THREADS = 1024  # of a block, on every GPU
 WIDEST = 16384  # elements that one program keeps in registers
 _START_US = 0.9  # of a program, from its first load to its last store
 _WARP_US = 0.01  # of a program's barriers, a warp
+_RESIDENT_WARPS = 48  # of the programs that one multiprocessor holds at once
 _UNIT_BYTES_US = 60e3  # that one multiprocessor moves in a microsecond
 _THREAD_BYTES_US = 90.0  # that one thread keeps moving
 
@@ -62,11 +63,11 @@ def cost_us(
     nbytes = float((node_cost(node)[1] if moved is None else moved).subs(env).const or 0)
     count = max(1, programs.subs(env).const or 1)
     rate = min(_UNIT_BYTES_US, warps * target.limits.warp * _THREAD_BYTES_US)
-    waves = -(-count // max(1, target.limits.units * max(1, 32 // warps)))
-    alone = nbytes / count / rate
-    start = _START_US + _WARP_US * warps
-    at_once = nbytes / (min(count, target.limits.units) * _UNIT_BYTES_US)
-    return target.launch_us + max(nbytes / target.bandwidth * 1e6, waves * (start + alone), start + at_once)
+    resident = max(1, min(32, _RESIDENT_WARPS // warps))
+    waves = -(-count // max(1, target.limits.units * resident))
+    busy = waves * (_START_US + nbytes / count / rate)
+    few = _START_US + _WARP_US * warps + nbytes / (min(count, max(1, target.limits.units)) * _UNIT_BYTES_US)
+    return target.launch_us + max(nbytes / target.bandwidth * 1e6, busy, few)
 
 
 def tiles(rows: Dim, cols: Dim, target: Target, each: int = 8) -> list[tuple[int, int, int]]:

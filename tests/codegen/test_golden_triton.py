@@ -1,0 +1,50 @@
+"""Triton texts of a few kernels, kept as files: a change of generated code is a change that is seen.
+
+After a change that is meant: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_triton.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.kernel import Kernel
+from llmc.codegen.triton.reduce import TOPK
+from llmc.codegen.triton.rows import ROWS
+from llmc.codegen.triton.shape import COPY, TAKE
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.targets.gpu import sm_90
+
+GOLDEN = Path(__file__).parent / "golden"
+NODES: dict[str, tuple[Kernel, str, str]] = {
+    "norm": (
+        ROWS,
+        "%x: bf16[1, 4096], %r: bf16[1, 4096], %w: weight bf16[4096]",
+        'fused(%x, %r, %w) {body=["add(a0, a1)", "mul(mul(add(a0, a1), rsqrt(add(row_mean(mul(add(a0, a1), '
+        'add(a0, a1))), 1e-06))), a2)"], dtypes=["bf16", "bf16"]} : bf16[1, 4096], bf16[1, 4096]',
+    ),
+    "softmax": (ROWS, "%x: bf16[T, 99]", "softmax(%x) : bf16[T, 99]"),
+    "embedding": (TAKE, "%x: weight bf16[128256, 4096], %i: i32[T]", "take(%x, %i) : bf16[T, 4096]"),
+    "heads": (COPY, "%x: bf16[T, 14, 64]", "transpose(%x) {perm=[1, 2, 0]} : bf16[14, 64, T]"),
+    "router": (TOPK, "%x: f32[T, 60]", "topk(%x) {k=8} : f32[T, 8], i64[T, 8]"),
+}
+
+
+def source(name: str) -> str:
+    kernel, inputs, text = NODES[name]
+    outs = ", ".join(f"%y{i}" for i in range(text.rpartition(" : ")[2].count("[")))
+    m = parse(f"sym T in [1, 64]\ngraph @main({inputs}) {{\n  {outs} = {text}\n  return {outs}\n}}", OPS)
+    (node,) = m.graphs["main"].nodes
+    return kernel.emit(node, kernel.schedules(node, sm_90())[0], sm_90()).text
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_source(name: str) -> None:
+    text = source(name)
+    path = GOLDEN / f"{name}.triton"
+    if os.environ.get("LLMC_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} changed; see the head of this file"
