@@ -148,6 +148,7 @@ def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
     p.add_argument("artifact")
     p.add_argument("checkpoint", help="the Hugging Face folder that the artifact was compiled from")
+    _tune_arguments(sub)
     p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
     p.add_argument("artifact")
     p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
@@ -158,6 +159,19 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("--record", action="store_true", help="run the artifact and record its canary")
     p.add_argument("--canary", action="store_true", help="run the recorded canary, too")
     p.add_argument("--json", action="store_true")
+
+
+def _tune_arguments(sub: Any) -> None:
+    p = _command(sub, "tune", _tune, "measure the ways that kernels can run a model's nodes, on this machine")
+    p.add_argument("source", nargs="?", help="an artifact, or a Hugging Face folder")
+    p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="measurements (tuning.jsonl)")
+    p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after them (600)")
+    p.add_argument("--context", type=_positive, default=1024, metavar="N", help="tokens behind every row (1024)")
+    p.add_argument("--all", action="store_true", help="time nodes that can be run in one way alone, too")
+    p.add_argument("--show", metavar="FILE", help="print the choices of such a file, and measure nothing")
+    p.add_argument("--json", action="store_true", help="print the choices as JSON")
+    _build_arguments(p)
+    p.set_defaults(weights="none", target="", refuse=p.error)
 
 
 def _positive(text: str) -> int:
@@ -250,6 +264,25 @@ def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
     found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
     print(json.dumps(found, indent=2) if args.json else render(found), file=out)
     return 0
+
+
+def _tune(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.lab.tune import Settings, render, show, tune
+
+    if not args.show and not args.source:
+        args.refuse("name an artifact or a model to measure, or a file to --show")
+    if not args.show:
+        target, args.target = args.target, args.target or "cpu:native"
+        options = _options(args)
+        settings = Settings(args.limit, args.context, args.all, target, options.cache, say=_to_stderr)
+        _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
+    found = show(Path(args.show or args.output))
+    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    return 0
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _verify(args: argparse.Namespace, out: IO[str]) -> int:

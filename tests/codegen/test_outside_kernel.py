@@ -70,7 +70,7 @@ def test_measurements_decide(tmp_path: Path) -> None:
     target = parse("cpu:portable")
     path = tmp_path / "tuning.jsonl"
     lines = [record(node, "cpu/rows", {}, target, 9.0), record(node, "cpu/elements", {}, target, 1.0)]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("".join(f"{r.line()}\n" for r in lines))
     Select(tuning=str(path)).run(m, Ctx(OPS, target, our_kernels()))
     assert node.choice == {"kernel": "cpu/elements"}
     node.choice = {}

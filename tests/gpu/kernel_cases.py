@@ -2,14 +2,12 @@
 
     python tests/gpu/kernel_cases.py [--target cuda:sm_90]      compiles them all into build/gpu/kernels
 
-Triton kernels run the cases of every other language (tests/kernels/cases.py), and what their own tests offer: a module
-tests/kernels/test_triton_*.py with a function `gpu_cases(target)` that answers or yields `Case`s.
+Triton kernels run the cases of every other language (tests/kernels/cases.py) and those of their own tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import os
 import sys
@@ -22,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
+from gpu.borrowed import borrowed_cases  # noqa: E402
 from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
@@ -55,10 +54,7 @@ def all_cases(target: Target) -> Iterator[Case]:
     yield from of_ops(kernels, target)
     yield from of_texts(kernels, target)
     yield from of_random(kernels, target)
-    for path in sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py")):
-        offered = getattr(importlib.import_module(f"kernels.{path.stem}"), "gpu_cases", None)
-        if offered is not None:
-            yield from offered(target)
+    yield from borrowed_cases()
 
 
 def all_jobs(target: Target) -> list[Job]:

@@ -1,0 +1,210 @@
+"""Times ways to run a node on this machine's device: many copies of it over distinct memory, in one program each.
+
+The copies' weights, activations and pages are several times the caches together, so that each is read from memory, as
+in a model; nothing is ever timed on zeros. It chooses nothing and writes no record.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from llmc_runtime.device.choose import open_device
+from llmc_runtime.device.device import Artifact, Device, Memory
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import Limits, Source, TargetInfo
+from llmc_runtime.format.program import Buffer, Program
+
+from llmc import __version__
+from llmc.artifact.write import KernelBinary, Parts, write_artifact
+from llmc.codegen.driver import Built, build
+from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.select import depends_on
+from llmc.codegen.tuning import sizes_of
+from llmc.extension import Registry
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.lab.operands import Scene, bound_of, named, noise, values
+from llmc.passes.base import Ctx
+from llmc.passes.spec import parse_pipeline, run_pipeline
+from llmc.targets.target import Target
+
+PASSES = "pack, lift-weights, memory"
+SPREAD = 4  # times the last cache
+LEAST_SPREAD = 96 << 20
+MOST_COPIES, MOST_BYTES = 48, 4 << 30
+ALIGN = 4096
+ROUNDS = 5
+ROUND_SECONDS = {"cpu": 0.02, "cuda": 0.003}
+_TILE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run `node` of `graph`, at the sizes `env`."""
+
+    node: Node
+    graph: Graph
+    env: Mapping[str, int]
+    kernel: Kernel
+    schedule: Schedule
+
+
+def node_bytes(n: Node, env: Mapping[str, int]) -> int:
+    """Of all operands and results."""
+    return sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results])
+
+
+def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
+    """How many copies hold several times the caches, within bounds."""
+    each = max(1, node_bytes(n, env))
+    wanted = max(SPREAD * target.limits.l2, LEAST_SPREAD)
+    return max(2, min(MOST_COPIES, -(-wanted // each), MOST_BYTES // each))
+
+
+def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
+    """A module with a graph @c0, @c1 ... a candidate, its choice made."""
+    m = Module({}, dict(symbols))
+    for i, c in enumerate(found):
+        g = m.graphs[f"c{i}"] = Graph(f"c{i}")
+        g.ranges = dict(c.graph.ranges)
+        weights, _ = depends_on(c.graph)
+        shared: dict[Value, Value] = {}
+        for k in range(copies_of(c.node, c.env, target)):
+            _copy(g, c, weights, shared, k)
+    return m
+
+
+def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
+    """Add the k-th copy of the node. Tables of integers are one for all; whoever writes one hands it on."""
+    own: dict[Value, Value] = {}
+    for (name, _), v in zip(named(c.node), c.node.operands, strict=True):
+        if v in own or v in shared:
+            continue
+        table = DTYPES[v.type.dtype].kind != "f"
+        made = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not table)
+        (shared if table else own)[v] = made
+    inputs = [own.get(v) or shared[v] for v in c.node.operands]
+    new = g.add(c.node.op, inputs, c.node.attrs)
+    new.choice = {"kernel": c.kernel.name, **c.schedule}
+    slots = [s.name for s in new.op.operands]
+    for r, written in zip([r for r in new.results if r.type.state], new.op.writes, strict=True):
+        v = c.node.operands[slots.index(written)]
+        if v in shared:
+            shared[v] = r
+    g.outputs += [r for r in new.results if not r.type.state]
+
+
+class Timer:
+    """Compiles candidates and runs them. `jobs` compile at once; `context`: tokens that rows have behind them."""
+
+    def __init__(
+        self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int
+    ) -> None:
+        self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
+        self.context, self.page = context, page
+        self.rng = np.random.default_rng(0)
+        self.tile = noise(_TILE, self.rng)
+
+    def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
+        """Of one launch of each. Diagnostic E5xx where one does not compile, LlmcError where the device refuses."""
+        built = self._build(found, symbols)
+        with tempfile.TemporaryDirectory(prefix="llmc-tune-") as scratch:
+            artifact = self._artifact(built, Path(scratch) / "tune.llmc")
+            device = open_device(artifact, None)
+            try:
+                device.load(artifact)
+                by_name = {p.name: p for p in built.programs}
+                return [self._time(device, by_name[f"c{i}"], c) for i, c in enumerate(found)]
+            finally:
+                device.close()
+
+    def _build(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
+        m = module_of(found, symbols, self.target)
+        ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
+        run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
+        self.cache.mkdir(parents=True, exist_ok=True)
+        return build(m, self.target, self.cache, self.registry.kernels, jobs=self.jobs)
+
+    def _artifact(self, built: Built, path: Path) -> Artifact:
+        t = self.target
+        kernels = [
+            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
+            for k in built.kernels.values()
+        ]
+        parts = Parts(
+            compiler=f"llmc {__version__}", source=Source("tune", "tune"),
+            target=TargetInfo(t.name, t.arch, tuple(sorted(t.features))), limits=Limits(1, 1, 1), vocab_size=1,
+            eos_token_ids=(), page_size=self.page, states=(), kernels=kernels, programs=(), weights=0,
+        )  # fmt: skip
+        write_artifact(path, parts)
+        folder = Folder(path)
+        return Artifact(folder, folder.manifest(), built.programs, {})
+
+    def _time(self, device: Device, program: Program, c: Candidate) -> float:
+        env = {**c.env, "P": self.pages(c, program)}
+        env = {s: env[s] for s in program.symbols}
+        memory, places = _place(device, program, env)
+        device.repeat(memory, self.tile, 0)
+        self._fill(device, memory, program, places, c, env)
+        symbols = np.array([env[s] for s in program.symbols], np.int64)
+        addresses = [memory.address + places[b.name] for b in program.buffers]
+        run = device.bind(replace(program, uniform=True), addresses, symbols)
+        device.prepare(run)
+
+        def seconds(times: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(times):
+                run()
+            device.wait(device.mark())
+            return time.perf_counter() - begin
+
+        seconds(1)
+        wanted = ROUND_SECONDS.get(self.target.family, 0.003)
+        times = max(1, min(200, round(wanted / max(seconds(1), 1e-6))))
+        found = statistics.median(seconds(times) for _ in range(ROUNDS))
+        return found / times / len(program.launches) * 1e6
+
+    def pages(self, c: Candidate, program: Program) -> int:
+        """KV pages that the rows of the step need."""
+        low, high = program.symbols.get("P", (1, 1))
+        need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
+        return max(low, min(high, need))
+
+    def _fill(
+        self, device: Device, memory: Memory, program: Program, places: Mapping[str, int], c: Candidate,
+        env: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        rows = c.env.get("R", 1)
+        tokens = dict(sizes_of(c.node, c.env)).get("T", rows)
+        scene = Scene(rows, max(tokens, rows), self.context, env.get("P", 1), self.page, bound_of(c.node, env))
+        for b in program.buffers:
+            if b.alias is None and b.kind in ("input", "state"):
+                name = b.name.split(".")[1] if b.name.count(".") >= 2 else b.name
+                data = values(name, b.dtype, tuple(d(env) for d in b.shape), scene, self.rng)
+                if data is not None and data.size:
+                    device.write(memory, places[b.name], np.ascontiguousarray(data))
+
+
+def _place(device: Device, program: Program, env: Mapping[str, int]) -> tuple[Memory, dict[str, int]]:
+    """One memory for all buffers of a program, and where in it each of them begins."""
+    at = -(-program.arena_bytes // ALIGN) * ALIGN
+    places: dict[str, int] = {}
+    by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
+    for b in program.buffers:
+        if b.kind == "arena":
+            places[b.name] = b.offset
+        elif b.alias is None:
+            places[b.name] = at
+            at += -(-max(1, b.bytes(env)) // ALIGN) * ALIGN
+    for b in program.buffers:
+        root = b
+        while root.alias is not None:
+            root = by_name[root.alias]
+        places[b.name] = places[root.name]
+    return device.alloc(at), places

@@ -1,0 +1,225 @@
+"""Measuring the schedules that kernels offer for a model's nodes, likeliest gains first, and keeping the times.
+
+What a node could gain is priced as its launches times its roofline time: the heads of that list are measured before a
+time limit ends the work. Every batch is kept as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+
+from llmc.codegen.kernel import roofline_us
+from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
+from llmc.codegen.tuning import Record, Sizes, Tuning, node_text, read, record, save, sizes_of
+from llmc.diagnostics import Diagnostic
+from llmc.extension import Registry, load
+from llmc.ir.graph import Graph, Module, Node
+from llmc.ir.text import parse as parse_text
+from llmc.lab.operands import unknown_operand
+from llmc.lab.timing import Candidate, Timer
+from llmc.targets.names import parse as parse_target
+from llmc.targets.target import Target
+
+BATCH = 48  # candidates that are compiled together
+SCHEDULES = 32  # of one node that are measured, likeliest first
+
+
+@dataclass(frozen=True)
+class Work:
+    """A node that can be run in several ways, how often it is launched, and those ways, likeliest first."""
+
+    node: Node
+    graph: Graph
+    env: Mapping[str, int]
+    launches: int
+    floor_us: float
+    ways: tuple[Offer, ...]
+
+
+@dataclass
+class Tuned:
+    """What a tuning did: nodes with a choice, measurements made, ways that failed and why, nodes left at the limit."""
+
+    output: str
+    nodes: int = 0
+    measured: int = 0
+    left: int = 0
+    seconds: float = 0.0
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        lines = [f"{self.measured} measurements of {self.nodes} nodes in {self.seconds:.0f} s: {self.output}"]
+        lines += [f"{self.left} nodes were not reached; a larger --limit measures them"] if self.left else []
+        lines += [f"not measured: {s}" for s in self.skipped]
+        return "\n".join([*lines, *(f"failed: {f}" for f in self.failed)])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to tune. limit: seconds, after which nothing new is started; context: tokens that rows have behind them;
+    every: also nodes that can be run in one way alone, for their times; target: what the artifact must be for; cache: a
+    folder for kernels; jobs: compilers at once; say: is told of every batch."""
+
+    limit: float = 600.0
+    context: int = 1024
+    every: bool = False
+    target: str = ""
+    cache: Path | None = None
+    jobs: int | None = None
+    say: Callable[[str], None] = print
+
+
+def tune(
+    source: Path, output: Path, settings: Settings, options: Any = None, registry: Registry | None = None
+) -> Tuned:
+    """Measure the nodes of an artifact, or of a Hugging Face folder (which `options` then compile), into `output`.
+
+    Raises LlmcError E101 to E104 and Diagnostic E433 where there is nothing to measure, E5xx as compiling does.
+    """
+    known = registry or load()
+    with tempfile.TemporaryDirectory(prefix="llmc-") as scratch:
+        kept = settings.cache or Path(scratch)
+        path = source if (source / "manifest.json").is_file() else _compiled(source, Path(scratch), options)
+        m, target, page = before_select(path, known, settings.target)
+        timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
+        tuned = Tuned(str(output))
+        work = works(m, known, target, tuned, settings.every)
+        _measure(work, m, timer, output, settings, tuned)
+    return tuned
+
+
+def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Module, Target, int]:
+    """An artifact's module as it was before kernels were chosen, its target and the tokens of a KV page."""
+    manifest = Folder(path).manifest()
+    name = manifest.target.name
+    if target and target.partition("+")[0] != name.partition("+")[0]:
+        remedy = f"leave --target out, or compile for {target}"
+        raise Diagnostic("E433", f"{path} was compiled for {name}, not for {target}", remedy)
+    stages = sorted((path / "ir").glob("*.llir"))
+    at = next((i for i, p in enumerate(stages) if p.stem.partition("-")[2] == "select"), 0)
+    if not at:
+        raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
+    m = parse_text(stages[at - 1].read_text(), registry.opset())
+    return m, parse_target(name, registry.targets), manifest.kv.page_size
+
+
+def works(m: Module, registry: Registry, target: Target, told: Tuned, every: bool = False) -> list[Work]:
+    """The distinct nodes that have a choice (or every node), the largest possible gain first."""
+    found: dict[tuple[str, Sizes], Work] = {}
+    for g in launched_graphs(m):
+        env = typical(m, g)
+        weights, _ = depends_on(g)
+        for n in g.nodes:
+            if all(r in weights for r in n.results):
+                continue
+            key = (node_text(n), sizes_of(n, env))
+            if key in found:
+                found[key] = replace(found[key], launches=found[key].launches + 1)
+                continue
+            ways = tuple(offers(n, registry.kernels, target, env, Tuning()))
+            floor = roofline_us(n, target, env)
+            found[key] = Work(n, g, env, 1, floor, ways[:SCHEDULES])
+    some = [w for w in found.values() if every or len(w.ways) > 1]
+    for w in some:
+        if name := unknown_operand(w.node):
+            told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+    some = [w for w in some if unknown_operand(w.node) is None]
+    return sorted(some, key=lambda w: -w.launches * w.floor_us)
+
+
+def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
+    """Nodes together whose ways fill a batch; a node's ways are never parted."""
+    held: list[Work] = []
+    for w in work:
+        if held and sum(len(x.ways) for x in held) + len(w.ways) > BATCH:
+            yield held
+            held = []
+        held.append(w)
+    if held:
+        yield held
+
+
+def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
+    begin = time.monotonic()
+    save(output, [])  # a file that cannot be written is told before the work
+    for some in batches(work):
+        if time.monotonic() - begin >= settings.limit:
+            tuned.left += len(some)
+            continue
+        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.ways]
+        times = _times(timer, candidates, m, tuned)
+        found = [
+            record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
+            for c, us in zip(candidates, times, strict=True)
+            if us is not None
+        ]
+        save(output, found)
+        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(found)
+        tuned.seconds = time.monotonic() - begin
+        settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
+
+
+def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+    """Microseconds of each; a batch that fails is halved until the ones that do are alone."""
+    try:
+        return list(timer.microseconds(found, m.symbols))
+    except LlmcError as e:
+        if len(found) == 1:
+            c = found[0]
+            tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")
+            return [None]
+    half = len(found) // 2
+    return [*_times(timer, found[:half], m, tuned), *_times(timer, found[half:], m, tuned)]
+
+
+def _compiled(model: Path, scratch: Path, options: Any) -> Path:
+    """The model as an artifact without weights."""
+    from llmc.driver import Options, compile_model
+
+    out = scratch / "model.llmc"
+    compile_model(model, out, replace(options or Options(), weights="none", reuse=False))
+    return out
+
+
+def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
+    """The fastest way of every node at every size, with the runner-up's time: data for people."""
+    groups: dict[tuple[str, str, Sizes], list[Record]] = {}
+    for r in found:
+        groups.setdefault((r.target, r.node, r.sizes), []).append(r)
+    out = []
+    for (target, node, sizes), some in groups.items():
+        best, *rest = sorted(some, key=lambda r: r.us)
+        out.append(
+            {
+                "target": target, "node": node, "sizes": dict(sizes), "kernel": best.kernel,
+                "schedule": best.schedule, "us": best.us, "next_us": rest[0].us if rest else None,
+                "measured": len(some),
+            }
+        )  # fmt: skip
+    return out
+
+
+def show(path: Path) -> list[dict[str, Any]]:
+    """The choices of a tuning file."""
+    return choices(read(path))
+
+
+def render(found: Sequence[Mapping[str, Any]]) -> str:
+    """Choices as a table, one line each, in the file's order."""
+    head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
+    rows = [head]
+    for c in found:
+        sizes = " ".join(f"{k}={v}" for k, v in c["sizes"].items()) or "-"
+        after = "" if c["next_us"] is None else f"{c['next_us']:.4g}"
+        rows.append((sizes, f"{c['us']:.4g}", after, str(c["measured"]), c["kernel"], c["schedule"], c["node"]))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(head) - 1)]
+    return "\n".join("  ".join([*(x.ljust(w) for x, w in zip(r, widths)), r[-1]]) for r in rows)

@@ -1,0 +1,1 @@
+"""Measured choices of kernels by machine, as data: NAME.jsonl files that `select` reads; see llmc.codegen.tuning."""

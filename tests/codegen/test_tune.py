@@ -1,0 +1,89 @@
+"""`llmc tune` on this machine's CPU, from a module to a choice, and from a model to a file."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from models.cases import LISTED
+from models.kit import save as save_model
+
+from llmc.cli import main
+from llmc.codegen.select import Select
+from llmc.codegen.tuning import Tuning, record, save
+from llmc.diagnostics import Diagnostic
+from llmc.driver import Options, compile_model
+from llmc.extension import load
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.lab import tune as tuning
+from llmc.lab.timing import Candidate, Timer
+from llmc.passes.base import Ctx
+from llmc.targets.cpu import native
+
+TEXT = """sym T in [1, 512]
+graph @main(%x: f32[T, 300]) {
+  %y = exp(%x) : f32[T, 300]
+  %z = exp(%y) : f32[T, 300]
+  return %z
+}
+"""
+
+
+def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
+    registry, target = load(), native()
+    m = parse(TEXT, OPS)
+    told = tuning.Tuned("")
+    (work,) = tuning.works(m, registry, target, told)
+    assert work.launches == 2 and {o.kernel.name for o in work.ways} >= {"cpu/rows", "cpu/elements"}
+    timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
+    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.ways]
+    times = timer.microseconds(found, m.symbols)
+    assert all(0 < us < 1e5 for us in times)
+    path = tmp_path / "t.jsonl"
+    save(path, [record(c.node, c.kernel.name, c.schedule, target, us, c.env) for c, us in zip(found, times)])
+    best = found[times.index(min(times))]
+    Select(tuning=str(path)).run(m, Ctx(OPS, target, registry.kernels))
+    assert [n.choice["kernel"] for n in m.graphs["main"].nodes] == [best.kernel.name] * 2
+
+
+def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
+    """Every node of a small model, by the command line; an artifact of it, stopped at once."""
+    save_model(LISTED[0], tmp_path / "model")
+    out, told = tmp_path / "t.jsonl", StringIO()
+    sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
+    common = ["--target", "cpu:native", "--cache", str(tmp_path / "cache"), *sizes, "--context", "32"]
+    assert main(["tune", str(tmp_path / "model"), "-o", str(out), "--all", "--json", *common], told) == 0
+    chosen = json.loads(told.getvalue())
+    assert {c["kernel"] for c in chosen} >= {"cpu/linear", "cpu/attention", "cpu/rows"}
+    assert all(c["us"] > 0 for c in chosen) and len(chosen) == len(out.read_text().splitlines())
+    told = StringIO()
+    assert main(["tune", "--show", str(out)], told) == 0 and "paged_attention" in told.getvalue()
+
+    options = Options(cache=tmp_path / "cache", reuse=False, max_num_seqs=2, max_model_len=64, weights="none")
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    settings = tuning.Settings(limit=0, every=True, cache=tmp_path / "cache")
+    stopped = tuning.tune(tmp_path / "model.llmc", tmp_path / "none.jsonl", settings)
+    assert stopped.measured == 0 and stopped.left > 0 and "not reached" in stopped.text()
+    with pytest.raises(Diagnostic, match="was compiled for"):
+        tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(target="cuda:sm_90"))
+    assert Tuning.load(out).records
+
+
+def test_a_batch_with_a_way_that_fails_is_halved() -> None:
+    """The others of its batch are measured all the same, and the reason is told."""
+
+    class Broken:
+        def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
+            if any(c.schedule for c in found):
+                raise Diagnostic("E502", "it does not compile", "none")
+            return [1.0] * len(found)
+
+    m = parse(TEXT, OPS)
+    told = tuning.Tuned("")
+    (work,) = tuning.works(m, load(), native(), told)
+    good, bad = (Candidate(work.node, work.graph, work.env, work.ways[0].kernel, s) for s in ({}, {"broken": 1}))
+    assert tuning._times(Broken(), [good, good, bad, good], m, told) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
+    assert len(told.failed) == 1 and "does not compile" in told.failed[0]

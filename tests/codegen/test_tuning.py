@@ -1,0 +1,96 @@
+"""Files of measurements: what is kept, how a node finds its own, and how the choices read as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.tuning import Tuning, machine, node_text, record, save, sizes_of
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Node
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.lab.tune import choices, render, show
+from llmc.targets.gpu import sm_80, sm_90
+
+TEXT = """sym R in [1, 256]
+sym T in [1, 512]
+graph @main(%x: bf16[R, 64], %w: weight bf16[96, 64], %l: state i32[16], %t: i32[T]) {
+  %y = linear(%x, %w) : bf16[R, 96]  // model.layers.3
+  %s, %r, %p = row_spans(%t, %t, %l) {tokens=R} : i32[T+1], i32[R], i32[R]
+  return %y, %s, %r, %p
+}
+"""
+A, B = {"warps": 4}, {"warps": 8}
+
+
+def nodes() -> list[Node]:
+    return list(parse(TEXT, OPS).graphs["main"].nodes)
+
+
+def test_a_node_is_known_by_its_text_and_the_sizes_that_it_uses() -> None:
+    linear, spans = nodes()
+    assert node_text(linear) == "linear(bf16[R, 64], bf16[96, 64]) -> bf16[R, 96]"
+    assert "state i32)" in node_text(spans), "tables of rows are as long as a compile's limits say"
+    env = {"T": 256, "R": 8, "P": 99}
+    assert sizes_of(linear, env) == (("R", 8),)
+    assert sizes_of(spans, env) == (("T", 256), ("R", 8))
+
+
+def test_exact_sizes_hold_and_then_the_nearest(tmp_path: Path) -> None:
+    linear, _ = nodes()
+    path = tmp_path / "t.jsonl"
+    for rows, a, b in ((1, 3.0, 4.0), (64, 9.0, 6.0)):
+        env = {"R": rows}
+        save(path, [record(linear, "k", s, sm_90(), us, env) for s, us in ((A, a), (B, b))])
+    tuning = Tuning.load(path)
+
+    def found(rows: int) -> list[float | None]:
+        return [tuning.lookup(linear, "k", s, sm_90(), {"R": rows, "T": 1}) for s in (A, B)]
+
+    assert found(1) == found(4) == [3.0, 4.0]
+    assert found(64) == found(32) == found(4096) == [9.0, 6.0]
+    assert tuning.lookup(linear, "other", A, sm_90(), {"R": 1}) is None
+    assert tuning.lookup(linear, "k", A, sm_80(), {"R": 1}) is None, "of another machine"
+    assert Tuning().lookup(linear, "k", A, sm_90()) is None
+
+
+def test_a_file_is_sorted_and_a_second_measurement_replaces_the_first(tmp_path: Path) -> None:
+    linear, _ = nodes()
+    path = tmp_path / "t.jsonl"
+    save(path, [record(linear, "k", s, sm_90(), 3.14159, {"R": n}) for n in (64, 1) for s in (B, A)])
+    save(path, [record(linear, "k", A, sm_90(), 2.0, {"R": 1})])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [(r["sizes"]["R"], r["schedule"]["warps"], r["us"]) for r in rows]
+    assert told == [(1, 4, 2.0), (1, 8, 3.142), (64, 4, 3.142), (64, 8, 3.142)]
+    assert {r["target"] for r in rows} == {machine(sm_90())} == {"cuda+sm_90+pdl"}
+
+
+@pytest.mark.parametrize("change", [{"sizes": {"Q": 1}}, {"us": "fast"}, {"us": float("nan")}, {"schedule": 4}])
+def test_a_line_that_is_no_record_is_named(change: dict[str, object], tmp_path: Path) -> None:
+    linear, _ = nodes()
+    path = tmp_path / "t.jsonl"
+    good = record(linear, "k", A, sm_90(), 3.0, {"R": 1}).line()
+    path.write_text(f"{good}\n{json.dumps(json.loads(good) | change)}\n")
+    with pytest.raises(Diagnostic, match=r"E432.*line 2") as told:
+        Tuning.load(path)
+    assert told.value.remedy
+
+
+def test_the_choices_are_a_table_and_data(tmp_path: Path) -> None:
+    linear, _ = nodes()
+    path = tmp_path / "t.jsonl"
+    save(path, [record(linear, "k", s, sm_90(), us, {"R": 8}) for s, us in ((A, 5.0), (B, 4.0))])
+    (best,) = show(path)
+    assert (best["kernel"], json.loads(best["schedule"]), best["us"], best["next_us"]) == ("k", B, 4.0, 5.0)
+    assert render([best]).splitlines()[1].split()[:4] == ["R=8", "4", "5", "2"]
+    assert choices([]) == []
+
+
+def test_what_ships_is_readable_and_for_the_target_alone() -> None:
+    for target in (sm_80(), sm_90()):
+        tuning = Tuning.shipped(target)
+        assert {m for m, _ in tuning.records} <= {machine(target)}
+        assert bool(tuning.records) == bool(tuning.name)

@@ -1,0 +1,70 @@
+"""The cases of the Triton kernels' own tests, for another machine: their test functions run, their cases are kept.
+
+A module tests/kernels/test_triton_*.py hands every case to `run_case`; here that name stands for a list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kernels.harness import Case
+
+KERNEL_TESTS = Path(__file__).resolve().parents[1] / "kernels"
+RUNNER = "run_case"
+
+
+def borrowed_cases() -> Iterator[Case]:
+    """Every case that the tests would run in the interpreter, drawn anew, named after its test."""
+    for path in sorted(KERNEL_TESTS.glob("test_triton_*.py")):
+        module = importlib.import_module(f"kernels.{path.stem}")
+        if hasattr(module, RUNNER):
+            yield from _of(module)
+
+
+def _of(module: ModuleType) -> Iterator[Case]:
+    kept: list[Case] = []
+
+    def keep(case: Case, *args: Any, **options: Any) -> None:
+        kept.append(case)
+
+    original = getattr(module, RUNNER)
+    setattr(module, RUNNER, keep)
+    try:
+        for name, function in list(vars(module).items()):
+            if name.startswith("test_") and callable(function):
+                for arguments in variants(function):
+                    kept.clear()
+                    with suppress(AssertionError):  # what a test asserts of itself is for its own suite
+                        function(**arguments)
+                    for case in kept:
+                        case.name = f"{module.__name__.rpartition('.')[2]}.{name}.{case.name}"
+                        yield case
+    finally:
+        setattr(module, RUNNER, original)
+
+
+def variants(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of each call that pytest would make; none for a test that wants fixtures."""
+    axes: list[list[dict[str, Any]]] = []
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            split = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+            axes.append([_bind(split, v) for v in values])
+    calls = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*axes)]
+    wanted = set(inspect.signature(function).parameters)
+    return (c for c in calls if wanted == set(c))
+
+
+def _bind(names: list[str], value: Any) -> dict[str, Any]:
+    values = getattr(value, "values", None)  # of pytest.param
+    if isinstance(values, tuple):
+        return dict(zip(names, values, strict=True))
+    return dict(zip(names, value, strict=True)) if len(names) > 1 else {names[0]: value}
