@@ -54,15 +54,16 @@ def upload(
     """
     began = time.perf_counter()
     work = _Work(folder, files)
+    count = max(1, min(threads, len(work.blocks)))
+    workers = [_Worker(cuda, enter, work, addresses, check) for _ in range(count)]
     try:
-        count = max(1, min(threads, len(work.blocks)))
-        workers = [_Worker(cuda, enter, work, addresses, check) for _ in range(count)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        work.close()
+    except BaseException as error:
+        work.fail(-1, error)
+    for worker in workers:
+        work.await_end(worker)
+    work.close()
     if work.errors:
         raise min(work.errors, key=lambda e: e[0])[1]
     return Upload(sum(f.bytes for f in files), time.perf_counter() - began, count)
@@ -96,6 +97,14 @@ class _Work:
     def fail(self, number: int, error: BaseException) -> None:
         with self._lock:
             self.errors.append((number, error))
+
+    def await_end(self, worker: threading.Thread) -> None:
+        """Wait for a thread; an interrupt stops the work, and is raised when all threads have ended."""
+        while worker.is_alive():
+            try:
+                worker.join()
+            except BaseException as error:
+                self.fail(-1, error)
 
     def close(self) -> None:
         for fd in self.fds.values():
