@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from llmc_runtime.device.choose import open_device
@@ -40,7 +41,7 @@ LEAST_SPREAD = 96 << 20
 MOST_COPIES, MOST_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
-ROUND_SECONDS = {"cpu": 0.02, "cuda": 0.003}
+ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003})
 _TILE = 1 << 24
 
 
