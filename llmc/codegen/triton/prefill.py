@@ -20,7 +20,7 @@ from llmc.codegen.triton.attention import (
     step,
     unfit,
 )
-from llmc.codegen.triton.base import Code, TritonKernel, Unit, element
+from llmc.codegen.triton.base import PDL, Code, TritonKernel, Unit, element
 from llmc.codegen.triton.rope import joined, pow2
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
@@ -28,27 +28,29 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 FAR = 1 << 30
+# (rows, keys, warps, stages): what is tried where it fits; the last one always does.
 TILES = (
-    (128, 64, 8, 4),
     (128, 128, 8, 3),
-    (64, 64, 4, 4),
+    (128, 64, 8, 3),
+    (64, 64, 4, 3),
+    (64, 64, 8, 3),
     (64, 32, 4, 3),
-    (64, 32, 4, 2),
-    (32, 32, 4, 1),
+    (32, 32, 4, 2),
     (16, 16, 4, 1),
 )
 
 
 def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iterator[Schedule]:
-    """Schedules that fit: `rows` of queries (at least `least`), `keys` a step; small ones where products are `wide`.
+    """Schedules that fit: `rows` of queries (at least `least`), `keys` a step; the least where float32 is multiplied.
 
     width, item: elements of a head as padded, and bytes of one.
     """
+    room = 128 if target.has(PDL) else 80  # later tensor cores read the second operand from shared memory
     for rows, keys, warps, stages in TILES:
-        shared = (rows + 2 * keys * max(1, stages - 2)) * width * item
-        registers = rows * width // (warps * target.limits.warp)  # of a thread, for the sum alone
-        fits = shared <= target.limits.shared * 7 // 8 and registers <= 128
-        if rows == 16 or (fits and not (wide and rows > 32)):
+        shared = (rows + 2 * keys * max(1, stages - 1)) * width * item
+        registers = rows * (width + keys) // (warps * target.limits.warp)  # of a thread, for logits and sums alone
+        fits = shared <= target.limits.shared * 7 // 8 and registers <= room
+        if rows == 16 or (fits and not wide):
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 
 
@@ -67,13 +69,13 @@ class Prefill(TritonKernel):
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        shared = (rows + 2 * keys * max(1, schedule["stages"] - 2)) * p.width * p.item
+        shared = (rows + 2 * keys * max(1, schedule["stages"] - 1)) * p.width * p.item
         resident = max(1, min(target.limits.shared // shared, 16 // schedule["warps"]))
         peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
-        one = math.ceil(seen / keys) * (
-            0.3 + 4 * rows * keys * p.width / peak * min(resident, blocks / target.limits.units + 1)
-        )
+        share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
+        wait = 0.3 if schedule["stages"] > 2 else 1.0
+        one = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
         return math.ceil(blocks / (target.limits.units * resident)) * (2 + one) + target.launch_us
 
     def code(self, u: Unit) -> Code:

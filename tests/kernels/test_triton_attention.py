@@ -1,0 +1,287 @@
+"""Attention in Triton beside the reference: rows of any lengths, windows, caps, sinks, groups, head sizes, parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.harness import Case
+from kernels.triton_harness import INTERPRETED, TARGETS, compile_for, run_case
+
+from llmc.codegen.triton.attention import COMBINE, DECODE
+from llmc.codegen.triton.base import TritonKernel
+from llmc.codegen.triton.prefill import PREFILL, PROMPT
+from llmc.ir.dim import D
+from llmc.ir.graph import Graph
+from llmc.ir.ops import OPS
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+SHAPES = (
+    (4, 4, 64),
+    (14, 2, 64),
+    (8, 1, 80),
+    (6, 2, 96),
+    (10, 2, 128),
+    (4, 2, 256),
+    (3, 1, 40),
+    (12, 2, 72),
+)  # h, g, d
+ATOL = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}  # a bfloat16 softmax; Triton's interpreter cuts where others round
+
+
+@dataclass
+class Paged:
+    """A step over pages. spans: (new tokens, tokens in all) of each row; None is a row of -1 that has one token."""
+
+    shape: tuple[int, int, int]
+    spans: list[tuple[int, int] | None]
+    page: int = 16
+    dtype: str = "f32"
+    pool: str = ""  # dtype of the pages; the queries' where empty
+    sinks: bool = False
+    attrs: dict[str, Any] = field(default_factory=dict)
+    behind: int = 0  # tokens behind the last row
+    dynamic: bool = True
+
+    def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Slots that no row has filled are NaN, and pages that no row needs are -1."""
+        h, g, d = self.shape
+        news = [s[0] if s else 1 for s in self.spans]
+        totals = [s[1] if s else 0 for s in self.spans]
+        count = len(self.spans)
+        table = np.full((count + 2, max(1, -(-max(totals) // self.page)) + 1), -1, np.int32)
+        rows = rng.permutation(count + 2)[:count].astype(np.int32)
+        free = list(rng.permutation(table.size + 1))
+        kv = np.full((table.size + 1, 2, g, self.page, d), np.nan, np.float32)
+        starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+        positions = np.full(starts[-1] + self.behind, -1, np.int32)
+        for i, (new, total) in enumerate(zip(news, totals, strict=True)):
+            for j in range(-(-total // self.page)):
+                table[rows[i], j] = free.pop()
+                used = min(self.page, total - j * self.page)
+                kv[table[rows[i], j], :, :, :used] = rng.standard_normal((2, g, used, d))
+            if total:
+                positions[starts[i] : starts[i + 1]] = np.arange(total - new, total)
+        rows[[s is None for s in self.spans]] = -1
+        q = rng.standard_normal((len(positions), h, d)).astype(np.float32)
+        extra = [2 * rng.standard_normal(h).astype(np.float32)] if self.sinks else []
+        return [q, kv, table, rows, starts, positions, *extra]
+
+    def case(
+        self,
+        kernel: TritonKernel,
+        rng: np.random.Generator,
+        schedule: int = 0,
+        splits: int = 0,
+        on: Target = INTERPRETED,
+    ) -> Case:
+        """The step on a kernel; with `splits`, one token a row, and no sinks."""
+        arrays = self.inputs(rng)
+        attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
+        if splits:
+            rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
+            arrays, attrs = [*arrays[:3], rows, arrays[5]], attrs | {"splits": splits}
+        op = OPS["paged_attention_split" if splits else "paged_attention"]
+        g = Graph("main")
+        t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
+        first = {"q": t, "rows": t if splits else r, "starts": r + 1, "positions": t}
+        for slot, x in zip(op.operands, arrays, strict=False):
+            dtype = "i32" if x.dtype.kind == "i" else self.pool or self.dtype if slot.name == "kv" else self.dtype
+            shape = (first.get(slot.name, D(len(x))), *map(D, x.shape[1:]))
+            g.input(slot.name, Type(dtype, shape, slot.state))
+        g.outputs = list(g.add(op, g.inputs, attrs).results)
+        plan = kernel.schedules(g.nodes.head, on)  # type: ignore[arg-type]
+        plan = plan[schedule % len(plan)]
+        name = f"{op.name}-{self}-{plan}"
+        return Case(name, g, kernel, plan, arrays, rtol=2e-5, atol=max(ATOL[self.dtype], ATOL[self.pool or self.dtype]))
+
+
+def drawn(rng: np.random.Generator, one: bool) -> Paged:
+    """A step of a random shape. one: a token of each row."""
+    spans: list[tuple[int, int] | None] = []
+    for _ in range(rng.integers(1, 5)):
+        total = int(rng.choice([1, 15, 16, 17, rng.integers(1, 100)]))
+        new = 1 if one or rng.random() < 0.3 else int(rng.integers(1, total + 1))
+        spans.append(None if rng.random() < 0.2 else (new, total))
+    attrs: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        attrs["window"] = int(rng.integers(1, 40))
+    if rng.random() < 0.4:
+        attrs["softcap"] = float(rng.uniform(0.5, 5))
+    dtype = str(rng.choice(["f32", "bf16", "f16"]))
+    pool = str(rng.choice(["f32", "bf16", "f16"])) if rng.random() < 0.2 else ""
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    page = int(rng.choice([16, 16, 4, 32, 64]))
+    behind = 0 if one and rng.random() < 0.7 else int(rng.integers(0, 4))
+    return Paged(shape, spans, page, dtype, pool, bool(rng.random() < 0.4), attrs, behind, bool(rng.random() < 0.7))
+
+
+def fresh() -> tuple[int, np.random.Generator]:
+    """A seed, printed for those who want the same case again, and its generator."""
+    seed = int(np.random.default_rng().integers(1 << 30))
+    print(f"seed {seed}")
+    return seed, np.random.default_rng(seed)
+
+
+PINNED = (
+    Paged((8, 2, 128), [(1, 1), (1, 16), (1, 17), None, (1, 200)], dtype="bf16"),
+    Paged((7, 1, 64), [(1, 150), (1, 3)], dtype="f16", sinks=True, attrs={"window": 20}),
+    Paged((4, 4, 80), [(1, 65), None], sinks=True, attrs={"softcap": 2.0, "window": 64}),
+    Paged((2, 1, 256), [None, None], sinks=True),
+    Paged((20, 1, 16), [(1, 70)], dtype="bf16", dynamic=False),
+)
+MIXED = (
+    Paged((8, 2, 128), [(1, 40), (35, 35), (1, 1), (20, 70), None, (1, 129)], dtype="bf16", behind=3),
+    Paged((14, 2, 64), [(40, 41), (5, 77)], dtype="bf16", sinks=True, attrs={"window": 9, "softcap": 3.0}),
+    Paged((4, 2, 40), [None, (33, 33), (17, 80)], attrs={"window": 70}),
+    Paged((71, 1, 64), [(3, 20), (1, 5)], dtype="f16"),
+)
+
+
+@pytest.mark.parametrize("i", range(len(PINNED)))
+@pytest.mark.parametrize("splits", [0, 1, 3, 8])
+def test_single_tokens(i: int, splits: int) -> None:
+    _, rng = fresh()
+    run_case(PINNED[i].case(DECODE, rng, schedule=i, splits=splits))
+
+
+@pytest.mark.parametrize("kernel", [DECODE, PREFILL], ids=lambda k: k.name)
+@pytest.mark.parametrize("i", range(len(MIXED)))
+def test_mixtures(i: int, kernel: TritonKernel) -> None:
+    _, rng = fresh()
+    for schedule in range(1 if kernel is DECODE else 3):
+        run_case(MIXED[i].case(kernel, rng, schedule))
+
+
+@pytest.mark.parametrize("_", range(8))
+def test_drawn(_: int) -> None:
+    _, rng = fresh()
+    at = int(rng.integers(8))
+    for splits in (0, int(rng.integers(1, 9))):
+        run_case(drawn(rng, True).case(DECODE, rng, at, splits))
+    run_case(drawn(rng, False).case(PREFILL, rng, at))
+
+
+def prompt(
+    rng: np.random.Generator,
+    lengths: list[int],
+    heads: tuple[int, int, int, int],
+    dtype: str,
+    sinks: bool,
+    at: int,
+    on: Target = INTERPRETED,
+    **attrs: Any,
+) -> Case:
+    """Packed prompts of the lengths, some of which begin at a position other than 0. heads: h, g, d, e."""
+    h, g, d, e = heads
+    pos = np.concatenate([np.arange(n) + rng.integers(0, 3) * 7 for n in lengths])
+    t = len(pos)
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((t, h, d), (t, g, d), (t, g, e))]
+    arrays = [*arrays, pos, *([rng.standard_normal(h).astype(np.float32)] if sinks else [])]
+    graph = Graph("main")
+    for x in arrays:
+        graph.input(
+            f"x{len(graph.inputs)}",
+            Type(
+                "i64" if x is pos else dtype,
+                (D("T") if x.ndim > 1 or x is pos else D(len(x)), *map(D, x.shape[1:])),
+            ),
+        )
+    graph.outputs = list(graph.add(OPS["attention"], graph.inputs, {"layer": 0, "scale": d**-0.5, **attrs}).results)
+    plan = PROMPT.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
+    plan = plan[at % len(plan)]
+    return Case(
+        f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}", graph, PROMPT, plan, arrays, rtol=2e-5, atol=ATOL[dtype]
+    )
+
+
+def prompts(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case]:
+    yield prompt(rng, [1, 70, 2, 5], (4, 2, 64, 64), "bf16", False, 0, on)
+    yield prompt(rng, [150], (2, 1, 40, 24), "f32", True, 0, on, softcap=2.0)
+    yield prompt(rng, [30, 31, 9], (3, 3, 72, 128), "f16", False, 2, on, causal=False)
+    yield prompt(rng, [3, 140], (4, 1, 16, 16), "bf16", True, 1, on, window=10)
+    yield prompt(rng, [20, 40], (2, 2, 16, 16), "f32", False, 1, on, window=10, causal=False)
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_prompts(i: int) -> None:
+    _, rng = fresh()
+    run_case(list(prompts(rng))[i])
+
+
+def combine(
+    rng: np.random.Generator,
+    shape: tuple[int, int, int, int],
+    dtype: str,
+    sinks: bool,
+    at: int,
+    on: Target = INTERPRETED,
+) -> Case:
+    """Parts of which some, and all of the last token, are empty."""
+    t, h, parts, _ = shape
+    partial, lse = (
+        rng.standard_normal(shape).astype(np.float32),
+        4 * rng.standard_normal((t, h, parts)).astype(np.float32),
+    )
+    lse[rng.random(lse.shape) < 0.3] = -np.inf
+    lse[-1] = -np.inf
+    partial[np.isinf(lse)] = 0
+    g = Graph("main")
+    g.input("partial", Type("f32", (D("T"), *map(D, shape[1:]))))
+    g.input("lse", Type("f32", (D("T"), D(h), D(parts))))
+    arrays = [partial, lse, *([rng.standard_normal(h).astype(np.float32)] if sinks else [])]
+    if sinks:
+        g.input("sinks", Type(dtype, (D(h),)))
+    g.outputs = list(g.add(OPS["attention_combine"], g.inputs, {"dtype": dtype}).results)
+    plan = COMBINE.schedules(g.nodes.head, on)  # type: ignore[arg-type]
+    return Case(f"combine-{shape}-{dtype}", g, COMBINE, plan[at % len(plan)], arrays, rtol=2e-5, atol=2e-5)
+
+
+def combines(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case]:
+    for i, shape in enumerate([(3, 4, 1, 64), (2, 3, 5, 80), (4, 2, 16, 128), (1, 7, 64, 40)]):
+        yield combine(rng, shape, ("f32", "bf16", "f16")[i % 3], i % 2 == 1, i, on)
+
+
+def test_combine() -> None:
+    _, rng = fresh()
+    for case in combines(rng):
+        run_case(case)
+
+
+def gpu_cases(target: Target) -> Iterator[Case]:
+    """What a GPU runs: the cases above, and more of those that are drawn."""
+    rng = np.random.default_rng()
+    for i, p in enumerate(PINNED):
+        for splits in (0, 1, 3, 8):
+            yield p.case(DECODE, rng, i + splits, splits, target)
+    for p in MIXED:
+        for schedule in range(6):
+            yield p.case(PREFILL, rng, schedule, on=target)
+        yield p.case(DECODE, rng, 0, on=target)
+    for i in range(24):
+        yield drawn(rng, True).case(DECODE, rng, i, i % 9, target)
+        yield drawn(rng, False).case(PREFILL, rng, i, on=target)
+    yield from prompts(rng, target)
+    yield from combines(rng, target)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_compiles(target: Target, tmp_path: Path) -> None:
+    """A few cases for every target: a text that the interpreter takes may still not compile."""
+    _, rng = fresh()
+    cases = [
+        PINNED[0].case(DECODE, rng, int(rng.integers(6)), 4, target),
+        MIXED[1].case(PREFILL, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False).case(PREFILL, rng, int(rng.integers(6)), on=target),
+        drawn(rng, True).case(DECODE, rng, int(rng.integers(6)), on=target),
+        list(prompts(rng, target))[int(rng.integers(5))],
+        list(combines(rng, target))[int(rng.integers(4))],
+    ]
+    for case in cases:
+        built = compile_for(case, target, tmp_path)
+        assert built.shared <= target.limits.shared, case.name
