@@ -1,0 +1,91 @@
+"""Batched products of activations on tensor cores, any sizes, all of them maybe dynamic; no weights, no epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmc.codegen.kernel import Schedule
+from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.ir.cost import node_cost
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+TILES = ((64, 64, 64, 4, 3), (128, 128, 32, 8, 3), (16, 64, 64, 4, 3), (32, 32, 32, 4, 2))
+# float32 factors are multiplied without tensor cores.
+FLOAT_TILES = ((32, 32, 16, 4, 2), (64, 64, 16, 4, 2))
+_SHARE = 0.6  # of the peak that a tile of 128 x 128 reaches
+
+
+class Matmul(TritonKernel):
+    """matmul: [*b, m, k] x [*b, k, n]."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, FLOATS)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        keys = ("bm", "bn", "bk", "warps", "stages")
+        tiles = FLOAT_TILES if factor(node) == "f32" else TILES
+        return [dict(zip(keys, t, strict=True)) for t in tiles]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Arithmetic of whole tiles, in rounds over the multiprocessors, or traffic."""
+        b, m, k, n = (int(d.subs(env)) for d in sizes_of(node))
+        bm, bn = schedule["bm"], schedule["bn"]
+        rows, columns = -(-m // bm), -(-n // bn)
+        flops = 2.0 * b * rows * bm * columns * bn * k
+        blocks, units = max(1, b * rows * columns), target.limits.units
+        share = _SHARE * (bm * bn / 16384) ** 0.25 * blocks / (-(-blocks // units) * units)
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth
+        return max(flops / target.peaks[factor(node)] / share, moved) * 1e6 + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        s = u.schedule
+        b, m, _, n = sizes_of(u.node)
+        rows, columns = m.ceildiv(s["bm"]), n.ceildiv(s["bn"])
+        return Code(text(u), (columns * rows * b,), "", s["warps"], s["stages"])
+
+
+def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
+    """Batches, rows, depth, columns."""
+    a, c = (v.type.shape for v in node.operands)
+    return product(a[:-2]), a[-2], a[-1], c[-1]
+
+
+def factor(node: Node) -> str:
+    """The dtype of the factors of tl.dot: the operands' where they agree, else float32."""
+    a, c = (v.type.dtype for v in node.operands)
+    return a if a == c else "f32"
+
+
+def text(u: Unit) -> str:
+    s, node = u.schedule, u.node
+    bm, bn, bk = s["bm"], s["bn"], s["bk"]
+    _, m, k, n = (u.sizes(d) for d in sizes_of(node))
+    rows, columns = (
+        u.sizes(d.ceildiv(b)) for d, b in zip((sizes_of(node)[1], sizes_of(node)[3]), (bm, bn), strict=True)
+    )
+    wide = u.interpret or any(v.type.dtype != factor(node) for v in node.operands)
+    cast = ".to(tl.float32)" if wide else ""
+    return f"""
+{u.wait}
+pid = tl.program_id(0)
+batch = (pid // ({rows} * {columns})).to(tl.int64)
+pm = pid // {columns} % {rows}
+pn = pid % {columns}
+i = pm * {bm} + tl.arange(0, {bm})
+j = pn * {bn} + tl.arange(0, {bn})
+c = tl.arange(0, {bk})
+a = x0 + batch * {m} * {k} + tl.minimum(i, {m} - 1).to(tl.int64)[:, None] * {k} + c[None, :]
+b = x1 + batch * {k} * {n} + c.to(tl.int64)[:, None] * {n} + tl.minimum(j, {n} - 1)[None, :]
+sums = tl.zeros([{bm}, {bn}], tl.float32)
+for k in tl.range(0, {k}, {bk}, num_stages={s["stages"]}):
+    left = tl.load(a + k, mask=c[None, :] < {k} - k, other=0.0){cast}
+    right = tl.load(b + tl.cast(k, tl.int64) * {n}, mask=c[:, None] < {k} - k, other=0.0){cast}
+    sums = tl.dot(left, right, sums, input_precision="ieee")
+at = y0 + batch * {m} * {n} + i.to(tl.int64)[:, None] * {n} + j[None, :]
+tl.store(at, sums.to({element(node.result.type)}), mask=(i[:, None] < {m}) & (j[None, :] < {n}))
+""".strip("\n")
+
+
+MATMUL = Matmul("triton/matmul", ("matmul",))
