@@ -78,7 +78,7 @@ def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
         return [(1, 1024, 4), (1, 4096, min(16, most))] if n is None else [(1, WIDEST, most), (1, 4096, min(16, most))]
     cols = power(n)
     warps = max(1, min(most, cols // (warp * 8)))
-    one = [(1, cols, warps)] + [(1, cols, warps // 2)] * (warps > 1) + [(1, cols, 2 * warps)] * (2 * warps <= most)
+    one = [(1, cols, w) for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= most and cols <= 32 * warp * w]
     if cols > 512 or product(p.space.outer).const == 1 or rowless(p):
         return one
     return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
