@@ -14,7 +14,9 @@ from llmc.ir.types import Type
 
 ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
 THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
-PAGES = ("paged_attention.pages", "paged_attention_split.pages")
+PAGES = ("row_slots.pages", "row_begin.pages", "paged_attention.pages", "paged_attention_split.pages")
+SPANS = ("row_spans", "row_begin")
+BLOCKS = ("row_block_max", "row_sample_blocks")
 Array = np.ndarray
 
 
@@ -48,7 +50,7 @@ def elements(m: Module) -> int:
 
 def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
     sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
-    if spans := next((n for n in g.nodes if n.op.name == "row_spans"), None):
+    if spans := next((n for n in g.nodes if n.op.name in SPANS), None):
         (rows,), states = spans.operands[0].type.shape, [v for v in g.inputs if v.type.state]
         r = rows.const or min(ROWS, *(v.type.shape[0].const or ROWS for v in states), m.symbols[str(rows)][1])
         if rows.const is None:
@@ -61,7 +63,7 @@ def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
 
 def _pool(g: Graph) -> dict[str, int]:
     """Pages of the pool: as many as the rows' tables name."""
-    tables = [v for v in g.inputs if _role(v)[0] in ("row_slots.pages", *PAGES)]
+    tables = [v for v in g.inputs if _role(v)[0] in PAGES]
     slots = [(s.name, v) for n in g.nodes for s, v in zip(n.op.operands, n.operands, strict=False)]
     pools = {str(v.type.shape[0]) for name, v in slots if name == "kv" and v.type.state}
     named = {p for p in pools if p.isidentifier()}
@@ -116,8 +118,8 @@ class _Maker:
         q[: tokens - int(q.sum())] += 1
         return q
 
-    def ids(self, n: Node, shape: tuple[int, ...]) -> Array:
-        role, reader = _role(n.results[0])
+    def ids(self, n: Node, shape: tuple[int, ...], result: int = 0) -> Array:
+        role, reader = _role(n.results[result])
         return self.indices(shape, self.size(reader.operands[0]) if reader and role == "take.idx" else 3)
 
     def fparams(self, n: Node, shape: tuple[int, ...]) -> Array:
@@ -130,6 +132,7 @@ class _Maker:
         i = np.zeros(shape, np.int32)
         i[:, 1] = np.arange(shape[0]) + 11
         i[:, 4] = 5
+        i[:, 5] = np.arange(shape[0]) % 2
         return i
 
     def stops(self, n: Node, shape: tuple[int, ...]) -> Array:
@@ -145,6 +148,13 @@ def _positions(k: _Maker, n: Node, shape: tuple[int, ...]) -> Array:
 
 
 Rule = Callable[[_Maker, Node, tuple[int, ...]], Array]
+
+
+def _of(ops: tuple[str, ...], operand: str, rule: Rule) -> dict[str, Rule]:
+    """One rule for an operand that several ops have."""
+    return {f"{op}.{operand}": rule for op in ops}
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "attention.pos": _positions,
@@ -152,17 +162,15 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gather.idx": lambda k, n, s: k.indices(s, k.size(n.operands[0], n.attrs["axis"])),
         "moe.idx": lambda k, n, s: k.indices(s, k.size(n.operands[3])),
         "rope_tables.pos": _positions,
-        "row_spans.rows": lambda k, n, s: k.rng.permutation(max(s[0], k.size(n.operands[2])))[: s[0]],
-        "row_spans.qlens": lambda k, n, s: k.qlens(n, s),
-        "row_spans.length": lambda k, n, s: k.indices(s, 4),
+        **_of(SPANS, "rows", lambda k, n, s: k.rng.permutation(max(s[0], k.size(n.operands[2])))[: s[0]]),
+        **_of(SPANS, "qlens", lambda k, n, s: k.qlens(n, s)),
+        **_of(SPANS, "length", lambda k, n, s: k.indices(s, 4)),
         "row_ids.tokens": lambda k, n, s: k.ids(n, s),
-        "row_slots.pages": lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s),
+        "row_begin.tokens": lambda k, n, s: k.ids(n, s, 3),
         **dict.fromkeys(PAGES, lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s)),
-        "row_penalize.fparams": lambda k, n, s: k.fparams(n, s),
-        "row_sample.fparams": lambda k, n, s: k.fparams(n, s),
-        "row_sample.iparams": lambda k, n, s: k.iparams(n, s),
-        "row_mask_stops.iparams": lambda k, n, s: k.iparams(n, s),
-        "row_mask_stops.stops": lambda k, n, s: k.stops(n, s),
+        **_of(("row_penalize", "row_sample", *BLOCKS), "fparams", lambda k, n, s: k.fparams(n, s)),
+        **_of(("row_sample", "row_mask_stops", *BLOCKS), "iparams", lambda k, n, s: k.iparams(n, s)),
+        **_of(("row_mask_stops", *BLOCKS), "stops", lambda k, n, s: k.stops(n, s)),
         "row_commit.emit": lambda k, n, s: np.ones(s, np.int32),
     }
 )

@@ -21,7 +21,7 @@ def penalised(v, bits, counts, repetition, presence, frequency, j, ok):
     n = tl.load(counts + j, mask=ok, other=0)
     word = tl.load(bits + (j >> 5), mask=ok, other=0)
     hit = (((word >> (j & 31)) & 1) != 0) | (n > 0)
-    v = tl.where(hit, tl.where(v > 0, tl.div_rn(v, tl.zeros_like(v) + repetition), v * repetition), v)
+    v = tl.where(hit, tl.where(v > 0, v / repetition, v * repetition), v)
     return v - frequency * n.to(tl.float32) - tl.where(n > 0, presence, 0.0)
 """
 _LOGITS = """\
@@ -281,16 +281,16 @@ class Draws(Sampling):
     ends_us = 2.0  # of a greedy row
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"tile": 8192, "warps": 16}, {"tile": 4096, "warps": 8}]
+        return [{"tile": 4096, "warps": 16}, {"tile": 4096, "warps": 8}]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Of greedy rows; wider tiles first, for the others."""
+        """Of greedy rows; more warps first, for the others."""
         rows = node.operands[0].type.shape[0].subs(env).const or 1
         waves = -(-rows // max(1, target.limits.units))
-        return target.launch_us + waves * (self.ends_us + 0.5 * 8192 / schedule["tile"])
+        return target.launch_us + waves * (self.ends_us + 0.5 * 16 / schedule["warps"])
 
     def tile(self, u: Unit) -> int:
-        return min(int(u.schedule.get("tile", 8192)), max(16, power(vocabulary(u.node))))
+        return min(int(u.schedule.get("tile", 4096)), max(16, power(vocabulary(u.node))))
 
 
 class SampleBlocks(Draws):

@@ -1,0 +1,276 @@
+"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics;
+and as binaries for every GPU target. `SEED=n` in a message repeats a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.cases import Text
+from kernels.harness import Case
+from kernels.triton_harness import INTERPRETED, TARGETS, interpret, interpreting, run_case
+
+from llmc.codegen.triton.base import TritonKernel
+from llmc.codegen.triton.draw import UNIFORM
+from llmc.codegen.triton.logprobs import LOGPROBS
+from llmc.codegen.triton.sample import BLOCK_MAX, MASK_STOPS, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.triton.toolchain import TritonToolchain, load_entry
+from llmc.ir.example import example_graph, op_example
+from llmc.ir.ops import OPS
+from llmc.ir.ops.sample import kept, uniform
+
+KERNELS: Mapping[str, TritonKernel] = {
+    "row_penalize": PENALIZE, "row_mask_stops": MASK_STOPS, "row_block_max": BLOCK_MAX,
+    "row_sample_blocks": SAMPLE_BLOCKS, "row_sample": SAMPLE, "row_logprobs": LOGPROBS,
+}  # fmt: skip
+I32, F32 = np.int32, np.float32
+SMALL = {"tile": 256, "warps": 4}
+FILTERS = [(1.0, 0.0, 0), (0.7, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 4), (0.8, 0.1, 0), (0.6, 0.0, 6), (0.9, 0.05, 5)]
+
+
+def case(op: str, arrays: list[Any], attrs: dict[str, Any], schedule: dict[str, Any], dtype: str = "f32") -> Case:
+    g = example_graph(OPS[op], arrays, attrs, dtype).graphs["main"]
+    return Case(op, g, KERNELS[op], schedule, arrays)
+
+
+def results(c: Case) -> list[np.ndarray]:
+    """What the kernel writes; f32 logits."""
+    source = c.kernel.emit(c.node, c.schedule, INTERPRETED)
+    kinds = {"f32": F32, "i32": I32}
+    out = [np.full([int(d) for d in v.type.shape], -77, kinds[v.type.dtype]) for v in c.node.results]
+    given = [np.ascontiguousarray(x, kinds[v.type.dtype]) for x, v in zip(c.inputs, c.graph.inputs, strict=True)]
+    interpret(source, [torch.from_numpy(x) for x in [*given, *out]], [], [int(d) for d in source.grid])
+    return out
+
+
+class Step:
+    """Rows with a mixture of parameters, in a device of a few more rows."""
+
+    def __init__(self, rng: np.random.Generator, r: int, v: int, logits: np.ndarray | None = None):
+        m = r + 3
+        self.logits = rng.standard_normal((r, v)).astype(F32) * 3 if logits is None else logits
+        self.rows, self.qlens = rng.permutation(m)[:r].astype(I32), rng.integers(1, 4, r).astype(I32)
+        self.length = rng.integers(0, 30, m).astype(I32)
+        self.f, self.i = np.zeros((m, 8), F32), np.zeros((m, 8), I32)
+        self.f[:, 0] = rng.choice([0.0, 0.4, 1.0, 2.5], m)
+        self.f[:, 1] = rng.choice([1.0, 0.9, 0.3, 1e-6], m)
+        self.f[:, 2] = rng.choice([0.0, 0.0, 0.02, 0.5, 1.0], m)
+        self.f[:, 3] = rng.choice([1.0, 1.0, 1.3], m)
+        self.f[:, 4:6] = rng.choice([0.0, 0.0, 0.7, -0.4], (m, 2))
+        self.i[:, 0] = rng.choice([0, 1, 7, 40, v, v + 9], m)
+        self.i[:, 1:3] = rng.integers(-(2**31), 2**31, (m, 2))
+        self.i[:, 4], self.i[:, 5] = rng.integers(0, 40, m), rng.integers(0, 2, m)
+        self.stops = np.full((m, 32), -1, I32)
+        self.stops[:, :3] = rng.integers(-1, v, (m, 3))
+        self.seen = rng.integers(-(2**31), 2**31, (m, -(-v // 32))).astype(I32)
+        self.counts = (rng.integers(0, 3, (m, v)) * (rng.random((m, v)) < 0.1)).astype(I32)
+
+    def blocks(self) -> list[Any]:
+        """Operands of row_block_max."""
+        states = [self.length, self.f, self.i, self.stops, self.seen, self.counts]
+        return [self.logits, self.rows, self.qlens, *states]
+
+    def plain(self, x: np.ndarray) -> list[Any]:
+        """Operands of row_sample."""
+        return [x, self.rows, self.qlens, self.length, self.f, self.i]
+
+    def masked(self) -> np.ndarray:
+        """The logits that are drawn from, by the references."""
+        x = OPS["row_penalize"].ref(self.logits, self.rows, self.f, self.seen, self.counts)
+        return OPS["row_mask_stops"].ref(x, self.rows, self.qlens, self.length, self.i, self.stops)
+
+    def check(self, got: np.ndarray, x: np.ndarray) -> None:
+        """Every id is the reference's, or the draw fell on a boundary between two ids up to rounding."""
+        want = OPS["row_sample"].ref(*self.plain(x))
+        for n in np.nonzero(got != want)[0]:
+            row, id = self.rows[n], int(got[n])
+            assert row >= 0 and self.f[row, 0] > 0, f"row {n}: {id}, not {want[n]}"
+            p, mask = kept(x[n], self.f[row], int(self.i[row, 0]))
+            cum = np.cumsum(np.where(mask, p, 0))
+            lo, hi = (int(s) & 0xFFFFFFFF for s in self.i[row, 1:3])
+            at = uniform(lo | hi << 32, int(self.length[row] + self.qlens[n])) * cum[-1]
+            before = cum[id - 1] if id else 0.0
+            assert before - 1e-5 <= at <= cum[id] + 1e-5, f"row {n}: {id}, not {want[n]}"
+
+
+def fresh() -> tuple[np.random.Generator, int]:
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"SEED={seed}")
+    return np.random.default_rng(seed), seed
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("op", KERNELS)
+def test_examples(op: str, dtype: str) -> None:
+    arrays, attrs = op_example(OPS[op], np.random.default_rng())
+    run_case(case(op, arrays, attrs, {}, dtype))
+
+
+def test_uniform_is_the_references_bit_for_bit() -> None:
+    rng, _ = fresh()
+    n = 512
+    text = (
+        f"import triton\nimport triton.language as tl\n\n\n{UNIFORM}\n\n@triton.jit\ndef entry(lo, hi, at, y):\n"
+        f"    i = tl.arange(0, {n})\n    u = uniform(tl.load(lo + i), tl.load(hi + i), tl.load(at + i))\n"
+        "    tl.store(y + i, u)\n"
+    )
+    lo, hi = rng.integers(-(2**31), 2**31, (2, n)).astype(I32)
+    hi[:4], lo[:4] = [-1, -(2**31), 2**31 - 1, 0], [-1, 0, -1, 0]
+    at, got = rng.integers(0, 2**31, n).astype(I32), np.zeros(n)
+    with interpreting():
+        load_entry(text, "entry")[(1,)](*(torch.from_numpy(x) for x in (lo, hi, at, got)))
+    want = [uniform(int(a) & 0xFFFFFFFF | (int(b) & 0xFFFFFFFF) << 32, int(p)) for a, b, p in zip(lo, hi, at)]
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_penalties(dtype: str) -> None:
+    rng, _ = fresh()
+    s = Step(rng, 5, 700)
+    s.rows[3] = -1
+    arrays = [s.logits, s.rows, s.f, s.seen, s.counts]
+    run_case(case("row_penalize", arrays, {}, {"block": 256, "warps": 4}, dtype))
+
+
+def test_stop_ids() -> None:
+    rng, _ = fresh()
+    s = Step(rng, 6, 5000)
+    s.rows[3] = -1
+    run_case(case("row_mask_stops", [s.logits, s.rows, s.qlens, s.length, s.i, s.stops], {}, {}))
+
+
+@pytest.mark.parametrize("per", [1, 4])
+@pytest.mark.parametrize("v", [41, 700, 5000])
+def test_block_maxima(v: int, per: int) -> None:
+    rng, _ = fresh()
+    s = Step(rng, 5, v, np.round(rng.standard_normal((5, v)) * 4).astype(F32))
+    s.rows[2] = -1
+    s.f[:, 3:6] = [1.0, 0.0, 0.0]
+    s.f[s.rows[0], 3:6] = [1.25, 0.5, 0.25]  # exact in float32
+    run_case(case("row_block_max", s.blocks(), {"block": 128}, {"per": per, "warps": 4}))
+
+
+def drawn(s: Step, block: int = 128) -> np.ndarray:
+    """Ids by both kernels of the split op."""
+    found = results(case("row_block_max", s.blocks(), {"block": block}, {"per": 1, "warps": 4}))
+    return results(case("row_sample_blocks", [*s.blocks(), *found], {"block": block}, SMALL))[0]
+
+
+@pytest.mark.parametrize(("v", "kind"), [(41, "normal"), (700, "normal"), (700, "ties"), (2000, "normal")])
+def test_mixtures_of_parameters(v: int, kind: str) -> None:
+    """Both ways to draw, penalised and masked rows among others, padding."""
+    rng, _ = fresh()
+    s = Step(rng, 12, v)
+    if kind == "ties":
+        s.logits = np.round(s.logits)
+    s.rows[[3, 9]] = -1
+    x = s.masked()
+    s.check(results(case("row_sample", s.plain(x), {}, SMALL))[0], x)
+    s.check(drawn(s), x)
+
+
+@pytest.mark.parametrize("kind", ["flat", "spiked", "few", "wide"])
+def test_odd_rows(kind: str) -> None:
+    rng, _ = fresh()
+    logits = rng.standard_normal((8, 300)).astype(F32) * 3
+    if kind == "flat":
+        logits[:] = -1.5
+    elif kind == "spiked":
+        logits[:, 5], logits[:, 17] = 60.0, -np.inf
+    elif kind == "few":
+        logits[:, 3:] = -np.inf
+    else:
+        logits[:, ::2] -= 1e30
+    s = Step(rng, 8, 300, logits)
+    s.f[:, 3:6], s.i[:, 4] = [1.0, 0.0, 0.0], 0
+    s.check(results(case("row_sample", s.plain(logits), {}, SMALL))[0], logits)
+    s.check(drawn(s), logits)
+
+
+def test_greedy_takes_the_lowest_of_equals_and_the_first_nan() -> None:
+    logits = np.zeros((4, 700), F32)
+    logits[0, [31, 300, 650]], logits[1, :], logits[2, [500, 20]] = 2.0, -np.inf, np.nan
+    logits[3, :], logits[3, 100:] = -0.0, 0.0
+    s = Step(np.random.default_rng(), 4, 700, logits)
+    s.f[:, 0], s.f[:, 3:6], s.i[:, 4] = 0.0, [1.0, 0.0, 0.0], 0
+    assert drawn(s).tolist() == [31, 0, 20, 0]
+    assert results(case("row_sample", s.plain(logits), {}, SMALL))[0].tolist() == [31, 0, 20, 0]
+
+
+def test_rows_without_penalties_read_neither_counts_nor_seen() -> None:
+    """Their states may hold anything: poison that would change every logit changes nothing."""
+    rng, _ = fresh()
+    s = Step(rng, 4, 300)
+    s.f[:, 0], s.f[:, 3:6] = 0.0, [1.0, 0.0, 0.0]
+    s.counts[:], s.seen[:] = 1 << 30, -1
+    s.check(drawn(s), s.masked())
+
+
+@pytest.mark.parametrize(("top_p", "min_p", "top_k"), FILTERS)
+def test_the_draw_has_the_distribution_of_what_is_kept(top_p: float, min_p: float, top_k: int) -> None:
+    """Pearson's chi-square over consecutive seeds; 1 in 10^5 fails by chance."""
+    n, v = 64, 11
+    row = np.random.default_rng(5).standard_normal(v).astype(F32) * 1.5
+    s = Step(np.random.default_rng(6), n, v, np.tile(row, (n, 1)))
+    s.f[:, :6], s.i[:, :5] = [0.9, top_p, min_p, 1.0, 0.0, 0.0], [top_k, 0, 0, 0, 0]
+    s.i[:, 1] = np.arange(len(s.i)) + 1000
+    p, mask = kept(row, s.f[0], top_k)
+    expected = np.where(mask, p, 0) / p[mask].sum() * n
+    counts = np.bincount(drawn(s, 16), minlength=v)
+    assert not counts[~mask].any()
+    big = mask & (expected >= 5)
+    chi = float(((counts - expected)[big] ** 2 / expected[big]).sum())
+    freedom = max(1, int(big.sum()) - 1)
+    assert chi < freedom + 4.3 * np.sqrt(2 * freedom) + 9, f"chi-square {chi} of {freedom}"
+
+
+@pytest.mark.parametrize(("v", "dtype"), [(41, "f32"), (700, "bf16"), (5000, "f16")])
+def test_logprobs(v: int, dtype: str) -> None:
+    rng, _ = fresh()
+    s = Step(rng, 6, v)
+    s.rows[4], s.i[s.rows[:4], 5] = -1, [1, 0, 1, 1]
+    ids = rng.integers(0, v, 6).astype(I32)
+    ids[0] = s.logits[0].argmax()
+    run_case(case("row_logprobs", [s.logits, ids, s.rows, s.i], {"k": 20}, SMALL, dtype))
+    run_case(case("row_logprobs", [s.logits, ids], {"k": 7}, SMALL, dtype))
+
+
+V = 128256
+B = -(-V // 1024)
+ROWS = "i32[R]; i32[R]; state i32[256]; state f32[256, 8]; state i32[256, 8]"
+STATES = f"state i32[256, 32]; state i32[256, {V // 32}]; state i32[256, {V}]"
+REAL = (
+    Text(
+        f"bf16[R, {V}]; i32[R]; state f32[256, 8]; state i32[256, {V // 32}]; state i32[256, {V}]", "row_penalize",
+        f"f32[R, {V}]",
+    ),
+    Text(
+        f"f32[R, {V}]; i32[R]; i32[R]; state i32[256]; state i32[256, 8]; state i32[256, 32]", "row_mask_stops",
+        f"f32[R, {V}]",
+    ),
+    Text(f"f32[R, {V}]; {ROWS}", "row_sample", "i32[R]"),
+    Text(f"bf16[R, {V}]; {ROWS}; {STATES}", "row_block_max {block=1024}", f"f32[R, {B}], i32[R, {B}], f32[R, {B}]"),
+    Text(
+        f"bf16[R, {V}]; {ROWS}; {STATES}; f32[R, {B}]; i32[R, {B}]; f32[R, {B}]", "row_sample_blocks {block=1024}",
+        "i32[R]",
+    ),
+    Text(
+        f"bf16[R, {V}]; i32[R]; i32[R]; state i32[256, 8]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_real_sizes_compile(target: Any, tmp_path: Path) -> None:
+    sources = []
+    for t in REAL:
+        (node,) = t.graph().nodes
+        kernel = KERNELS[node.op.name]
+        assert kernel.reject(node, target) is None
+        sources.append((kernel.emit(node, kernel.schedules(node, target)[0], target), node.op.name))
+    built = TritonToolchain.find(target).compile(sources, tmp_path)
+    assert len(built) == len(REAL) and all(c.binary for c in built.values())
