@@ -85,7 +85,8 @@ def open_engine(
     except BaseException:
         device.close()
         raise
-    return Opened(engine, f"{manifest.target.name}, {executor.capacity}", executor.close)
+    where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
+    return Opened(engine, f"{where}, {executor.capacity}", executor.close)
 
 
 def whole(name: str, value: Any) -> int | None:

@@ -7,8 +7,10 @@ from llmc_runtime.device.device import Device
 from llmc_runtime.format.errors import LlmcError
 
 
-def open_device(artifact: Artifact, threads: int | None) -> Device:
+def open_device(artifact: Artifact, threads: int | None, *, careful: bool = False) -> Device:
     """The device that the artifact was compiled for; `threads` compute on the CPU, and copy weights to a GPU.
+
+    `careful`: a GPU is waited for after every launch, so that a failure names its kernel; a CPU always does so.
 
     LlmcError E112 where this runtime knows none of that kind, E115 to E117 where the machine has none that serves.
     """
@@ -21,7 +23,7 @@ def open_device(artifact: Artifact, threads: int | None) -> Device:
     if family == "cuda":
         from llmc_runtime.device.cuda import CudaDevice
 
-        return CudaDevice(target, threads)
+        return CudaDevice(target, threads, careful=careful)
     cause = f"the artifact is for {target.name}; this runtime has no device of that kind"
     if family == "hip":
         cause = f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet"

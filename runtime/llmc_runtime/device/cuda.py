@@ -42,8 +42,9 @@ class CudaMemory(Memory):
 class CudaDevice(Device):
     """The first GPU that this process sees, if it runs `target`.
 
-    `threads` read and hash weights (default: physical cores, at most 16). LlmcError E115 (no driver, no GPU), E116 (the
-    driver is too old), E117 (another architecture).
+    `threads` read and hash weights (default: physical cores, at most 16); `careful`: no graphs, and every launch is
+    waited for, so that an error names the kernel that failed. LlmcError E115 (no driver, no GPU), E116 (the driver is
+    too old), E117 (another architecture).
     """
 
     depth = 2
@@ -51,8 +52,9 @@ class CudaDevice(Device):
     separate = True
     replays = True
 
-    def __init__(self, target: TargetInfo, threads: int | None = None, cuda: Cuda | None = None) -> None:
-        self._cuda = cuda or Cuda()
+    def __init__(self, target: TargetInfo, threads: int | None = None, *, careful: bool = False) -> None:
+        self._cuda = Cuda()
+        self._careful = careful
         self.threads = min(threads or default_threads(), _UPLOADERS)
         self._local = threading.local()
         self._context: Any = None
@@ -203,7 +205,7 @@ class CudaDevice(Device):
                 cause = f"program {program.name} launches {launch.entry} of {launch.kernel[:16]}, which is not there"
                 raise LlmcError("E113", cause, "recompile the artifact")
             functions.append(function)
-        run = CudaRun(self._cuda, self._enter, self._stream, program, functions, addresses, symbols)
+        run = CudaRun(self._cuda, self._enter, self._stream, program, functions, addresses, symbols, self._careful)
         self._runs.append(run)
         return run
 

@@ -45,9 +45,11 @@ class CudaRun:
         functions: Sequence[Any],
         addresses: Sequence[int],
         symbols: np.ndarray,
+        careful: bool = False,
     ) -> None:
         """`functions`: one a launch; `addresses`: one a buffer; `symbols`: i64, read at every run; `enter` makes a
-        thread use the GPU's context."""
+        thread use the GPU's context; `careful`: no graphs, and every launch is waited for, to tell which one fails."""
+        self._careful, self._graphed = careful, program.uniform and not careful
         self._cuda, self._enter, self._stream = cuda, enter, stream
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
@@ -92,7 +94,7 @@ class CudaRun:
     def __call__(self) -> None:
         """Put one run into the stream. LlmcError E114 where a launch is refused."""
         self._enter()
-        if not self._program.uniform:
+        if not self._graphed:
             self._launch(self._cuda.cu.cuLaunchKernelEx)
             return
         graph = self._graphs.get(self._symbols.tobytes())
@@ -105,7 +107,7 @@ class CudaRun:
     def prepare(self) -> None:
         """Build the graph of the present symbols, if there is none, and bring it to the device."""
         self._enter()
-        if self._program.uniform and self._symbols.tobytes() not in self._graphs:
+        if self._graphed and self._symbols.tobytes() not in self._graphs:
             self._cuda.ok(self._cuda.cu.cuGraphUpload(self._capture(), self._stream))
 
     def free(self) -> None:
@@ -139,6 +141,8 @@ class CudaRun:
             if not (config.gridDimX and config.gridDimY and config.gridDimZ):
                 continue  # nothing to compute, which the driver does not take
             status = launch(config, ready.function, ready.params, 0)[0]
+            if self._careful and not status:
+                status = self._cuda.cu.cuStreamSynchronize(self._stream)[0]
             if status:
                 error = self._cuda.error(int(status))
                 cause = f"{error.cause} at {ready.launch.op or ready.launch.entry} ({ready.launch.loc})"

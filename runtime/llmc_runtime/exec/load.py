@@ -9,10 +9,12 @@ from llmc_runtime.device.choose import open_device
 from llmc_runtime.exec.executor import Executor
 
 
-def load_executor(path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None) -> Executor:
+def load_executor(
+    path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None, careful: bool = False
+) -> Executor:
     """Open and check the artifact and put it on its device. Close the executor when done. LlmcError as they raise."""
     artifact = open_artifact(path, threads=threads)
-    device = open_device(artifact, threads)
+    device = open_device(artifact, threads, careful=careful)
     try:
         return Executor(artifact, device, kv_bytes)
     except BaseException:

@@ -197,6 +197,18 @@ def test_a_refused_launch_says_where(artifact: Artifact, driver: Driver) -> None
     executor.close()
 
 
+def test_a_careful_device_names_the_kernel(artifact: Artifact, driver: Driver) -> None:
+    executor = Executor(artifact, open_device(artifact, 2, careful=True))
+    executor.run(STEP)
+    driver.log()
+    executor.run(DECODE)
+    assert driver.log() == ["up", "launch", "launch-pdl", "down", "mark"]
+    driver.fail("kernel", 700, 1)
+    with pytest.raises(LlmcError, match=r"E114.*ILLEGAL_ADDRESS.* at toy \(model.toy\)"):
+        executor.run(DECODE)
+    executor.close()
+
+
 def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
     parts = toy.parts(tmp_path)
     step = parts.programs[2]
