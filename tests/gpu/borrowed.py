@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kernels import triton_harness
 from kernels.harness import Case
 
 KERNEL_TESTS = Path(__file__).resolve().parents[1] / "kernels"
@@ -24,8 +25,7 @@ def borrowed_cases() -> Iterator[Case]:
     """Every case that the tests would run in the interpreter, drawn anew, named after its test."""
     for path in sorted(KERNEL_TESTS.glob("test_triton_*.py")):
         module = importlib.import_module(f"kernels.{path.stem}")
-        if hasattr(module, RUNNER):
-            yield from _of(module)
+        yield from _of(module)
 
 
 def _of(module: ModuleType) -> Iterator[Case]:
@@ -34,11 +34,13 @@ def _of(module: ModuleType) -> Iterator[Case]:
     def keep(case: Case, *args: Any, **options: Any) -> None:
         kept.append(case)
 
-    original = getattr(module, RUNNER)
-    setattr(module, RUNNER, keep)
+    places = [p for p in (module, triton_harness) if hasattr(p, RUNNER)]
+    original = triton_harness.run_case
+    for p in places:
+        setattr(p, RUNNER, keep)
     try:
         for name, function in list(vars(module).items()):
-            if name.startswith("test_") and callable(function):
+            if name.startswith("test_") and RUNNER in reached(function, module):
                 for arguments in variants(function):
                     kept.clear()
                     with suppress(AssertionError):  # what a test asserts of itself is for its own suite
@@ -47,7 +49,20 @@ def _of(module: ModuleType) -> Iterator[Case]:
                         case.name = f"{module.__name__.rpartition('.')[2]}.{name}.{case.name}"
                         yield case
     finally:
-        setattr(module, RUNNER, original)
+        for p in places:
+            setattr(p, RUNNER, original)
+
+
+def reached(function: Any, module: ModuleType) -> set[str]:
+    """The names that a function and the module's functions that it calls speak of."""
+    found: set[str] = set()
+    todo = [function]
+    while todo:
+        code = getattr(todo.pop(), "__code__", None)
+        new = set(code.co_names) - found if code else set()
+        found |= new
+        todo += [f for n in new if inspect.isfunction(f := vars(module).get(n)) and f.__module__ == module.__name__]
+    return found
 
 
 def variants(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
