@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 
@@ -52,13 +53,21 @@ class FuseQkv(Pass):
             return False
         try:
             q, k, v = _parts(g, n)
+            operands, attrs = _operands(n, q, k)
+            before = _place(g, n, q, operands)
         except Unfit as why:
             ctx.miss(RULE, n, str(why))
             return False
-        if ctx.spend():
-            _emit(g, n, q, k, v, ctx)
-            return True
-        return False
+        if not ctx.spend():
+            return False
+        queries, appended = Builder(g, ctx.opset, before=before, loc=n.loc).rope_append(*operands, **attrs)
+        for old, new in ((q.last, queries), (n.result, appended)):
+            new.name = old.name
+            g.replace(old, new)
+        for end in (n, q.last.node, k.last.node, v.last.node):
+            if end is not None and alive(g, end):
+                sweep(g, end)
+        return True
 
 
 def _back(v: Value, what: str) -> Part:
@@ -117,7 +126,6 @@ def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
         raise Unfit(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
     _same(q, k)
     _only_here(g, n, [*k.nodes, *v.nodes])
-    _in_order(g, n, q)
     return q, k, v
 
 
@@ -144,21 +152,21 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
             raise Unfit(f"the result of {part.op.name} is read elsewhere, too")
 
 
-def _in_order(g: Graph, n: Node, q: Part) -> None:
-    """At the place of the append the operands of the queries' ops exist, and nobody has read the queries yet."""
-    before = set()
+def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
+    """The first of the append and the readers of the queries; the operands must exist there."""
+    ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
-        if other is n:
+        if other in ends:
             break
-        before.add(other)
-    made = [o.node for p in q.nodes for o in p.operands[1:] if o.node is not None]
-    if any(o not in before for o in made) or any(u in before for u in q.last.uses):
-        raise Unfit("queries are read before keys are appended")
+        made.discard(other)
+    if made:
+        raise Unfit(f"queries are read before {made.pop().op.name} is there")
+    return other
 
 
-def _emit(g: Graph, n: Node, q: Part, k: Part, v: Part, ctx: Ctx) -> None:
+def _operands(n: Node, q: Part, k: Part) -> tuple[list[Value], dict[str, Any]]:
+    """Operands and attributes of the rope_append."""
     kv, _, _, slots = n.operands
-    b = Builder(g, ctx.opset, before=n, loc=n.loc)
     operands, attrs = [k.product, kv, slots], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
     if q.rope and k.rope:
         operands += q.rope.operands[1:]
@@ -166,10 +174,4 @@ def _emit(g: Graph, n: Node, q: Part, k: Part, v: Part, ctx: Ctx) -> None:
     if q.norm and k.norm:
         operands += [q.norm.operands[1], k.norm.operands[1]]
         attrs["eps"] = q.norm.attrs["eps"]
-    queries, appended = b.rope_append(*operands, **attrs)
-    for old, new in ((q.last, queries), (n.result, appended)):
-        new.name = old.name
-        g.replace(old, new)
-    for end in (n, q.last.node, k.last.node, v.last.node):
-        if end is not None and alive(g, end):
-            sweep(g, end)
+    return operands, attrs
