@@ -72,13 +72,15 @@ def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
 
 
 def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
-    """Tiles (rows, cols, warps) that hold whole rows, eight elements a thread at first."""
+    """Tiles (rows, cols, warps) that hold whole rows: eight elements a thread at first, at most 32, at least one (see
+    `tiles`)."""
     n, warp, most = p.space.row.const, target.limits.warp, most_warps(target)
     if n is None or n > WIDEST:
         return [(1, 1024, 4), (1, 4096, min(16, most))] if n is None else [(1, WIDEST, most), (1, 4096, min(16, most))]
     cols = power(n)
     warps = max(1, min(most, cols // (warp * 8)))
-    one = [(1, cols, w) for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= most and cols <= 32 * warp * w]
+    counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= most and cols <= 32 * warp * w]
+    one = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]
     if cols > 512 or product(p.space.outer).const == 1 or rowless(p):
         return one
     return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]

@@ -71,14 +71,15 @@ def cost_us(
 
 
 def tiles(rows: Dim, cols: Dim, target: Target, each: int = 8) -> list[tuple[int, int, int]]:
-    """(rows, cols, warps) of tiles over a space that nothing ties together, `each` elements a thread."""
+    """(rows, cols, warps) of tiles over a space that nothing ties together, `each` elements a thread at most, one at
+    least: of threads that held the same element, one could read it after another has written over it."""
     n, outer, warp = cols.const, rows.const, target.limits.warp
     found = []
     for warps in (4, 1, 8):
         tile = warps * warp * each
         wide_ = tile if n is None else min(tile, power(n))
         tall = tile // wide_ if outer is None else min(tile // wide_, power(outer))
-        found.append((tall, wide_, warps))
+        found.append((tall, wide_, max(1, min(warps, tall * wide_ // warp))))
     return list(dict.fromkeys(found))
 
 
