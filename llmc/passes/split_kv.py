@@ -23,7 +23,7 @@ class SplitKv(Pass):
 
     name: ClassVar[str] = "split-kv"
     splits: int = 0
-    fill: float = 2.0
+    fill: float = 1.5
 
     def run(self, m: Module, ctx: Ctx) -> int:
         found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
