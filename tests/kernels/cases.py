@@ -24,7 +24,7 @@ PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
 # Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "attention_combine", "norm_linear", "row_begin", "row_block_max",
-    "row_sample_blocks",
+    "row_sample_blocks", "row_finish", "moe_route", "moe_up", "moe_down",
 )  # fmt: skip
 
 

@@ -1,0 +1,130 @@
+"""The experts' kernels in Triton's interpreter beside their references, and as binaries for every GPU target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.harness import Case
+from kernels.triton_harness import TARGETS, run_case
+
+from llmc.codegen.kernel import Kernel
+from llmc.codegen.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.ir.graph import Graph, Node
+from llmc.ir.ops import OPS
+from llmc.ir.ops.moe import moe_route
+from llmc.ir.types import tensor
+from llmc.targets.gpu import sm_90
+from llmc.targets.target import Target
+
+# tokens, experts of each, experts
+ROUTINGS = ((1, 1, 1), (1, 3, 5), (7, 2, 6), (40, 4, 9), (33, 2, 130))
+
+
+def graph(op: str, types: list[Any], attrs: dict[str, Any]) -> Graph:
+    g = Graph("test")
+    operands = [g.input(f"x{i}", t, weight=i == 3) for i, t in enumerate(types)]
+    node = g.add(OPS[op], operands, attrs)
+    g.outputs = list(node.results)
+    return g
+
+
+def route(t: Any, k: int, experts: int, dtype: str = "i32") -> Graph:
+    return graph("moe_route", [tensor(dtype, t, k)], {"experts": experts})
+
+
+def up(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", act: str = "silu") -> Graph:
+    pairs = tensor("i32", t, k).numel
+    types = [tensor(x, t, d), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, 2 * n, d)]
+    return graph("moe_up", types, {"k": k, "act": act})
+
+
+def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16") -> Graph:
+    pairs = tensor("i32", t, k).numel
+    types = [tensor(x, pairs, n), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, d, n)]
+    return graph("moe_down", [*types, tensor(x, t, k)], {})
+
+
+def chosen(t: int, k: int, experts: int) -> np.ndarray:
+    """Distinct experts for each token; the last one is chosen by nobody, where that is possible."""
+    rng = np.random.default_rng()
+    free = max(k, experts - 1)
+    return np.stack([rng.permutation(free)[:k] for _ in range(t)]).astype(np.int32)
+
+
+def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any = None) -> None:
+    rng = np.random.default_rng()
+    order, starts = moe_route.ref(chosen(t, k, experts), experts=experts)
+    drawn = [rng.standard_normal([int(d.subs({"T": t})) for d in v.type.shape]).astype(np.float32) for v in g.inputs]
+    arrays = [drawn[0], order.astype(np.int32), starts.astype(np.int32), drawn[3] / 4, *drawn[4:]]
+    (node,) = g.nodes
+    s = schedule or kernel.schedules(node, sm_90())[0]
+    run_case(Case(f"{kernel.name} {t} {k} {experts} {s}", g, kernel, s, arrays, atol=2e-2, sizes={"T": t}))
+
+
+@pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
+@pytest.mark.parametrize("dtype", ("i32", "i64"))
+def test_routing(t: int, k: int, experts: int, dtype: str) -> None:
+    for size in (t, "T"):
+        g = route(size, k, experts, dtype)
+        run_case(Case(f"route {size}", g, ROUTE, {}, [chosen(t, k, experts)], sizes={"T": t}))
+
+
+def test_routing_of_more_pairs_than_a_chunk() -> None:
+    g = route("T", 2, 3)
+    run_case(Case("many", g, ROUTE, {}, [chosen(700, 2, 3)], sizes={"T": 700}))
+
+
+@pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
+def test_products(t: int, k: int, experts: int) -> None:
+    for size in (t, "T"):
+        check(UP, up(size, k, experts, 10, 37), t, k, experts)
+        check(DOWN, down(size, k, experts, 21, 34), t, k, experts)
+
+
+@pytest.mark.parametrize(("x", "w"), (("f32", "f32"), ("f16", "f16"), ("f32", "bf16")))
+def test_dtypes_and_activations(x: str, w: str) -> None:
+    for act in ("gelu", "gelu_tanh", "relu"):
+        check(UP, up("T", 2, 5, 9, 20, x, w, act), 6, 2, 5)
+    check(DOWN, down("T", 2, 5, 9, 20, x, w), 6, 2, 5)
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "f32"))
+def test_every_schedule(dtype: str) -> None:
+    """More rows of some experts than a block has, and sizes that are no multiple of anything."""
+    for kernel, g in ((UP, up("T", 2, 3, 70, 150, dtype, dtype)), (DOWN, down("T", 2, 3, 150, 70, dtype, dtype))):
+        for s in kernel.schedules(next(iter(g.nodes)), sm_90()):
+            check(kernel, g, 40, 2, 3, s)
+
+
+def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, int]:
+    return min(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {"T": tokens}))
+
+
+def test_what_is_offered_first() -> None:
+    """Qwen3-30B-A3B: blocks of few rows for few tokens, of many for prompts."""
+    (node,) = up("T", 8, 128, 768, 2048).nodes
+    assert [first(UP, node, sm_90(), t)["bm"] for t in (1, 16, 128, 2048)] == [16, 16, 16, 128]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_binaries(target: Target, tmp_path: Path) -> None:
+    graphs = (
+        (ROUTE, route("T", 8, 128)), (ROUTE, route(1, 8, 128, "i64")), (UP, up("T", 8, 128, 768, 2048)),
+        (UP, up(1, 8, 128, 768, 2048, act="gelu_tanh")), (DOWN, down("T", 8, 128, 768, 2048)),
+        (DOWN, down("T", 8, 128, 768, 2048, "f32", "bf16")),
+    )  # fmt: skip
+    sources = []
+    for kernel, g in graphs:
+        (node,) = g.nodes
+        sources += [kernel.emit(node, first(kernel, node, target, t), target) for t in (1, 2048)]
+    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=2)
+    assert all(c.shared <= target.limits.shared for c in made.values())
+
+
+def test_what_is_refused() -> None:
+    (node,) = up(1, 1, 5000, 1, 8).nodes
+    assert "5000 experts" in str(UP.reject(node, sm_90()))
