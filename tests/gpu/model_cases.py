@@ -1,0 +1,111 @@
+"""The models that run on the GPU and on the CPU beside each other, and their artifacts, made where they are missing.
+
+    python tests/gpu/model_cases.py [--all] [--only NAME,NAME] [--jobs N]      makes build/gpu/models, without a GPU
+
+An artifact for a CPU is for x86-64-v3, so that it can be carried with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
+
+from models.cases import LISTED, ROPES, UNLISTED, Case  # noqa: E402
+
+FOLDER = ROOT / "build" / "gpu" / "models"
+TARGETS = {"gpu": "cuda:sm_90", "cpu": "cpu:x86-64-v3"}
+DEMO = ROOT / "examples" / "demo-model"
+SEED = 7
+ROWS, TOKENS, LENGTH = 20, 64, 96  # rows of all ranges: one, a few, more than 16
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model in a dtype ("float32", "bfloat16"), compiled for the GPU and for a CPU; no case: the demonstration."""
+
+    case: Case | None
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name if self.case else 'demo'}-{self.dtype}"
+
+    def path(self, kind: str) -> Path:
+        return FOLDER / f"{self.name}-{kind}.llmc"
+
+    @property
+    def made(self) -> bool:
+        return all((self.path(k) / "manifest.json").is_file() for k in TARGETS)
+
+
+def pairs(every: bool = False) -> list[Pair]:
+    """The demonstration; the architectures that must agree in both dtypes; the others in float32."""
+    found = [Pair(None, "auto"), *(Pair(c, d) for d in ("float32", "bfloat16") for c in LISTED)]
+    return [*found, *(Pair(c, "float32") for c in (*UNLISTED, *ROPES))] if every else found
+
+
+def make(pair: Pair) -> str:
+    """Compile what is missing of a pair; "" or why it could not be."""
+    if pair.made:
+        return ""
+    import torch
+    from models.kit import save
+
+    from llmc.diagnostics import Diagnostic
+    from llmc.driver import Options, compile_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        model, length = DEMO, 256
+        if pair.case:
+            model = Path(scratch) / "model"
+            save(pair.case, model, SEED, torch.bfloat16 if pair.dtype == "bfloat16" else torch.float32)
+            length = min(pair.case.trace.get("max_positions", LENGTH), LENGTH)
+        for kind, target in TARGETS.items():
+            options = Options(
+                target=target, dtype=pair.dtype, max_model_len=length, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
+                cache=FOLDER.parent / "cache", reuse=False,
+            )  # fmt: skip
+            try:
+                compile_model(model, pair.path(kind), options, force=True)
+            except Diagnostic as e:
+                return f"{pair.name} for {target}: {e}"
+    return ""
+
+
+def make_all(found: Sequence[Pair], jobs: int) -> list[str]:
+    """Every reason why something could not be made."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    missing = [p for p in found if not p.made]
+    if not missing:
+        return []
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return [why for why in pool.map(make, missing) if why]
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description="compile the models of the GPU tests, without a GPU")
+    ap.add_argument("--all", action="store_true", help="every architecture of the parity table")
+    ap.add_argument("--only", default="", metavar="NAME,NAME", help="pairs by name, such as llama-bfloat16")
+    ap.add_argument("--jobs", type=int, default=1, metavar="N")
+    args = ap.parse_args()
+    wanted = set(args.only.split(",")) - {""}
+    found = [p for p in pairs(args.all or bool(wanted)) if not wanted or p.name in wanted]
+    failed = make_all(found, args.jobs)
+    print(f"{sum(p.made for p in found)} of {len(found)} pairs in {FOLDER}")
+    for why in failed:
+        print(f"  {why}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
