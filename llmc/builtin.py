@@ -20,6 +20,8 @@ PASSES = MappingProxyType(
         "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
         "fuse-qkv": "llmc.passes.fuse_qkv:FuseQkv",
         "split-kv": "llmc.passes.split_kv:SplitKv",
+        "fuse-rows": "llmc.passes.fuse_rows:FuseRows",
+        "split-sample": "llmc.passes.split_sample:SplitSample",
         "fuse-norm-linear": "llmc.passes.fuse_norm_linear:FuseNormLinear",
         "specialize": "llmc.passes.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
