@@ -16,7 +16,7 @@ ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
 THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
 PAGES = ("row_slots.pages", "row_begin.pages", "paged_attention.pages", "paged_attention_split.pages")
 SPANS = ("row_spans", "row_begin")
-BLOCKS = ("row_block_max", "row_sample_blocks")
+BLOCKS = ("row_block_max", "row_sample_blocks", "row_finish")
 Array = np.ndarray
 
 
@@ -171,6 +171,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_of(("row_penalize", "row_sample", *BLOCKS), "fparams", lambda k, n, s: k.fparams(n, s)),
         **_of(("row_sample", "row_mask_stops", *BLOCKS), "iparams", lambda k, n, s: k.iparams(n, s)),
         **_of(("row_mask_stops", *BLOCKS), "stops", lambda k, n, s: k.stops(n, s)),
-        "row_commit.emit": lambda k, n, s: np.ones(s, np.int32),
+        **_of(("row_commit", "row_finish"), "emit", lambda k, n, s: np.ones(s, np.int32)),
     }
 )

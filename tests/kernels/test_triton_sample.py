@@ -17,7 +17,7 @@ from kernels.triton_harness import INTERPRETED, TARGETS, interpret, interpreting
 from llmc.codegen.triton.base import TritonKernel
 from llmc.codegen.triton.draw import UNIFORM
 from llmc.codegen.triton.logprobs import LOGPROBS
-from llmc.codegen.triton.sample import BLOCK_MAX, MASK_STOPS, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK_STOPS, PENALIZE, SAMPLE, SAMPLE_BLOCKS
 from llmc.codegen.triton.toolchain import TritonToolchain, load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
@@ -26,6 +26,7 @@ from llmc.ir.ops.sample import kept, uniform
 KERNELS: Mapping[str, TritonKernel] = {
     "row_penalize": PENALIZE, "row_mask_stops": MASK_STOPS, "row_block_max": BLOCK_MAX,
     "row_sample_blocks": SAMPLE_BLOCKS, "row_sample": SAMPLE, "row_logprobs": LOGPROBS,
+    "row_finish": FINISH,
 }  # fmt: skip
 I32, F32 = np.int32, np.float32
 SMALL = {"tile": 256, "warps": 4}
@@ -239,6 +240,18 @@ def test_logprobs(v: int, dtype: str) -> None:
     run_case(case("row_logprobs", [s.logits, ids], {"k": 7}, SMALL, dtype))
 
 
+def test_finish() -> None:
+    """Greedy rows, so that ids are exact: log-probabilities where wanted, full rows, rows that do not emit, padding."""
+    rng, _ = fresh()
+    s = Step(rng, 7, 700)
+    s.f[:, 0], s.rows[5] = 0.0, -1
+    s.i[s.rows[:5], 5] = [1, 0, 1, 0, 1]
+    tokens, emit = rng.integers(0, 99, (len(s.f), 33)).astype(I32), np.array([1, 1, 0, 1, 1, 1, 0], I32)
+    s.length[s.rows[1]], s.qlens[1] = 32, 1
+    found = [x.astype(d) for x, d in zip(OPS["row_block_max"].ref(*s.blocks(), block=128), (F32, I32, F32))]
+    run_case(case("row_finish", [*s.blocks(), *found, tokens, emit], {"block": 128, "k": 20}, SMALL))
+
+
 V = 128256
 B = -(-V // 1024)
 ROWS = "i32[R]; i32[R]; state i32[256]; state f32[256, 8]; state i32[256, 8]"
@@ -257,6 +270,11 @@ REAL = (
     Text(
         f"bf16[R, {V}]; {ROWS}; {STATES}; f32[R, {B}]; i32[R, {B}]; f32[R, {B}]", "row_sample_blocks {block=1024}",
         "i32[R]",
+    ),
+    Text(
+        f"bf16[R, {V}]; {ROWS}; {STATES}; f32[R, {B}]; i32[R, {B}]; f32[R, {B}]; state i32[256, 40960]; i32[R]",
+        "row_finish {block=1024}",
+        f"i32[R], f32[R], i32[R], i32[R, 20], f32[R, 20], state i32[256, 40960], state i32[256], state i32[256, {V}]",
     ),
     Text(
         f"bf16[R, {V}]; i32[R]; i32[R]; state i32[256, 8]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"

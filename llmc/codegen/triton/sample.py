@@ -4,67 +4,17 @@ of the draw itself is in draw.py, log-probabilities are in logprobs.py."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.triton.draw import KEYS, helpers, power
+from llmc.codegen.triton.logits import DRAW_PARAMETERS, PENALISED, PLAIN, ROW, logits, parameters
+from llmc.codegen.triton.logprobs import stores, told, too_few
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 BLOCK_US = 1.5  # a program of few loads, from start to end
-
-# A row of raw logits with its penalties and its stop mask: what `logits_of` gives is masked(penalised(raw)).
-ROW = "x, bits, counts, stops, penal, masks, repetition, presence, frequency"
-_PENALISED = """\
-@triton.jit
-def penalised(v, bits, counts, repetition, presence, frequency, j, ok):
-    n = tl.load(counts + j, mask=ok, other=0)
-    word = tl.load(bits + (j >> 5), mask=ok, other=0)
-    hit = (((word >> (j & 31)) & 1) != 0) | (n > 0)
-    v = tl.where(hit, tl.where(v > 0, v / repetition, v * repetition), v)
-    return v - frequency * n.to(tl.float32) - tl.where(n > 0, presence, 0.0)
-"""
-_LOGITS = """\
-STOPS = tl.constexpr({stops})
-
-
-@triton.jit
-def logits_of(ROW, j, ok):
-    v = tl.load(x + j, mask=ok, other=0.0).to(tl.float32)
-    if penal:
-        v = penalised(v, bits, counts, repetition, presence, frequency, j, ok)
-    if masks:
-        for s in range(STOPS):
-            v = tl.where(j == tl.load(stops + s), float("-inf"), v)
-    return v
-"""
-_PLAIN = """\
-@triton.jit
-def logits_of(x, j, ok):
-    return tl.load(x + j, mask=ok, other=0.0)
-"""
-
-# The parameters of row `row`, the i-th of the step. Operands x0 .. x8 as those of row_block_max.
-_PARAMETERS = """\
-f = x4 + row * 8
-n = x5 + row * 8
-t = tl.load(f)
-repetition = tl.load(f + 3)
-presence = tl.load(f + 4)
-frequency = tl.load(f + 5)
-penal = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
-position = tl.load(x3 + row) + tl.load(x2 + i)
-masks = position < tl.load(n + 4)
-x = x0 + i.to(tl.int64) * {v}
-bits = x7 + row * {words}
-counts = x8 + row * {v}
-stops = x6 + row * STOPS"""
-
-_DRAW_PARAMETERS = """\
-top_p = tl.load(f + 1)
-min_p = tl.load(f + 2)
-top_k = tl.load(n)
-u = uniform(tl.load(n + 1), tl.load(n + 2), position)"""
 
 _PENALIZE = """\
 i = tl.program_id(1)
@@ -104,65 +54,71 @@ tl.store(y + stop, tl.full([{lanes}], float("-inf"), tl.float32), mask=stop >= 0
 _BLOCKS = """\
 i = tl.program_id(1)
 block = tl.program_id(0) * {per} + tl.arange(0, {per})
+j = block[:, None] * {block} + tl.arange(0, {block})[None, :]
+x = x0 + i.to(tl.int64) * {v}
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
-best = tl.zeros([{per}], tl.float32)
-id = tl.zeros([{per}], tl.int32)
-mass = tl.zeros([{per}], tl.float32)
-if row >= 0:
+v = tl.load(x + j, mask=j < {v}, other=0.0).to(tl.float32)
 {parameters}
-    j = block[:, None] * {block} + tl.arange(0, {block})[None, :]
-    v = logits_of({ROW}, j, j < {v})
-    most = tl.max(packed(tl.where(j < {v}, key_of(v), LOWEST), j), 1)
-    best = value_of(packed_key(most))
-    id = packed_id(most)
-    if t > 0:
-        e = tl.exp(tl.where(v == best[:, None], 0.0, v - best[:, None]) / t)
-        mass = tl.sum(tl.where(j < {v}, e, 0.0), 1)
+v = finished(v, {ROW}, j, j < {v})
+most = tl.max(packed(tl.where(j < {v}, key_of(v), LOWEST), j), 1)
+best = value_of(packed_key(most))
+mass = tl.zeros([{per}], tl.float32)
+if (row >= 0) & (t > 0):
+    e = tl.exp(tl.where(v == best[:, None], 0.0, v - best[:, None]) / t)
+    mass = tl.sum(tl.where(j < {v}, e, 0.0), 1)
 at = i.to(tl.int64) * {blocks} + block
-tl.store(y0 + at, best, mask=block < {blocks})
-tl.store(y1 + at, id, mask=block < {blocks})
+tl.store(y0 + at, tl.where(row >= 0, best, 0.0), mask=block < {blocks})
+tl.store(y1 + at, tl.where(row >= 0, packed_id(most), 0), mask=block < {blocks})
 tl.store(y2 + at, mass, mask=block < {blocks})"""
 
 _PICK = """\
 i = tl.program_id(0)
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
+x = x0 + i.to(tl.int64) * {v}
 block = tl.arange(0, {lanes})
 at = i.to(tl.int64) * {blocks} + block
+{wait}
+row = tl.load(x1 + i).to(tl.int64)
 best = tl.load(x9 + at, mask=block < {blocks}, other=0.0)
-key = tl.where(block < {blocks}, key_of(best), LOWEST)
 id = tl.load(x10 + at, mask=block < {blocks}, other=0)
-most = tl.max(packed(key, id), 0)
-out = packed_id(most)
-if row < 0:
-    out = tl.zeros_like(out)
-else:
-    t = tl.load(x4 + row * 8)
-    if t > 0:
 {parameters}
-        top = value_of(packed_key(most))
-        if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < V)):
-            out = filtered({ROW}, top, t, top_p, min_p, top_k, u)
-        else:
-            mass = tl.load(x11 + at, mask=block < {blocks}, other=0.0)
-            w = tl.where(block < {blocks}, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
-            target = u * tl.sum(w, 0)
-            where, before = find(w, block, target)
-            j = where * {block} + tl.arange(0, {block})
-            v = logits_of({ROW}, j, j < V)
-            e = tl.where(j < V, tl.exp((v - top) / t), 0.0).to(tl.float64)
-            lane, _ = find(e, tl.arange(0, {block}), target - before)
-            out = where * {block} + lane
+most = tl.max(packed(tl.where(block < {blocks}, key_of(best), LOWEST), id), 0)
+out = tl.where(row >= 0, packed_id(most), 0)
+if (row >= 0) & (t > 0):
+{draw}
+    top = value_of(packed_key(most))
+    if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < V)):
+        out = filtered({ROW}, top, t, top_p, min_p, top_k, u)
+    else:
+        mass = tl.load(x11 + at, mask=block < {blocks}, other=0.0)
+        w = tl.where(block < {blocks}, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
+        target = u * tl.sum(w, 0)
+        where, before = find(w, block, target)
+        j = where * {block} + tl.arange(0, {block})
+        v = logits_of({ROW}, j, j < V)
+        e = tl.where(j < V, tl.exp((v - top) / t), 0.0).to(tl.float64)
+        lane, _ = find(e, tl.arange(0, {block}), target - before)
+        out = where * {block} + lane
 tl.store(y0 + i, out)"""
+
+# The rest of row_finish: log-probabilities of the raw logits, and the commit.
+_FINISH = """
+logprob, rank, ids, tops = told(x, out, (row >= 0) & (tl.load(n + 5) != 0))
+{stores}
+emits = tl.load(x13 + i) != 0
+if row >= 0:
+    tl.store(y6 + row, position)
+    if emits:
+        tl.store(y7 + row * {v} + out, tl.load(x8 + row * {v} + out) + 1)
+        tl.store(y5 + row * {length} + position, out, mask=position < {length})"""
 
 _SAMPLE = """\
 i = tl.program_id(0)
+x = x0 + i.to(tl.int64) * V
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
 out = tl.zeros([], tl.int32)
 if row >= 0:
-    x = x0 + i.to(tl.int64) * V
     f = x4 + row * 8
     n = x5 + row * 8
     t = tl.load(f)
@@ -175,7 +131,7 @@ if row >= 0:
     first = tl.max(most, 0)
     out = packed_id(first)
     if t > 0:
-{parameters}
+{draw}
         out = filtered(x, value_of(packed_key(first)), t, top_p, min_p, top_k, u)
 tl.store(y0 + i, out)"""
 
@@ -196,10 +152,6 @@ class Sampling(TritonKernel):
         if node.operands[0].type.shape[1].const is None:
             return "the vocabulary has no fixed size"
         return unsupported(node, (*FLOATS, "i32"))
-
-
-def _logits(stops: int) -> str:
-    return f"{_PENALISED}\n\n{_LOGITS.replace('ROW', ROW).format(stops=stops)}"
 
 
 def _programs_us(node: Node, per: int, target: Target, env: Mapping[str, int]) -> float:
@@ -228,7 +180,7 @@ class Penalize(Sampling):
             text = f"if penal | (x0.to(tl.int64) != y0.to(tl.int64)):\n{_indent(text, 4)}"
         words = u.sizes(u.node.operands[3].type.shape[1])
         body = (_PENALIZE + text).format(block=block, v=int(v), words=words, wait=u.wait)
-        return Code(body, (v.ceildiv(block), rows), _PENALISED, u.schedule.get("warps", 4))
+        return Code(body, (v.ceildiv(block), rows), PENALISED, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, schedule["block"], target, env)
@@ -263,12 +215,10 @@ class BlockMax(Sampling):
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
         per, block, blocks = u.schedule.get("per", 1), u.node.attrs["block"], int(u.node.results[0].type.shape[1])
-        stops, words = (int(u.node.operands[i].type.shape[1]) for i in (6, 7))
-        parameters = _indent(_PARAMETERS.format(v=int(v), words=words), 4)
         body = _BLOCKS.format(
-            per=per, block=block, blocks=blocks, v=int(v), parameters=parameters, ROW=ROW, wait=u.wait
+            per=per, block=block, blocks=blocks, v=int(v), parameters=parameters(u.node), ROW=ROW, wait=u.wait
         )
-        text = f"{KEYS.strip()}\n\n\n{_logits(stops)}"
+        text = f"{KEYS.strip()}\n\n\n{logits(u.node)}"
         return Code(body, (u.node.results[0].type.shape[1].ceildiv(per), rows), text, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -298,15 +248,28 @@ class SampleBlocks(Draws):
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
-        stops, words = (int(u.node.operands[i].type.shape[1]) for i in (6, 7))
         blocks = int(u.node.operands[9].type.shape[1])
-        parameters = f"{_PARAMETERS.format(v=int(v), words=words)}\n{_DRAW_PARAMETERS}"
         body = _PICK.format(
-            lanes=power(blocks), blocks=blocks, block=u.node.attrs["block"], ROW=ROW, wait=u.wait,
-            parameters=_indent(parameters, 8),
+            v=int(v), lanes=power(blocks), blocks=blocks, block=u.node.attrs["block"], ROW=ROW, wait=u.wait,
+            parameters=parameters(u.node), draw=_indent(DRAW_PARAMETERS, 4),
         )  # fmt: skip
-        text = helpers(int(v), self.tile(u), ROW, _logits(stops))
+        text = helpers(int(v), self.tile(u), ROW, logits(u.node))
         return Code(body, (rows,), text, u.schedule.get("warps", 16))
+
+
+class Finish(SampleBlocks):
+    """row_finish: the draw, log-probabilities and the commit of a row by one program."""
+
+    ends_us = 2.5
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return too_few(node) or super().reject(node, target)
+
+    def code(self, u: Unit) -> Code:
+        c = super().code(u)
+        v, length, k = vocabulary(u.node), u.sizes(u.node.operands[12].type.shape[1]), int(u.node.attrs["k"])
+        body = c.body + _FINISH.format(v=v, length=length, stores=stores(1, k))
+        return replace(c, body=body, helpers=f"{c.helpers}\n\n\n{told(v, k, min(8192, power(v)))}")
 
 
 class Sample(Draws):
@@ -316,12 +279,13 @@ class Sample(Draws):
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
-        body = _SAMPLE.format(wait=u.wait, parameters=_indent(_DRAW_PARAMETERS, 8))
-        return Code(body, (rows,), helpers(int(v), self.tile(u), "x", _PLAIN), u.schedule.get("warps", 16))
+        body = _SAMPLE.format(wait=u.wait, draw=_indent(DRAW_PARAMETERS, 8))
+        return Code(body, (rows,), helpers(int(v), self.tile(u), "x", PLAIN), u.schedule.get("warps", 16))
 
 
 PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
 MASK_STOPS = MaskStops("triton/row_mask_stops", ("row_mask_stops",), "triton")
 BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
 SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
+FINISH = Finish("triton/row_finish", ("row_finish",), "triton")
 SAMPLE = Sample("triton/row_sample", ("row_sample",), "triton")

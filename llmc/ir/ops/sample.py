@@ -9,6 +9,7 @@ import numpy as np
 from ..opdef import OpDef, op
 from ..signature import Mismatch
 from ..types import Type
+from .state import row_commit
 
 _MASK64 = (1 << 64) - 1
 
@@ -232,6 +233,31 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
         return out
     wants = (rows >= 0) & (iparams[np.maximum(rows, 0), 5] != 0)
     return tuple(np.where(wants if a.ndim == 1 else wants[:, None], a, 0) for a in out)
+
+
+def _finish_example(rng: Any) -> Any:
+    operands, attrs = _picks_example(rng)
+    return [*operands, rng.integers(0, 9, (3, 8)).astype(np.int32), np.array([1, 0, 1], np.int32)], {**attrs, "k": 5}
+
+
+@op(
+    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
+    " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
+    " best: f32[r, b], ids: i32[r, b], sums: f32[r, b], tokens: state i32[m, l], emit: i32[r])"
+    " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
+    " t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
+    writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*b + r*v*bytes_logits", example=_finish_example,
+)  # fmt: skip
+def row_finish(
+    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
+    best: Any, ids: Any, sums: Any, tokens: Any, emit: Any, *, block: int, k: int = 20,
+) -> Any:  # fmt: skip
+    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that a step does with its rows
+    behind row_block_max."""
+    states = (length, fparams, iparams, stops, seen, counts)
+    drawn = row_sample_blocks.ref(logits, rows, qlens, *states, best, ids, sums, block=block)
+    told = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
+    return drawn, *told, *row_commit.ref(tokens, length, counts, rows, qlens, emit, drawn)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
