@@ -29,6 +29,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_block_max": f"{_HERE}.sample:BLOCK_MAX",
         "triton/row_sample_blocks": f"{_HERE}.sample:SAMPLE_BLOCKS",
         "triton/row_sample": f"{_HERE}.sample:SAMPLE",
+        "triton/row_finish": f"{_HERE}.sample:FINISH",
         "triton/copy": f"{_HERE}.shape:COPY",
         "triton/concat": f"{_HERE}.shape:CONCAT",
         "triton/take": f"{_HERE}.shape:TAKE",
