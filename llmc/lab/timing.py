@@ -41,7 +41,7 @@ LEAST_SPREAD = 96 << 20
 MOST_COPIES, MOST_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
-ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003})
+ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
 _TILE = 1 << 24
 
 
@@ -54,6 +54,17 @@ class Candidate:
     env: Mapping[str, int]
     kernel: Kernel
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A candidate's program, the sizes it runs with, where each buffer lies, and the bytes of all."""
+
+    program: Program
+    candidate: Candidate
+    env: Mapping[str, int]
+    places: Mapping[str, int]
+    nbytes: int
 
 
 def node_bytes(n: Node, env: Mapping[str, int]) -> int:
@@ -121,7 +132,9 @@ class Timer:
             try:
                 device.load(artifact)
                 by_name = {p.name: p for p in built.programs}
-                return [self._time(device, by_name[f"c{i}"], c) for i, c in enumerate(found)]
+                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(found)]
+                memory = device.alloc(max(p.nbytes for p in placed))  # one after the other, all in the same memory
+                return [self._time(device, memory, p) for p in placed]
             finally:
                 device.close()
 
@@ -147,15 +160,20 @@ class Timer:
         folder = Folder(path)
         return Artifact(folder, folder.manifest(), built.programs, {})
 
-    def _time(self, device: Device, program: Program, c: Candidate) -> float:
-        env = {**c.env, "P": self.pages(c, program)}
+    def _placed(self, program: Program, c: Candidate) -> Placed:
+        """Where the buffers of a candidate's program lie, and the sizes that it runs with."""
+        low, high = program.symbols.get("P", (1, 1))
+        need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
+        env = {**c.env, "P": max(low, min(high, need))}
         env = {s: env[s] for s in program.symbols}
-        memory, places = _place(device, program, env)
-        device.repeat(memory, self.tile, 0)
-        self._fill(device, memory, program, places, c, env)
-        symbols = np.array([env[s] for s in program.symbols], np.int64)
-        addresses = [memory.address + places[b.name] for b in program.buffers]
-        run = device.bind(replace(program, uniform=True), addresses, symbols)
+        return Placed(program, c, env, *_places(program, env))
+
+    def _time(self, device: Device, memory: Memory, p: Placed) -> float:
+        device.repeat(memory.part(0, p.nbytes), self.tile, 0)
+        self._fill(device, memory, p)
+        symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
+        addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
+        run = device.bind(replace(p.program, uniform=True), addresses, symbols)
         device.prepare(run)
 
         def seconds(times: int) -> float:
@@ -166,34 +184,27 @@ class Timer:
             return time.perf_counter() - begin
 
         seconds(1)
-        wanted = ROUND_SECONDS.get(self.target.family, 0.003)
+        wanted = ROUND_SECONDS[self.target.family]
         times = max(1, min(200, round(wanted / max(seconds(1), 1e-6))))
         found = statistics.median(seconds(times) for _ in range(ROUNDS))
-        return found / times / len(program.launches) * 1e6
+        return found / times / len(p.program.launches) * 1e6
 
-    def pages(self, c: Candidate, program: Program) -> int:
-        """KV pages that the rows of the step need."""
-        low, high = program.symbols.get("P", (1, 1))
-        need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
-        return max(low, min(high, need))
-
-    def _fill(
-        self, device: Device, memory: Memory, program: Program, places: Mapping[str, int], c: Candidate,
-        env: Mapping[str, int],
-    ) -> None:  # fmt: skip
+    def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
+        """Put integers that make sense where the step has integers."""
+        c, env = p.candidate, p.env
         rows = c.env.get("R", 1)
         tokens = dict(sizes_of(c.node, c.env)).get("T", rows)
         scene = Scene(rows, max(tokens, rows), self.context, env.get("P", 1), self.page, bound_of(c.node, env))
-        for b in program.buffers:
+        for b in p.program.buffers:
             if b.alias is None and b.kind in ("input", "state"):
-                name = b.name.split(".")[1] if b.name.count(".") >= 2 else b.name
+                name = b.name.split(".")[1]
                 data = values(name, b.dtype, tuple(d(env) for d in b.shape), scene, self.rng)
                 if data is not None and data.size:
-                    device.write(memory, places[b.name], np.ascontiguousarray(data))
+                    device.write(memory, p.places[b.name], np.ascontiguousarray(data))
 
 
-def _place(device: Device, program: Program, env: Mapping[str, int]) -> tuple[Memory, dict[str, int]]:
-    """One memory for all buffers of a program, and where in it each of them begins."""
+def _places(program: Program, env: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where each buffer of a program begins in one memory, and the bytes of that."""
     at = -(-program.arena_bytes // ALIGN) * ALIGN
     places: dict[str, int] = {}
     by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
@@ -208,4 +219,4 @@ def _place(device: Device, program: Program, env: Mapping[str, int]) -> tuple[Me
         while root.alias is not None:
             root = by_name[root.alias]
         places[b.name] = places[root.name]
-    return device.alloc(at), places
+    return places, at

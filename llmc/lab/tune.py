@@ -28,7 +28,7 @@ from llmc.lab.timing import Candidate, Timer
 from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
 
-BATCH = 48  # candidates that are compiled together
+BATCH = 96  # candidates that are compiled together
 SCHEDULES = 32  # of one node that are measured, likeliest first
 
 
