@@ -236,6 +236,7 @@ class CudaDevice(Device):
             cu.cuMemFree(address)
         if self._stream is not None:
             cu.cuStreamDestroy(self._stream)
+        cu.cuCtxSetCurrent(None)
         cu.cuDevicePrimaryCtxRelease(self._device)
         self._context = self._ring = self._stream = None
         for kept in (self._runs, self._modules, self._memories, self._tiles):
