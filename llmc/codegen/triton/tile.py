@@ -29,27 +29,32 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Shape = tuple[int, int, int, int, int]  # bm, bn, bk, warps, stages
+Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
+KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes that one prefetch brings to the L2 cache
 ASK = 64 << 10  # bytes that a program asks for ahead of its turn
-# bn, bk, warps, stages of 16-bit tiles, and of float32 ones, which are multiplied without tensor cores.
+TOKENS = (8, 16, 32, 64, 128, 256)
+# bn, bk, warps, stages, split of 16-bit tiles.
 NARROW = (
-    (64, 128, 4, 4),
-    (32, 128, 4, 5),
-    (16, 256, 4, 4),
-    (128, 128, 8, 3),
-    (64, 64, 4, 5),
-    (64, 256, 8, 3),
-    (64, 128, 8, 4),
+    (64, 128, 4, 4, 1),
+    (32, 256, 4, 4, 4),
+    (16, 512, 4, 4, 4),
+    (16, 512, 8, 4, 8),
+    (8, 512, 4, 4, 4),
+    (32, 128, 4, 5, 1),
+    (128, 128, 8, 3, 1),
+    (64, 64, 4, 5, 1),
+    (64, 256, 4, 3, 1),
+    (64, 128, 8, 4, 1),
 )
-TOKENS = (16, 32, 64, 128, 256)
-FLOAT = ((32, 32, 4, 2), (64, 16, 4, 2))
-FLOAT_TOKENS = (16, 32)
+# float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
+FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
 # bm, bn, bk, warps, stages of large products; bn is of all parts.
 LARGE = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
-SMALL = (16, 16, 32, 4, 2)  # fits everywhere
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
+SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
 _SUMS = 128  # float32 sums that a thread holds at most
+_L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
 _PREFETCH = '"prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l"'
 
 
@@ -64,24 +69,23 @@ class Tiled(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        keys = ("bm", "bn", "bk", "warps", "stages")
         offered = self._narrow(p) if self.swap else self._large(p)
         if target.family == "hip":  # one tile ahead, in registers
-            offered = ((*s[:4], 2) for s in offered)
+            offered = ((*s[:4], 2, 1) for s in offered)
         shapes = [s for s in dict.fromkeys(offered) if fits(p, s, target)]
-        return [dict(zip(keys, s, strict=True)) for s in shapes or [SMALL]]
+        return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
 
     def _narrow(self, p: Product) -> Iterator[Shape]:
-        tokens: tuple[int, ...] = FLOAT_TOKENS if p.dot == "f32" else TOKENS
-        if (m := p.m.const) is not None:
-            tokens = (next((t for t in tokens if t >= m), tokens[-1]),)
-        for bm in tokens:
-            for bn, bk, warps, stages in FLOAT if p.dot == "f32" else NARROW:
-                yield bm, bn, bk, warps, stages
+        m = p.m.const
+        if p.dot == "f32":
+            yield from ((*s, 1) for s in FLOAT)
+            return
+        for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
+            yield from ((bm, *s) for s in NARROW)
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
-            yield bm, bn // (1 << (p.parts - 1).bit_length()), bk, warps, stages
+            yield bm, bn // (1 << (p.parts - 1).bit_length()), bk, warps, stages, 1
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
@@ -89,7 +93,7 @@ class Tiled(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
-        t = Text(u, p, self.swap, s["bm"], s["bn"], s["bk"], s["stages"])
+        t = Text(u, p, self.swap, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
         grid = (rows, D(columns)) if self.swap else (rows * columns,)
         return Code("\n".join(t.lines()), grid, body_helpers(p), s["warps"], s["stages"])
@@ -97,10 +101,15 @@ class Tiled(TritonKernel):
 
 def fits(p: Product, s: Shape, target: Target) -> bool:
     """True where a block's tiles fit its shared memory, and its sums the registers."""
-    bm, bn, bk, warps, stages = s
-    kept = stages if target.family == "cuda" else stages - 1
-    tiles = kept * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
-    return tiles <= target.limits.shared and bm * bn * p.parts <= _SUMS * warps * 32
+    bm, bn, _, warps, _, split = s
+    shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
+    return shared <= target.limits.shared and bm * bn * p.parts * split <= _SUMS * warps * target.limits.warp
+
+
+def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
+    """Shared memory: instructions that read it themselves hold one tile more than those that read registers."""
+    kept = s["stages"] if target.family == "cuda" and s["bn"] >= 64 else s["stages"] - 1
+    return int(kept * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
 
 def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
@@ -109,12 +118,13 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
     row = s["bk"] * DTYPES[p.w.dtype].bits // 8
     ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
-    tile = s["stages"] * (s["bn"] * p.parts + s["bm"]) * row
     blocks = columns if swap else columns * passes
-    resident = min(blocks, units * max(1, min(target.limits.shared // tile, 16 // s["warps"])))
+    room = min(target.limits.shared // tiles_bytes(p, s, target), 32 // s["warps"])
+    resident = min(blocks, units * max(1, room))
     busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
     moved = p.bytes(env) + (0.5 * (passes - 1) * p.weight_bytes if swap else 0)
-    return moved / target.bandwidth / (0.86 * busy) * 1e6
+    near = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
+    return max(moved / (0.86 * busy), near / _L2) / target.bandwidth * 1e6
 
 
 def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
@@ -133,7 +143,8 @@ def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
 
 @dataclass(frozen=True)
 class Text:
-    """The text of one program: bn weight rows of every part times bm tokens."""
+    """The text of one program: bn weight rows of every part times bm tokens. `split` warps each take their own slice of
+    the columns of a step, as a batch of products whose sums are added in the end."""
 
     u: Unit
     p: Product
@@ -142,6 +153,7 @@ class Text:
     bn: int
     bk: int
     stages: int
+    split: int
 
     @property
     def limit(self) -> str:
@@ -170,20 +182,22 @@ class Text:
         tiles = [f"w{j} = {self.tile(w, 'wr', left=self.swap)}" for j, w in enumerate(weights)]
         wait = [*self.prefetch(weights), *u.wait.split("\n")]
         m, n = self.token, self.row
-        return [
+        lines = [
             *(self.blocks() if self.swap else self.grouped()),
             f"n = pn * {self.bn} + tl.arange(0, {self.bn})",
             f"m = (pm * {self.bm} + tl.arange(0, {self.bm})).to(tl.int64)",
-            f"c = tl.arange(0, {self.bk})",
+            f"c = tl.arange(0, {self.bk // self.split})",
+            f"q = tl.arange(0, {self.split})[:, None, None] * {self.bk // self.split}" if self.split > 1 else "",
             f"wr = {clamp('n', str(p.n), self.bn, p.n)}.to(tl.int64) * {p.k}",
             f"xr = {clamp('m', self.limit, self.bm, p.m.const)} * {p.k}",
             *tiles,
             f"t = {self.tile('x0', 'xr', left=not self.swap)}",
-            *filter(None, wait),
+            *wait,
             *self.loop(),
             *load_extras(u, p, m, n, self.mmask, self.nmask),
             *finish(p, [f"a{j}" for j in range(p.parts)], m, n, self.mmask, self.nmask),
         ]
+        return [x for x in lines if x]
 
     def blocks(self) -> list[str]:
         """The programs that share weights are neighbours."""
@@ -201,8 +215,19 @@ class Text:
         ]
 
     def tile(self, base: str, rows: str, left: bool) -> str:
-        """Pointers of a factor: [rows, bk] on the left, [bk, rows] on the right."""
-        return f"{base} + {rows}[:, None] + c[None, :]" if left else f"{base} + {rows}[None, :] + c[:, None]"
+        """Pointers of a factor: [rows, bk] on the left, [bk, rows] on the right; slices of the columns in front."""
+        lead = "None, " if self.split > 1 else ""
+        return (
+            f"{base} + {rows}[{lead}:, None] + {self.columns(left)}"
+            if left
+            else (f"{base} + {rows}[{lead}None, :] + {self.columns(left)}")
+        )
+
+    def columns(self, left: bool) -> str:
+        """The columns of a step as a factor has them."""
+        if self.split == 1:
+            return "c[None, :]" if left else "c[:, None]"
+        return "(q + c[None, None, :])" if left else "(q + c[None, :, None])"
 
     def prefetch(self, weights: list[str]) -> list[str]:
         """Ask for the first columns of the weights while the launches in front are still running."""
@@ -217,9 +242,10 @@ class Text:
 
     def loop(self) -> list[str]:
         p, u = self.p, self.u
-        shape = f"[{self.bn}, {self.bm}]" if self.swap else f"[{self.bm}, {self.bn}]"
+        sides = (self.bn, self.bm) if self.swap else (self.bm, self.bn)
+        shape = list(sides) if self.split == 1 else [self.split, *sides]
         odd = p.k % self.bk != 0
-        left, right = (other(inside(f"{c} < {p.k} - k" if odd else "")) for c in ("c[None, :]", "c[:, None]"))
+        left, right = (other(inside(f"{self.columns(x)} < {p.k} - k" if odd else "")) for x in (True, False))
         wm, xm = (left, right) if self.swap else (right, left)
         hint = f", {EVICT}" if self.swap else ""
         body = [f"x = {dot_cast(u, p, f'tl.load(t + k{xm})')}"]
@@ -231,6 +257,7 @@ class Text:
             *(f"a{j} = tl.zeros({shape}, tl.float32)" for j in range(p.parts)),
             f"for k in tl.range(0, {p.k}, {self.bk}, num_stages={self.stages}):",
             *(f"    {x}" for x in body),
+            *(f"a{j} = tl.sum(a{j}, axis=0)" for j in range(p.parts) if self.split > 1),
         ]
 
 
