@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from llmc_runtime.format.errors import LlmcError
 
@@ -28,7 +29,7 @@ class Expr:
     text: str
     code: tuple[int | str | tuple[str] | tuple[str, int], ...]
 
-    @property
+    @cached_property
     def symbols(self) -> frozenset[str]:
         """Names that an environment must bind."""
         return frozenset(c for c in self.code if isinstance(c, str))
@@ -60,8 +61,12 @@ class Expr:
         return self.text
 
 
+@lru_cache(maxsize=4096)
 def parse(text: str) -> Expr:
-    """The size that `text` spells; LlmcError E108 with the position where it does not follow the grammar."""
+    """The size that `text` spells, one object for equal texts.
+
+    LlmcError E108 with the position where it does not follow the grammar.
+    """
     if len(text) > MAX_TEXT:
         raise LlmcError(
             "E108", f"size text of {len(text)} characters, over the cap of {MAX_TEXT}", "recompile the artifact"
