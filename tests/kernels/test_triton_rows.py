@@ -93,7 +93,7 @@ def test_integers_are_exact(dtype: str) -> None:
     for op in ("eq", "ne", "lt", "le", "gt", "ge"):
         run_case(case(Text(f"{dtype}[33]; {dtype}[33]", op, "bool[33]"), inputs=xs))
     small = [rng.integers(0, 100, 33, np_type)]
-    for to in (*INTEGERS, "f32", "f16", "bool"):
+    for to in (*INTEGERS, "f32", "bf16", "f16", "bool"):
         run_case(case(Text(f"{dtype}[33]", f'cast {{dtype="{to}"}}', f"{to}[33]"), inputs=small))
 
 

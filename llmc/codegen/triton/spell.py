@@ -102,7 +102,9 @@ def convert(text: str, have: str, want: str) -> str:
         return text
     if want == "bool":
         return f"({text} != 0)"
-    return f"{text}.to({'tl.int1' if want == 'bool' else ELEMENTS[want][0]})"
+    if have != "f32" and want in ("bf16", "f16"):
+        text = f"{text}.to(tl.float32)"
+    return f"{text}.to({ELEMENTS[want][0]})"
 
 
 def stored(text: str, have: str, dtype: str) -> str:
