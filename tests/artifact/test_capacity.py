@@ -1,0 +1,83 @@
+"""Sizes that are settled before anything runs: rows of a device graph, and pages of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from artifact import tiny
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.exec.buckets import bucket, buckets
+from llmc_runtime.exec.capacity import Need, plan_kv
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.layout import need_of
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
+
+from llmc.artifact.write import write_artifact
+
+STEP = Step([RowInit(0, [1, 2, 3], 0, 3, RowParams(), [0])], [], [Work(0, 3, True)])
+
+
+def test_rows_of_a_graph() -> None:
+    assert [bucket(r, 99) for r in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 40]
+    assert bucket(18, 20) == 20
+
+
+def test_sizes_of_a_program() -> None:
+    p = tiny.program("decode", "ab" * 16, "cd" * 16, True)
+    for serves, most, want in (
+        ((1, 1), 64, [1]), ((2, 16), 64, [2, 4, 8, 16]), ((17, 128), 50, [24, 32, 40, 48, 50]),
+        ((5, 5), 64, [5]), ((9, 64), 8, []),
+    ):  # fmt: skip
+        sizes = list(buckets(replace(p, serves={"R": serves}), most))
+        assert sizes == want
+        for rows in range(serves[0], min(serves[1], most) + 1):
+            assert bucket(rows, min(serves[1], most)) in sizes
+
+
+def test_the_pool_of_a_device_with_memory_of_its_own(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
+    artifact = open_artifact(tmp_path / "toy.llmc")
+    m = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=1 << 20))
+    assert need_of(artifact) == Need(
+        2 << 20, 16 << 20, 2 << 20
+    )  # in grains of 2 MiB: a file, 8 states, inputs and outputs
+    need = Need(50 << 20, 10 << 20, 4 << 20)
+    assert plan_kv(m, None, 84 << 20, 0.9, need).pages == 18  # 0.9 of 20
+    assert plan_kv(m, None, 1 << 40, 0.9, need).pages == tiny.ROWS * tiny.M
+    assert plan_kv(m, 20 << 20, 84 << 20, 0.9, need).pages == 20
+    for kv_bytes, free, words in (
+        (
+            None,
+            64 << 20,
+            "64.0 MiB free; 72.0 MiB are needed: weights 50.0 MiB, rows 10.0 MiB, intermediate results 4.0",
+        ),
+        (
+            21 << 20,
+            84 << 20,
+            "shall have 21.0 MiB; .* 20.0 MiB are left of 84.0 MiB\n.* at most 20.0 MiB, .* 80 tokens",
+        ),
+        (None, 40 << 20, "weights take less than 40.0 MiB"),
+    ):
+        with pytest.raises(LlmcError, match=rf"(?s)E205.*{words}"):
+            plan_kv(m, kv_bytes, free, 0.9, need)
+    with pytest.raises(LlmcError, match="E202"):
+        plan_kv(m, 5, 1 << 40, 0.9, need)
+
+
+def test_tickets_on_a_device_of_depth_one(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
+    executor = Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1), 1024)
+    ticket = executor.launch(STEP)
+    with pytest.raises(RuntimeError, match="1 steps are under way"):
+        executor.launch(STEP)
+    assert executor.wait(ticket).tokens == [tiny.expected([1, 2, 3])]
+    with pytest.raises(RuntimeError, match="waited for once"):
+        executor.wait(ticket)
+    executor.launch(STEP)
+    executor.settle()
+    assert executor.run(STEP).tokens == [tiny.expected([1, 2, 3])] and executor.prepare() == 0
+    executor.close()
