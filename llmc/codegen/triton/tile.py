@@ -33,6 +33,7 @@ Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
 KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes that one prefetch brings to the L2 cache
 ASK = 64 << 10  # bytes that a program asks for ahead of its turn
+EARLY = 32  # tokens up to which a program keeps its extras in registers while it multiplies
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles.
 NARROW = (
@@ -108,7 +109,8 @@ def fits(p: Product, s: Shape, target: Target) -> bool:
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
     """Shared memory: instructions that read it themselves hold one tile more than those that read registers."""
-    kept = s["stages"] if target.family == "cuda" and s["bn"] >= 64 else s["stages"] - 1
+    direct = target.family == "cuda" and s["bn"] >= 64 and s["bm"] >= 16
+    kept = s["stages"] - (not direct)
     return int(kept * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
 
@@ -182,6 +184,8 @@ class Text:
         tiles = [f"w{j} = {self.tile(w, 'wr', left=self.swap)}" for j, w in enumerate(weights)]
         wait = [*self.prefetch(weights), *u.wait.split("\n")]
         m, n = self.token, self.row
+        extras = load_extras(u, p, m, n, self.mmask, self.nmask)
+        early = self.swap and self.bm <= EARLY  # their latency is not paid at the end
         lines = [
             *(self.blocks() if self.swap else self.grouped()),
             f"n = pn * {self.bn} + tl.arange(0, {self.bn})",
@@ -193,8 +197,9 @@ class Text:
             *tiles,
             f"t = {self.tile('x0', 'xr', left=not self.swap)}",
             *wait,
+            *(extras if early else []),
             *self.loop(),
-            *load_extras(u, p, m, n, self.mmask, self.nmask),
+            *([] if early else extras),
             *finish(p, [f"a{j}" for j in range(p.parts)], m, n, self.mmask, self.nmask),
         ]
         return [x for x in lines if x]
