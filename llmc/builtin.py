@@ -22,6 +22,7 @@ PASSES = MappingProxyType(
         "split-kv": "llmc.passes.split_kv:SplitKv",
         "fuse-rows": "llmc.passes.fuse_rows:FuseRows",
         "split-sample": "llmc.passes.split_sample:SplitSample",
+        "split-moe": "llmc.passes.split_moe:SplitMoe",
         "fuse-norm-linear": "llmc.passes.fuse_norm_linear:FuseNormLinear",
         "specialize": "llmc.passes.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
