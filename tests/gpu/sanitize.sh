@@ -9,7 +9,7 @@ tool() {
   shift 2
   echo "compute-sanitizer $name, every ${sample}th case" >&2
   compute-sanitizer --tool "$name" --error-exitcode 9 --print-limit 20 "$@" \
-    "${PYTHON:-python3}" -m pytest tests/gpu/test_kernels.py -q -x -p no:cacheprovider --exact-buffers --sample "$sample" -k test_kernel
+    "${PYTHON:-python3}" -m pytest tests/gpu/test_kernels.py --confcutdir tests/gpu -q -x -p no:cacheprovider --exact-buffers --sample "$sample" -k test_kernel
 }
 "${PYTHON:-python3}" tests/gpu/kernel_cases.py
 tool memcheck "$every" --padding 32
