@@ -105,7 +105,7 @@ def drawn(rng: np.random.Generator, one: bool) -> Paged:
     """A step of a random shape. one: a token of each row."""
     spans: list[tuple[int, int] | None] = []
     for _ in range(rng.integers(1, 5)):
-        total = int(rng.choice([1, 15, 16, 17, rng.integers(1, 100)]))
+        total = int(rng.choice([1, 15, 16, 17, rng.integers(1, 80)]))
         new = 1 if one or rng.random() < 0.3 else int(rng.integers(1, total + 1))
         spans.append(None if rng.random() < 0.2 else (new, total))
     attrs: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
-@pytest.mark.parametrize("_", range(8))
+@pytest.mark.parametrize("_", range(5))
 def test_drawn(_: int) -> None:
     _, rng = fresh()
     at = int(rng.integers(8))

@@ -71,21 +71,24 @@ class Problem:
         mask = f"{inside}[:, None] & dm" if inside else "dm"
         return f"{name} = tl.load(kv + (base + {first})[:, None] + d[None, :], mask={mask}, other=0.0)"
 
-    def pages(self, inside: str) -> str:
-        """base: where the keys of the tokens n are in the pool, counted from the head's first."""
-        stride = 2 * self.g * self.page * self.d
-        return (
-            f"base = tl.load(table + n // {self.page}{f', mask={inside}, other=0' if inside else ''})"
-            f".to(tl.int64) * {stride} + n % {self.page} * {self.d}"
-        )
+    def pages(self, keys: int, start: str) -> str:
+        """Before a loop over tiles of keys from `start` to `end`: the pages of its first. Pages are read a tile ahead,
+        so that loads of keys depend on no other load of their turn, and the compiler can keep several in flight."""
+        return f"n = {start} + tl.arange(0, {keys})\nahead = tl.load(table + n // {self.page}, mask=n < end, other=0)"
 
-    def tile(self, u: Unit, inside: str, visible: str) -> str:
-        """One step over the keys n (a vector): loads those `inside`, and lets queries see those that are `visible`
-        (texts; nothing: all of them)."""
-        keys = joined(
-            self.pages(inside), self.load("k", 0, inside), self.load("v", self.g * self.page * self.d, inside)
+    def tile(self, u: Unit, keys: int, inside: str, visible: str) -> str:
+        """One step over the keys from t on: it loads those `inside`, and queries see those that are `visible` (texts;
+        nothing: all of them)."""
+        stride = 2 * self.g * self.page * self.d
+        return joined(
+            f"n = t + tl.arange(0, {keys})",
+            f"base = ahead.to(tl.int64) * {stride} + n % {self.page} * {self.d}",
+            f"ahead = tl.load(table + (n + {keys}) // {self.page}, mask=n + {keys} < end, other=0)",
+            f"inside = {inside}" if inside else "",
+            self.load("k", 0, "inside" if inside else ""),
+            self.load("v", self.g * self.page * self.d, "inside" if inside else ""),
+            step(u, self.dot, self.scale, self.softcap, visible),
         )
-        return f"{keys}\n{step(u, self.dot, self.scale, self.softcap, visible)}"
 
 
 def step(u: Unit, dot: str, scale: float, softcap: float, visible: str) -> str:
@@ -172,12 +175,15 @@ class Decode(TritonKernel):
         return max(16, pow2(p.group))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Problem.of(node)
-        found = []
-        for keys, warps, stages in ((64, 4, 4), (32, 4, 4), (64, 4, 3), (128, 4, 3), (32, 2, 4), (16, 4, 1)):
-            if stages * 2 * keys * p.width * p.item <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
+        p, least = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
+        if p.dot == "tl.float32":
+            return [least]  # its products take a thread's registers
+        found: list[Schedule] = []
+        for keys, warps, stages in ((64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (32, 2, 4)):
+            shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
+            if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
                 found.append({"keys": keys, "warps": warps, "stages": stages})
-        return found or [{"keys": 16, "warps": 4, "stages": 1}]
+        return [*found, least]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Blocks run in rounds; a block's tiles cost a latency and their bytes at a multiprocessor's bandwidth."""
@@ -185,7 +191,8 @@ class Decode(TritonKernel):
         tokens = node.operands[0].type.shape[0].subs(env).const or 1
         seen = min(CONTEXT, p.window or CONTEXT)
         tile = 2 * schedule["keys"] * p.width * p.item
-        resident = max(1, min(target.limits.shared // (schedule["stages"] * tile), 32 // schedule["warps"]))
+        shared = max(1, schedule["stages"] - 1) * tile
+        resident = max(1, min(target.limits.shared // shared, 32 // schedule["warps"]))
         rounds = math.ceil(tokens * p.g * splits / (target.limits.units * resident))
         tiles = math.ceil(seen / splits / schedule["keys"])
         hidden = max(1.0, min(schedule["stages"] - 1, tiles))
@@ -213,10 +220,8 @@ class Decode(TritonKernel):
             f"ok = (r < {p.group})[:, None] & dm",
             f"q = tl.load(x0 + (head * {p.d})[:, None] + d[None, :], mask=ok, other=0.0).to({p.dot})",
             begin(rows, p.width),
-            loop(
-                f"first * {p.page}, end, {keys}",
-                f"n = t + tl.arange(0, {keys})\ninside = {inside}\n{p.tile(u, 'inside', 'inside[None, :]')}",
-            ),
+            p.pages(keys, f"first * {p.page}"),
+            loop(f"first * {p.page}, end, {keys}", p.tile(u, keys, inside, "inside[None, :]")),
             self.store_part(p, splits) if splits else self.store(u, p),
         ]
         grid = (u.node.operands[0].type.shape[0], p.g, max(1, splits))

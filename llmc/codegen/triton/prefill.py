@@ -30,14 +30,15 @@ from llmc.targets.target import Target
 FAR = 1 << 30
 # (rows, keys, warps, stages): what is tried where it fits; the last one always does.
 TILES = (
-    (128, 128, 8, 3),
-    (128, 64, 8, 3),
-    (64, 64, 4, 3),
-    (64, 64, 8, 3),
-    (64, 32, 4, 3),
-    (32, 32, 4, 2),
+    (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
     (16, 16, 4, 1),
-)
+)  # fmt: skip
+
+
+def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
+    """Bytes of shared memory: queries, and keys and values in flight; later tensor cores read theirs from there."""
+    tiles = stages if target.has(PDL) else stages - 1
+    return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
 
 
 def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iterator[Schedule]:
@@ -47,9 +48,8 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
     """
     room = 128 if target.has(PDL) else 80  # later tensor cores read the second operand from shared memory
     for rows, keys, warps, stages in TILES:
-        shared = (rows + 2 * keys * max(1, stages - 1)) * width * item
         registers = rows * (width + keys) // (warps * target.limits.warp)  # of a thread, for logits and sums alone
-        fits = shared <= target.limits.shared * 7 // 8 and registers <= room
+        fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= room
         if rows == 16 or (fits and not wide):
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 
@@ -69,8 +69,8 @@ class Prefill(TritonKernel):
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        shared = (rows + 2 * keys * max(1, schedule["stages"] - 1)) * p.width * p.item
-        resident = max(1, min(target.limits.shared // shared, 16 // schedule["warps"]))
+        held = shared(rows, keys, schedule["stages"], p.width, p.item, target)
+        resident = max(1, min(target.limits.shared // held, 16 // schedule["warps"]))
         peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
@@ -127,24 +127,21 @@ class Prefill(TritonKernel):
 
     def keys(self, u: Unit, p: Problem, keys: int) -> str:
         """Steps over the keys: first those that all queries see, without masks, then those that some see."""
-        n = f"n = t + tl.arange(0, {keys})"
-        visible = "n[None, :] <= pos[:, None]"
+        visible, end = "n[None, :] <= pos[:, None]", "end = tl.max(pos, 0) + 1"
         if p.window:
             visible = f"({visible}) & (n[None, :] > pos[:, None] - {p.window})"
-            low = f"tl.maximum(tl.min(tl.where(pos >= 0, pos, {FAR}), 0) - {p.window - 1}, 0)"
             return joined(
-                "end = tl.max(pos, 0) + 1",
-                f"low = {low}",
-                loop(
-                    f"low // {keys} * {keys}, end, {keys}",
-                    f"{n}\ninside = (n < end) & (n >= low)\n{p.tile(u, 'inside', visible)}",
-                ),
+                end,
+                f"low = tl.maximum(tl.min(tl.where(pos >= 0, pos, {FAR}), 0) - {p.window - 1}, 0)",
+                p.pages(keys, f"low // {keys} * {keys}"),
+                loop(f"low // {keys} * {keys}, end, {keys}", p.tile(u, keys, "(n < end) & (n >= low)", visible)),
             )
         return joined(
-            "end = tl.max(pos, 0) + 1",
+            end,
             f"whole = (tl.min(tl.where(real, pos, {FAR}), 0) + 1) // {keys} * {keys}",
-            loop(f"0, whole, {keys}", f"{n}\n{p.tile(u, '', '')}"),
-            loop(f"whole, end, {keys}", f"{n}\ninside = n < end\n{p.tile(u, 'inside', visible)}"),
+            p.pages(keys, "0"),
+            loop(f"0, whole, {keys}", p.tile(u, keys, "", "")),
+            loop(f"whole, end, {keys}", p.tile(u, keys, "n < end", visible)),
         )
 
 
