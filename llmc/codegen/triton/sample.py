@@ -53,24 +53,38 @@ tl.store(y + stop, tl.full([{lanes}], float("-inf"), tl.float32), mask=stop >= 0
 
 _BLOCKS = """\
 i = tl.program_id(1)
-block = tl.program_id(0) * {per} + tl.arange(0, {per})
-j = block[:, None] * {block} + tl.arange(0, {block})[None, :]
+first = tl.program_id(0) * {per}
+lanes = tl.arange(0, {block})
 x = x0 + i.to(tl.int64) * {v}
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
-v = tl.load(x + j, mask=j < {v}, other=0.0).to(tl.float32)
+raw = tl.load(x + first * {block} + lanes, mask=first * {block} + lanes < {v}, other=0.0)
 {parameters}
-v = finished(v, {ROW}, j, j < {v})
-most = tl.max(packed(tl.where(j < {v}, key_of(v), LOWEST), j), 1)
+"""
+_ONE_BLOCK = """\
+v = finished(v.to(tl.float32), {ROW}, j, j < {v})
+most = tl.max(packed(tl.where(j < {v}, key_of(v), LOWEST), j), 0)
 best = value_of(packed_key(most))
-mass = tl.zeros([{per}], tl.float32)
+mass = tl.zeros([], tl.float32)
 if (row >= 0) & (t > 0):
-    e = tl.exp(tl.where(v == best[:, None], 0.0, v - best[:, None]) / t)
-    mass = tl.sum(tl.where(j < {v}, e, 0.0), 1)
+    e = tl.exp(tl.where(v == best, 0.0, v - best) / t)
+    mass = tl.sum(tl.where(j < {v}, e, 0.0), 0)
 at = i.to(tl.int64) * {blocks} + block
-tl.store(y0 + at, tl.where(row >= 0, best, 0.0), mask=block < {blocks})
-tl.store(y1 + at, tl.where(row >= 0, packed_id(most), 0), mask=block < {blocks})
-tl.store(y2 + at, mass, mask=block < {blocks})"""
+tl.store(y0 + at, tl.where(row >= 0, best, 0.0))
+tl.store(y1 + at, tl.where(row >= 0, packed_id(most), 0))
+tl.store(y2 + at, mass)"""
+_LONE_BLOCK = """\
+block = first
+v = raw
+j = first * {block} + lanes
+"""
+# The next block is under way while this one is looked at.
+_EACH_BLOCK = """\
+for block in range(first, tl.minimum(first + {per}, {blocks})):
+    j = block * {block} + lanes
+    v = raw
+    raw = tl.load(x + j + {block}, mask=(j + {block} < {v}) & (block + 1 < first + {per}), other=0.0)
+"""
 
 _PICK = """\
 i = tl.program_id(0)
@@ -154,13 +168,14 @@ class Sampling(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
 
-def _programs_us(node: Node, per: int, target: Target, env: Mapping[str, int]) -> float:
-    """Microseconds of reading the logits with programs of `per` ids: traffic, or waves of programs that each wait for
-    memory a few times (8 at a time on a multiprocessor)."""
+def _programs_us(node: Node, ids: int, per: int, target: Target, env: Mapping[str, int]) -> float:
+    """Microseconds of reading the logits with programs of `per` blocks of `ids` ids: traffic, or waves of programs (8
+    at a time on a multiprocessor) that wait for memory a few times, less often for the blocks behind the first."""
     rows, v = node.operands[0].type.shape[0].subs(env).const or 1, vocabulary(node)
     nbytes = rows * v * (2 if node.operands[0].type.dtype != "f32" else 4)
-    waves = -(-rows * -(-v // per) // (8 * max(1, target.limits.units)))
-    return max(nbytes / target.bandwidth * 1e6, waves * (BLOCK_US + per / 8192)) + target.launch_us
+    waves = -(-rows * -(-v // (per * ids)) // (8 * max(1, target.limits.units)))
+    one = BLOCK_US + 0.4 * (per - 1) + ids / 8192
+    return max(nbytes / target.bandwidth * 1e6, waves * one) + target.launch_us
 
 
 class Penalize(Sampling):
@@ -170,7 +185,7 @@ class Penalize(Sampling):
         return ((0, 0),) if node.operands[0].type.dtype == "f32" else ()
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"block": 1024, "warps": 4}, {"block": 4096, "warps": 8}]
+        return [{"block": 1024, "warps": 4}, {"block": 2048, "warps": 8}]
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
@@ -183,7 +198,7 @@ class Penalize(Sampling):
         return Code(body, (v.ceildiv(block), rows), PENALISED, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return _programs_us(node, schedule["block"], target, env)
+        return _programs_us(node, schedule["block"], 1, target, env)
 
 
 class MaskStops(Sampling):
@@ -206,7 +221,7 @@ class BlockMax(Sampling):
     """row_block_max: a program takes `per` blocks of a row."""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"per": 1, "warps": 4}, {"per": 2, "warps": 4}, {"per": 4, "warps": 8}, {"per": 8, "warps": 8}]
+        return [{"per": per, "warps": 4} for per in (1, 2, 4, 8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
         block = node.attrs["block"]
@@ -215,14 +230,15 @@ class BlockMax(Sampling):
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
         per, block, blocks = u.schedule.get("per", 1), u.node.attrs["block"], int(u.node.results[0].type.shape[1])
-        body = _BLOCKS.format(
+        text = _LONE_BLOCK + _ONE_BLOCK if per == 1 else _EACH_BLOCK + _indent(_ONE_BLOCK, 4)
+        body = (_BLOCKS + text).format(
             per=per, block=block, blocks=blocks, v=int(v), parameters=parameters(u.node), ROW=ROW, wait=u.wait
         )
-        text = f"{KEYS.strip()}\n\n\n{logits(u.node)}"
-        return Code(body, (u.node.results[0].type.shape[1].ceildiv(per), rows), text, u.schedule.get("warps", 4))
+        helper = f"{KEYS.strip()}\n\n\n{logits(u.node)}"
+        return Code(body, (u.node.results[0].type.shape[1].ceildiv(per), rows), helper, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return _programs_us(node, schedule["per"] * node.attrs["block"], target, env)
+        return _programs_us(node, node.attrs["block"], schedule["per"], target, env)
 
 
 class Draws(Sampling):
