@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.card import why_no_gpu
+from bench.gpu.card import state, why_no_gpu
 from bench.gpu.make import artifact
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.gpu.rows import Row, Rows, read, tables
@@ -47,7 +47,7 @@ class Run:
 
     def child(self, name: str, command: list[str]) -> str:
         """Run a module of ours to its end, at most for the time that is left; its output is shown and answered."""
-        self.say(name)
+        self.say(f"{name} ({state()})")
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -69,7 +69,7 @@ class Run:
             code = -1
         output = "".join(lines)
         with (self.plan.out / "log.txt").open("a") as log:
-            log.write(f"== {name}: {code}\n{output}")
+            log.write(f"== {name}: {code}\n{output}{state()}\n")
         if code:
             self.failed.append(f"{name}: {'out of time' if code == -1 else _reason(output)}")
             self.say(f"failed: {self.failed[-1]}")

@@ -1,6 +1,10 @@
-"""Whether this machine has a GPU that CUDA programs can use; it opens nothing on it."""
+"""Whether this machine has a GPU that CUDA programs can use, and in what state it is; it opens nothing on it."""
 
 from __future__ import annotations
+
+import subprocess
+
+FACTS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used"
 
 
 def why_no_gpu() -> str | None:
@@ -17,3 +21,13 @@ def why_no_gpu() -> str | None:
     except RuntimeError as e:
         return f"there is no CUDA driver ({' '.join(str(e).split())[:80]})"
     return None if count else "the driver sees no device"
+
+
+def state() -> str:
+    """One line of nvidia-smi about clocks, power, heat and memory in use; why not, where it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={FACTS}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return f"nvidia-smi does not answer ({e})"
+    return done.stdout.strip() or f"nvidia-smi ended with {done.returncode}"

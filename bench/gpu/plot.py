@@ -1,6 +1,8 @@
 """The share of the floor by batch size, ours and vLLM's, as an SVG written by hand from measured rows.
 
-python -m bench.gpu.plot RESULTS.json|rows.jsonl [-o docs/share-of-floor.svg]
+python -m bench.gpu.plot RESULTS.json|ROWS.jsonl ... [-o docs/share-of-floor.svg]
+
+Of rows for one thing the last one holds.
 """
 
 from __future__ import annotations
@@ -104,10 +106,11 @@ def _legend(model: str, index: int, colour: str) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     ap = argparse.ArgumentParser(prog="python -m bench.gpu.plot", description="draw the share of the floor by batch")
-    ap.add_argument("rows", type=Path)
+    ap.add_argument("rows", type=Path, nargs="+")
     ap.add_argument("-o", "--output", type=Path, default=Path("docs/share-of-floor.svg"))
     args = ap.parse_args(argv)
-    args.output.write_text(svg(load(args.rows)))
+    found = {(r.suite, r.model, r.case): r for path in args.rows for r in load(path)}
+    args.output.write_text(svg(list(found.values())))
     print(args.output)
 
 

@@ -78,6 +78,14 @@ class Tuning:
             return None
         return points[_nearest(points, env)].get((kernel, schedule_text(schedule)))
 
+    def decided(self, measured: int, nodes: int, target: Target) -> str:
+        """One line for people: what chose the kernels of `nodes` nodes, `measured` of them by these measurements."""
+        if not measured:
+            have = f"{self.name} has none of its nodes" if self.records else "nothing is measured"
+            return f"kernels are chosen by the cost rule: {have} for {machine(target)}"
+        rest = ", the others' by the cost rule" if measured < nodes else ""
+        return f"kernels of {measured} of {nodes} nodes are chosen by the measurements of {self.name}{rest}"
+
     @staticmethod
     def load(path: Path) -> Tuning:
         """The measurements of a file; Diagnostic E432 where it cannot be read."""

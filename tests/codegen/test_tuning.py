@@ -94,3 +94,13 @@ def test_what_ships_is_readable_and_for_the_target_alone() -> None:
         tuning = Tuning.shipped(target)
         assert {m for m, _ in tuning.records} <= {machine(target)}
         assert bool(tuning.records) == bool(tuning.name)
+
+
+def test_what_decided_is_told() -> None:
+    linear, _ = nodes()
+    one = record(linear, "k", A, sm_90(), 3.0, {"R": 1})
+    tuning = Tuning({(one.target, one.node): {one.sizes: {(one.kernel, one.schedule): one.us}}}, "h200")
+    assert tuning.decided(4, 9, sm_90()).endswith(
+        "of 9 nodes are chosen by the measurements of h200, the others' by the cost rule"
+    )
+    assert "cost rule: nothing is measured for cuda+sm_80" in Tuning().decided(0, 9, sm_80())
