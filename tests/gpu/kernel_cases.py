@@ -29,6 +29,7 @@ from llmc.codegen.triton.table import KERNELS  # noqa: E402
 from llmc.codegen.triton.toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import resolve  # noqa: E402
+from llmc.targets.names import parse  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
 CACHE = ROOT / "build" / "gpu" / "kernels"
@@ -79,7 +80,7 @@ def all_jobs(target: Target) -> list[Job]:
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:
     """Key -> binary, or why there is none; what the cache holds is not compiled again."""
-    distinct = {j.key: (j.source, target, cache) for j in jobs}
+    distinct = {j.key: (j.source, target.name, cache) for j in jobs}
     workers = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -87,9 +88,9 @@ def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> di
         return dict(zip(distinct, found, strict=True))
 
 
-def _one(work: tuple[Source, Target, Path]) -> Compiled | str:
+def _one(work: tuple[Source, str, Path]) -> Compiled | str:
     source, target, cache = work
-    toolchain = TritonToolchain.find(target)
+    toolchain = TritonToolchain.find(parse(target))
     try:
         return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
     except Diagnostic as e:
@@ -100,8 +101,6 @@ def main() -> None:
     ap = argparse.ArgumentParser(description="compile the GPU tests' kernels, without a GPU")
     ap.add_argument("--target", default="cuda:sm_90")
     args = ap.parse_args()
-    from llmc.targets.names import parse
-
     target = parse(args.target)
     jobs = all_jobs(target)
     found = compile_jobs(jobs, target)
