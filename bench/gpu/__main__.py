@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.card import state, why_no_gpu
-from bench.gpu.make import artifact
+from bench.gpu.make import artifacts
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.gpu.rows import Row, Rows, read, tables
 from bench.shapes import Shape
@@ -145,8 +145,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     plan = plan_of(args)
     if args.compile_only:
-        for shape in plan.models:
-            artifact(plan, shape)
+        artifacts(plan)
         return 0
     if why := why_no_gpu():
         print(f"no GPU: {why}", file=sys.stderr)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from bench import shapes
-from bench.gpu.plan import MAX_LEN, MAX_SEQS, MAX_TOKENS, Plan
+from bench.gpu.plan import MAX_LEN, MAX_SEQS, MAX_TOKENS, MODELS, Plan
 from bench.shapes import Shape
 
 SEED = 1
@@ -19,6 +23,18 @@ def artifact(plan: Plan, shape: Shape) -> Path:
     if not (path / "manifest.json").is_file():
         with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}")
     return path
+
+
+def artifacts(plan: Plan) -> None:
+    """The artifacts of all models of a plan, some at once where there are cores enough."""
+    some = max(1, min(len(plan.models), (os.cpu_count() or 1) // 4))
+    with ProcessPoolExecutor(some, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_one, [(replace(plan, models=()), s.name) for s in plan.models]))
+
+
+def _one(work: tuple[Plan, str]) -> Path:
+    plan, name = work
+    return artifact(plan, MODELS[name])
 
 
 def packed(plan: Plan, shape: Shape) -> Path:
