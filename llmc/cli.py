@@ -42,7 +42,7 @@ def _report(e: Exception, verbose: bool) -> int:
         traceback.print_exc()
     if isinstance(e, LlmcError):
         print(e, file=sys.stderr)
-        return 3 if e.code.startswith("E5") or e.code in ("E109", "E110", "E640") else 1
+        return 3 if e.of_environment else 1
     if isinstance(e, OSError):
         print(
             f"LLMC-E100: {e.strerror or e}: {e.filename or ''}\n  Try: check the path and its permissions",

@@ -60,7 +60,7 @@ def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool =
         if e.code == "E644":
             _forget_output()
         inner = e.code == "E641" and "LLMC-E5" in e.cause  # the compiler's own complaint about this machine
-        return ENVIRONMENT if e.code[:2] == "E5" or e.code in ("E109", "E110", "E640") or inner else FAILED
+        return ENVIRONMENT if e.of_environment or inner else FAILED
 
 
 def _forget_output() -> None:

@@ -153,6 +153,11 @@ class CudaDevice(Device):
         self._enter()
         self._slots.wait(event)
 
+    def done(self, event: Event) -> bool:
+        assert isinstance(event, Slot)
+        self._enter()
+        return self._slots.done(event)
+
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
         """One allocation a file, the tensors at the file's own offsets; those that are not aligned are copied."""
         files = artifact.manifest.weights.files

@@ -119,6 +119,10 @@ class Ring:
             self._cuda.ok(self._cuda.cu.cuEventSynchronize(slot.event))
             slot.pending = False
 
+    def done(self, slot: Slot) -> bool:
+        """Whether the slot's step has ended."""
+        return not slot.pending or self._cuda.came(slot.event)
+
     def free(self) -> None:
         """Give everything back; nothing may be under way."""
         for slot in self._slots:

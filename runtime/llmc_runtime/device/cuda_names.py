@@ -99,6 +99,10 @@ class Cuda:
         """A new event that measures no time."""
         return self.ok(self.cu.cuEventCreate(_NO_TIMING))
 
+    def came(self, event: Any) -> bool:
+        """Whether a recorded event has come, or never will because the GPU failed."""
+        return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
+
     def attribute(self, device: Any, name: str) -> int:
         """A number that describes the GPU, such as "COMPUTE_CAPABILITY_MAJOR"."""
         which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -123,6 +123,10 @@ class Executor:
         tokens = [i if w.emit else None for i, w in zip(ids, work)]
         return StepOutput(tokens, _logprobs(ticket) if ticket.wanted else [None] * len(work))
 
+    def done(self, ticket: Ticket) -> bool:
+        """Whether the step has ended: `wait` would not wait."""
+        return self.device.done(ticket.event)
+
     def settle(self) -> None:
         """Wait for every step under way and forget what it gave, also of one whose launch was interrupted."""
         self._open.clear()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 
+_ENVIRONMENT = frozenset({"E109", "E110", "E115", "E116", "E117", "E640"})
+
+
 class LlmcError(Exception):
     """A failure with a stable code, its cause and what to do about it.
 
@@ -15,6 +18,11 @@ class LlmcError(Exception):
         self.code = code
         self.cause = cause
         self.remedy = remedy
+
+    @property
+    def of_environment(self) -> bool:
+        """Whether the machine is the cause: what is installed, its CPU, GPU or driver. Commands exit with 3 then."""
+        return self.code[:2] == "E5" or self.code in _ENVIRONMENT
 
     def __str__(self) -> str:
         head = f"LLMC-{self.code}: {self.cause}"

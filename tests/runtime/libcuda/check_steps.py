@@ -86,6 +86,16 @@ def test_steps_are_launched_ahead(executor: Executor, driver: Driver) -> None:
         executor.wait(ticket)
 
 
+def test_whether_a_step_has_ended_is_known_without_waiting(executor: Executor) -> None:
+    first = executor.launch(Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)]))
+    second = executor.launch(Step([], [], [Work(0, 1, True)]))
+    assert not executor.done(first) and not executor.done(second)
+    executor.wait(first)
+    assert executor.done(first) and not executor.done(second)
+    executor.wait(second)
+    assert executor.done(second)
+
+
 def test_no_more_than_depth_steps_are_under_way(executor: Executor) -> None:
     step = Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)])
     executor.launch(step)

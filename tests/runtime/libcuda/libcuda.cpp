@@ -153,6 +153,11 @@ CUresult cuEventSynchronize(void* e) {
   if (v->stream) drain(v->stream, v->at);
   return lost;
 }
+CUresult cuEventQuery(void* e) {
+  ENTER("cuEventQuery");
+  Event* v = (Event*)e;
+  return lost ? lost : v->stream && v->stream->done < v->at ? 600 : OK;
+}
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr d, const void* h, size_t n, void* s) {
   ENTER("cuMemcpyHtoDAsync");
   if (!inside(device, d, n) || !inside(pinned, (uintptr_t)h, n)) return INVALID;
