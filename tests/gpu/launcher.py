@@ -91,8 +91,9 @@ class Card:
         self.own.clear()
 
     def write(self, address: int, data: np.ndarray) -> None:
+        """In the stream's order; the host's bytes have been taken when this returns."""
         if data.nbytes:
-            self.ok(self.cu.cuMemcpyHtoD(address, data.ctypes.data, data.nbytes))
+            self.ok(self.cu.cuMemcpyHtoDAsync(address, data.ctypes.data, data.nbytes, self.stream))
 
     def read(self, address: int, data: np.ndarray) -> None:
         if data.nbytes:
