@@ -197,16 +197,17 @@ class Concat(Moving):
             to = f"y0 + {factored(shift, u.sizes, far)}" if i else "y0"
             call = f"segment(x{i}, {to}, {at}, {u.sizes(blocks)}, {size}, {total}, {r}, {c})"
             before, shift = before + blocks * height, shift + n
-            last = i == len(parts) - 1
-            lines.append(
-                f"else:\n    {call}"
-                if last and i
-                else call
-                if last
-                else f"{'el' if i else ''}if at < {u.sizes(before)}:\n    {call}"
-            )
+            test = f"at < {u.sizes(before)}" if i < len(parts) - 1 else ""
+            lines.append(branch(i == 0, test, call))
         code = self.finish(u, lines)
         return Code(code.body, code.grid, SEGMENT, code.warps)
+
+
+def branch(first: bool, test: str, call: str) -> str:
+    """One arm of an if: the last has no test, and where it is the only one there is nothing to decide."""
+    if not test:
+        return call if first else f"else:\n    {call}"
+    return f"{'if' if first else 'elif'} {test}:\n    {call}"
 
 
 SEGMENT = '''
