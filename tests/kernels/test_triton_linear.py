@@ -109,7 +109,7 @@ def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
     for s in SHAPES:
         (node,) = s.graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
-        if kernel is not STREAM or rows < 16 or s.n * rows < 400:
+        if kernel is not STREAM or rows < 4 or s.n < 4 or s.n * rows < 100:
             check(kernel, s, rows, first if kernel is STREAM else None)
 
 
@@ -122,7 +122,7 @@ def test_leading_axes_and_extras_over_some_of_them(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_a_constant_number_of_tokens(kernel: Kernel, rows: int) -> None:
     residual = (("f32", (33,)), ("bf16", (rows, 33)))
-    for s in (SHAPES[0], SHAPES[4], replace(SHAPES[3], extras=residual)):
+    for s in (replace(SHAPES[3], extras=residual), SHAPES[4], SHAPES[0])[: 1 if rows > 8 else 3]:
         check(kernel, replace(s, rows=rows), rows)
 
 
@@ -140,11 +140,12 @@ def offered(kernel: Kernel, dtype: str) -> dict[int, list[Schedule]]:
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_every_schedule(kernel: Kernel, dtype: str) -> None:
-    """On a product that is no multiple of anything, deep enough for several steps of every tile."""
+    """On a product that is no multiple of anything, deep enough for three steps of every tile."""
     for parts, schedules in offered(kernel, dtype).items():
         for schedule in schedules:
-            s = Shape("odd", dtype, dtype, schedule["bn"] + 3, 4133, parts, SILU if parts == 2 else "a0")
-            check(kernel, s, 3, schedule)
+            depth = 2 * schedule["bk"] + 37
+            s = Shape("odd", dtype, dtype, schedule["bn"] + 1, depth, parts, SILU if parts == 2 else "a0")
+            check(kernel, s, 2, schedule)
 
 
 def node_of(n: int, k: int, parts: int, rows: Any = "R") -> Node:
