@@ -121,8 +121,10 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 
 def _holds(p: Product, s: Shape, rows: int) -> bool:
-    """True where the float32 sums of a thread fit its registers."""
-    return s[0] * s[1] * p.parts * rows // (s[2] * 32) <= 128
+    """True where the float32 sums of a thread, and the weights on their way to it, fit its registers."""
+    bn, bk, warps, stages = s
+    each = bn * bk * p.parts // (warps * 32)
+    return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
 
 
 class Tile:
