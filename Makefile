@@ -3,6 +3,7 @@
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
 #   make bench   benchmarks, as a table and as JSON in build/bench
+#   make bench-gpu   the same on an NVIDIA GPU
 #   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 SHELL := /bin/bash
@@ -20,7 +21,7 @@ JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 
-.PHONY: demo test lint bench bench-peers sim clean
+.PHONY: demo test lint bench bench-gpu bench-peers sim clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
@@ -42,6 +43,10 @@ bench: $(VENV)/.stamp-dev
 	@mkdir -p build/bench
 	$(BIN)/python -m pytest bench -q -rs --benchmark-only --benchmark-columns=median,min,max,rounds \
 	  --benchmark-json=build/bench/latest.json $(PYTEST_ARGS)
+
+# On a machine with an NVIDIA GPU: every GPU bench within ten minutes, rows as they come, tables and JSON.
+bench-gpu: $(VENV)/.stamp-dev
+	$(BIN)/python -m bench.gpu --out build/bench/gpu $(BENCH_ARGS)
 
 # A virtual environment of its own: llama.cpp f16 in the table of bench/test_generate.py; without it the table says so.
 bench-peers: $(VENV)/.stamp-venv

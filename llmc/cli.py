@@ -107,6 +107,9 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step (CPU: 512, GPU: 8192)"
     )
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
+    p.add_argument(
+        "--tuning", metavar="FILE", type=Path, help="measurements that choose kernels (those that come with llmc)"
+    )
     p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")
     p.add_argument("--no-cache", action="store_true", help="build everything anew, keep nothing")
     p.add_argument(
@@ -195,6 +198,7 @@ def _options(args: argparse.Namespace) -> Any:
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        tuning=args.tuning,
         max_num_batched_tokens=args.max_num_batched_tokens,
         pipeline=args.pipeline or "",
         cache=None if args.no_cache else (args.cache or default_cache()),

@@ -31,8 +31,9 @@ MOST_LEN = 32768
 class Options:
     """How to compile. max_model_len: tokens of the longest sequence (None: the model's own, at most 32768);
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
-    the target's; cache: a folder for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts
-    there, too; weights: "packed", "none" (to be packed later) or "random:SEED" (filled by the runtime)."""
+    the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
+    for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
+    "none" (to be packed later) or "random:SEED" (filled by the runtime)."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -40,6 +41,7 @@ class Options:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     pipeline: str = ""
+    tuning: Path | None = None
     cache: Path | None = None
     reuse: bool = True
     weights: str = "packed"
@@ -83,7 +85,8 @@ def settle(o: Options, target: Target) -> Options:
 
 
 def _key_options(o: Options, target: Target) -> Mapping[str, Any]:
-    return {**fixed_options(o), "features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
+    facts = {"features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
+    return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
 class _Trip:
@@ -164,7 +167,8 @@ class _Trip:
         named = {**registry.pipelines, "serve": target.pipeline}
         passes = parse_pipeline(text, registry.passes, named)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
-        return override(passes, "page-attention", **sizes)
+        passes = override(passes, "page-attention", **sizes)
+        return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 
     def optimise(self, module: Module, max_len: int) -> None:
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
@@ -176,6 +180,8 @@ class _Trip:
 
         run_pipeline(module, self.passes(max_len), ctx, observe)
         self.done("passes", ", ".join(counts))
+        for line in ctx.told:
+            self.note(line)
 
     def build(self, module: Module) -> Any:
         from tempfile import TemporaryDirectory
@@ -239,7 +245,7 @@ def tools(target: Target) -> str:
 
 def fixed_options(o: Options) -> dict[str, Any]:
     """The options that decide what an artifact is; not where anything is kept."""
-    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse")}
+    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning")}
 
 
 def source_of(traced: Any) -> Source:

@@ -71,7 +71,7 @@ def offers(
             reasons.append(f"{kernel.name}: {why}")
             continue
         for schedule in kernel.schedules(node, target):
-            us = tuning.lookup(node, kernel.name, schedule, target)
+            us = tuning.lookup(node, kernel.name, schedule, target, env)
             guess = kernel.cost_us(node, schedule, target, env) if us is None else us
             out.append(Offer(kernel, schedule, guess, us is not None))
     if not out:
@@ -88,16 +88,17 @@ def launched_graphs(m: Module) -> Iterator[Graph]:
 
 @dataclass(frozen=True)
 class Select(Pass):
-    """Write kernel and schedule on every node that runs. tuning: a file of measurements that decide where they can."""
+    """Write kernel and schedule on every node that runs. tuning: a file of measurements that decide where they can, in
+    place of those that come with us for the target."""
 
     tuning: str = ""
     name: ClassVar[str] = "select"
 
     def run(self, m: Module, ctx: Ctx) -> int:
         target = _target(ctx)
-        tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning()
+        tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
         agreed: dict[str, str] = {}
-        count = 0
+        count = measured = open_ = 0
         for g in launched_graphs(m):
             env = typical(m, g)
             cache: dict[str, list[Offer]] = {}
@@ -110,7 +111,9 @@ class Select(Pass):
                     cache[key] = offers(n, ctx.kernels, target, env, tuning)
                 best = _agreeing(n, cache[key], agreed, target)
                 n.choice = {"kernel": best.kernel.name, **best.schedule}
-                count += 1
+                count, measured, open_ = count + 1, measured + best.measured, open_ + (len(cache[key]) > 1)
+        if open_:
+            ctx.told[tuning.decided(measured, count, target)] = None
         return count
 
 

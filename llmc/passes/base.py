@@ -19,7 +19,7 @@ class Ctx:
 
     opset: op name -> OpDef. target: the Target compiled for, or None. kernels: kernel name -> Kernel. fuel: how many
     changes may still be made (negative: any number). only: a module path; local rewrites elsewhere are not made.
-    notes: near misses, one line each, in the order found, each once.
+    notes: near misses, one line each, in the order found, each once. told: what people are told of a pass's decisions.
     """
 
     opset: Mapping[str, OpDef]
@@ -28,6 +28,7 @@ class Ctx:
     fuel: int = -1
     only: str = ""
     notes: dict[str, None] = field(default_factory=dict)
+    told: dict[str, None] = field(default_factory=dict)
 
     def allows(self, node: Node) -> bool:
         """True where the node lies at or under the module path `only`."""
