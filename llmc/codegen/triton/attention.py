@@ -179,7 +179,7 @@ class Decode(TritonKernel):
         if p.dot == "tl.float32":
             return [least]  # its products take a thread's registers
         found: list[Schedule] = []
-        for keys, warps, stages in ((64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (32, 2, 4)):
+        for keys, warps, stages in ((32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3)):
             shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
             if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
                 found.append({"keys": keys, "warps": warps, "stages": stages})
@@ -196,7 +196,7 @@ class Decode(TritonKernel):
         rounds = math.ceil(tokens * p.g * splits / (target.limits.units * resident))
         tiles = math.ceil(seen / splits / schedule["keys"])
         hidden = max(1.0, min(schedule["stages"] - 1, tiles))
-        one = 1.5 + tiles * (0.15 + 0.6 / hidden + tile / 1e5)
+        one = 1.5 + tiles * (0.04 * schedule["warps"] + 0.6 / hidden + tile / 1e5)
         read = tokens * seen * p.token / target.bandwidth * 1e6
         return max(read, rounds * one) + target.launch_us
 

@@ -5,15 +5,28 @@ Every program sums the squares of its tokens while it streams, and divides its s
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from llmc.codegen.triton.base import Unit
 from llmc.codegen.triton.linear import Product, other
-from llmc.codegen.triton.stream import Stream, Tile
+from llmc.codegen.triton.stream import Measured, Stream, Tile
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 
+# As in `stream`, of norm_linear.
+MEASURED: tuple[Measured, ...] = (
+    (28672, 4096, (4, 2048, 8, 2)),
+    (6144, 4096, (2, 1024, 4, 1)),
+    (16384, 2048, (2, 1024, 4, 2)),
+    (6144, 1024, (8, 1024, 2, 1)),
+)
+
+
 class NormStream(Stream):
     """norm_linear of 1 to about 4 tokens; any number is right."""
+
+    measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
     def reject(self, node: Node, target: Target) -> str | None:
         gain = node.operands[2].type

@@ -7,7 +7,8 @@ for the launches in front of it, and reduces once, at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit
@@ -28,18 +29,19 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 Shape = tuple[int, int, int, int]  # bn, bk, warps, stages
+Measured = tuple[int, int, Shape]
 MAX_ROWS = 8  # tokens of one program
 MOST = 16  # tokens beyond which the weights would be read again and again
 # Rows of all parts x columns -> the fastest (bn of all parts, bk, warps, stages) of bf16 streams measured on an H200.
-MEASURED: tuple[tuple[int, int, Shape], ...] = (
+MEASURED: tuple[Measured, ...] = (
     (6144, 4096, (2, 2048, 8, 2)),
     (4096, 4096, (2, 2048, 8, 2)),
     (28672, 4096, (2, 2048, 4, 1)),
-    (4096, 14336, (8, 1024, 4, 1)),
+    (4096, 14336, (2, 2048, 8, 2)),
     (3072, 2048, (2, 1024, 4, 2)),
     (2048, 2048, (4, 2048, 2, 2)),
     (16384, 2048, (2, 1024, 4, 2)),
-    (2048, 8192, (4, 1024, 8, 2)),
+    (2048, 8192, (2, 2048, 8, 2)),
     (4096, 1024, (8, 1024, 2, 2)),
     (1024, 2048, (4, 2048, 2, 1)),
     (6144, 1024, (4, 512, 4, 1)),
@@ -47,10 +49,13 @@ MEASURED: tuple[tuple[int, int, Shape], ...] = (
 )
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # of the bandwidth that the best of these schedules reach
+_SHARED = 0.15  # more for each further token of a program, as measured at 4
 
 
 class Stream(TritonKernel):
     """linear and linear_map of 1 to about 4 tokens; any number is right."""
+
+    measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := refuse(node):
@@ -60,8 +65,8 @@ class Stream(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        best = nearest(p)
-        near = sorted((r[2] for r in MEASURED), key=lambda s: _distance(s, best))
+        best = nearest(p, self.measured)
+        near = sorted((r[2] for r in self.measured), key=lambda s: _distance(s, best))
         shapes = list(dict.fromkeys(_fit(p, s) for s in near))
         m = p.m.const
         counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
@@ -76,7 +81,7 @@ class Stream(TritonKernel):
         # A weight is converted once; a token's element, too, and then multiplied with the weights of all rows.
         steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
-        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p)))
+        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
         return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
 
     def tile(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> Tile:
@@ -92,10 +97,10 @@ class Stream(TritonKernel):
         return Code("\n".join(lines), (D(-(-p.n // s["bn"])), blocks), helpers, s["warps"], 1)
 
 
-def nearest(p: Product) -> Shape:
+def nearest(p: Product, measured: Sequence[Measured]) -> Shape:
     """The measured schedule of the shape that is nearest in size and form."""
     n, k = math.log2(p.n * p.parts), math.log2(p.k)
-    return min(MEASURED, key=lambda r: (abs(math.log2(r[0]) - n) + abs(math.log2(r[1]) - k), r[0]))[2]
+    return min(measured, key=lambda r: (abs(math.log2(r[0]) - n) + abs(math.log2(r[1]) - k), r[0]))[2]
 
 
 def _fit(p: Product, s: Shape) -> Shape:
