@@ -116,7 +116,7 @@ def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
 
 def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
     """What is in flight bounds the rate: a multiprocessor takes about 1.6 shares of the bandwidth, and memory answers
-    after 1 us. Programs that share weights and are not walked in groups read them again, nearly all from the L2 cache."""
+    after 1 us. Programs that share weights and are not walked in groups read them again, mostly from the L2 cache."""
     passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
     row = s["bk"] * DTYPES[p.w.dtype].bits // 8
     ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
