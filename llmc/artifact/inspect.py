@@ -19,10 +19,10 @@ from llmc.targets.names import parse as parse_target
 ROOFLINE = "report/roofline.json"
 
 
-def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 10) -> dict[str, Any]:
+def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
     """Everything of interest. `kv_bytes` sizes the KV pool (default: every row at full length).
 
-    `kernels`: how many of the largest by predicted time. Raises LlmcError E101 to E108.
+    `kernels`: how many of a program's largest by predicted time. Raises LlmcError E101 to E108.
     """
     folder = Folder(path)
     m = folder.manifest()
@@ -103,7 +103,7 @@ def _predictions(folder: Folder, m: Manifest, programs: Sequence[Program]) -> di
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Kernels by predicted microseconds over all launches of a program, largest first."""
+    """Every program's `count` largest kernels, by predicted microseconds over all of its launches, largest first."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for program, told in predicted.items():
         for x in told["launches"]:
@@ -114,15 +114,16 @@ def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict
             row["launches"] += 1
             row["us"] = round(row["us"] + x["us"], 3)
     sources = {k.hash: k.source for k in m.kernels}
-    ranked = sorted(found.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))[:count]
-    return [{**r, "source": sources.get(r["kernel"], "")} for r in ranked]
+    ranked = sorted(found.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))
+    first = (r for name in predicted for r in [x for x in ranked if x["program"] == name][:count])
+    return [{**r, "source": sources.get(r["kernel"], "")} for r in first]
 
 
 def render(found: Mapping[str, Any]) -> str:
     """The data of `inspect_artifact` as a page of text."""
     source, target, limits, kv, mem = (found[k] for k in ("source", "target", "limits", "kv", "memory"))
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
-    features = f" ({len(target['features'])} CPU features)" if target["features"] else ""
+    features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
     lines = [
         f"{found['artifact']}: {source['name']}{revision}, {_size(found['bytes'])}, digest {found['digest'][:16]}",
@@ -136,11 +137,16 @@ def render(found: Mapping[str, Any]) -> str:
         f"{kv['full_sequences']:g} full sequences",
         f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
     ]
-    lines += [_program_line(p, found["predicted_us"].get(p["name"])) for p in found["programs"]]
     largest = found["kernels"]["largest"]
-    lines.append(f"  kernels   {found['kernels']['count']}" + (", the largest by predicted time:" if largest else ""))
-    for r in largest:
-        lines.append(f"    {r['us']:>10.1f} us  {r['program']:<8} {r['launches']:>4} x {r['op']:<18} {r['source']}")
+    told = ", of every program the largest by predicted time" if largest else ""
+    lines.append(f"  kernels   {found['kernels']['count']}{told}")
+    for p in found["programs"]:
+        lines.append(_program_line(p, found["predicted_us"].get(p["name"])))
+        lines += [
+            f"    {r['us']:>10.1f} us  {r['launches']:>4} x {r['op']:<22} {r['source']}"
+            for r in largest
+            if r["program"] == p["name"]
+        ]
     return "\n".join(lines)
 
 

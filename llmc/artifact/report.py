@@ -30,11 +30,15 @@ def roofline(programs: Sequence[Program], target: Target) -> dict[str, Any]:
 
 
 def typical(p: Program) -> dict[str, int]:
-    """One row: a token decoded after `CONTEXT` others, or a prompt of up to 512 tokens; its pages are the pool."""
+    """The fewest rows that it serves, a token each after `CONTEXT` others, or one prompt of about 512 tokens.
+
+    The pool holds the pages of those rows.
+    """
     top = p.top()
-    tokens = 1 if p.uniform else min(512, top.get("T", 1))
-    pages = -(-(CONTEXT if p.uniform else tokens) // _page_size(p))
-    return {s: {"T": tokens, "R": 1, "P": min(pages, high)}.get(s, high) for s, high in top.items()}
+    rows, fewest = p.serves.get("R", (1, 1))[0], p.serves.get("T", (1, 1))[0]
+    tokens = rows if p.uniform else max(fewest, min(512, top.get("T", 1)))
+    pages = -(-(CONTEXT if p.uniform else tokens) // _page_size(p)) * rows
+    return {s: {"T": tokens, "R": rows, "P": min(pages, high)}.get(s, high) for s, high in top.items()}
 
 
 def _page_size(p: Program) -> int:

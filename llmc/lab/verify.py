@@ -22,8 +22,9 @@ THREADS = 4
 def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> dict[str, Any]:
     """Check everything and answer what was found; "ok" says whether all is well, "problems" lists what is not.
 
-    record: run the artifact and write its canary (replacing one). canary: compare with the recorded one. An artifact
-    whose manifest cannot be read raises LlmcError E101 to E104.
+    record: run the artifact and write its canary (replacing one). canary: compare with the recorded one. Without either
+    a machine that lacks the artifact's device checks the files alone, and "not_opened" says why; with one it raises
+    LlmcError E110, E115 to E117. An artifact whose manifest cannot be read raises LlmcError E101 to E104.
     """
     begin = time.monotonic()
     folder = Folder(path)
@@ -40,7 +41,12 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
         try:
             found["canary"] |= _run(path, manifest, record, canary)
         except LlmcError as error:
-            problems.append(error)
+            if not error.of_environment:
+                problems.append(error)
+            elif record or canary:
+                raise
+            else:
+                found["not_opened"] = f"LLMC-{error.code}: {error.cause}"
     if found["canary"]["state"] == "failed":
         words = "; ".join(found["canary"]["problems"][:2])
         problems.append(LlmcError("E125", f"the canary fails: {words}", "do not serve from this machine; recompile"))
@@ -101,6 +107,8 @@ def render(found: Mapping[str, Any]) -> str:
         told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats)"
     lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
+    if "not_opened" in found:
+        lines.append(f"every hash is right; it was not opened on this machine: {found['not_opened']}")
     many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
     return "\n".join(lines)

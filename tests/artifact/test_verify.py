@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from artifact import tiny
@@ -13,10 +14,14 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.exec import canary as canaries
 from llmc_runtime.exec.load import load_executor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import TargetInfo
+from llmc_runtime.format.program import Program
 
 from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
+from llmc.artifact.report import typical
 from llmc.artifact.write import write_artifact
+from llmc.cli import main
 from llmc.lab import verify as verifying
 from llmc.lab.verify import verify_artifact
 from llmc.targets.cpu import portable
@@ -52,13 +57,37 @@ def test_the_build_report_is_one_page(toy: Path) -> None:
 
 def test_inspect_sizes_the_pool_for_given_memory(toy: Path) -> None:
     assert inspection.inspect_artifact(toy, kv_bytes=16 * 5 + 3)["kv"]["tokens"] == 20
-    assert inspection.inspect_artifact(toy, kernels=1)["kernels"]["largest"][1:] == []
+    assert len(inspection.inspect_artifact(toy, kernels=1)["kernels"]["largest"]) == 2  # of each program one
 
 
 def test_inspect_refuses_what_does_not_open(toy: Path) -> None:
     (toy / "programs/step.json").write_text("{}")
     with pytest.raises(LlmcError, match="E106"):
         inspection.inspect_artifact(toy)
+
+
+def test_programs_are_priced_at_sizes_that_they_serve(toy: Path) -> None:
+    decode, step = (Program.load((toy / f"programs/{n}.json").read_bytes(), n, True) for n in ("decode", "step"))
+    some = replace(decode, serves=MappingProxyType({"T": (3, 4), "R": (3, 4)}))
+    assert {s: typical(some)[s] for s in "TR"} == {"T": 3, "R": 3}
+    wide = replace(step, serves=MappingProxyType({"T": (600, 900), "R": (1, 4)}))
+    assert {s: typical(wide)[s] for s in "TR"} == {"T": 600, "R": 1}
+    pages = typical(decode)["P"]
+    assert typical(some)["P"] == 3 * pages
+
+
+def test_a_machine_without_the_device_checks_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was compiled for a GPU is verified where there is none; to run it there is refused with exit code 3."""
+    there = replace(tiny.parts(tmp_path), target=TargetInfo("hip:gfx942", "gfx942", ()))
+    path = tmp_path / "toy.llmc"
+    write_artifact(path, there)
+    found = verify_artifact(path)
+    assert found["ok"] and "E115" in found["not_opened"] and "every hash is right" in verifying.render(found)
+    assert main(["verify", str(path), "--record"]) == 3 and "E115" in capsys.readouterr().err
+    data = bytearray((path / "weights/00000.safetensors").read_bytes())
+    data[-2] ^= 1
+    (path / "weights/00000.safetensors").write_bytes(data)
+    assert [p["code"] for p in verify_artifact(path)["problems"]] == ["E107"]
 
 
 def test_verify_finds_everything_that_is_wrong(toy: Path) -> None:

@@ -12,7 +12,7 @@ def open_device(artifact: Artifact, threads: int | None, *, careful: bool = Fals
 
     `careful`: a GPU is waited for after every launch, so that a failure names its kernel; a CPU always does so.
 
-    LlmcError E112 where this runtime knows none of that kind, E115 to E117 where the machine has none that serves.
+    LlmcError E112 where the kind is unknown, E115 to E117 where this machine or runtime has none that serves.
     """
     target = artifact.manifest.target
     family = target.name.partition(":")[0]
@@ -24,7 +24,7 @@ def open_device(artifact: Artifact, threads: int | None, *, careful: bool = Fals
         from llmc_runtime.device.cuda import CudaDevice
 
         return CudaDevice(target, threads, careful=careful)
-    cause = f"the artifact is for {target.name}; this runtime has no device of that kind"
+    remedy = "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)"
     if family == "hip":
-        cause = f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet"
-    raise LlmcError("E112", cause, "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)")
+        raise LlmcError("E115", f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet", remedy)
+    raise LlmcError("E112", f"the artifact is for {target.name}; this runtime has no device of that kind", remedy)

@@ -160,7 +160,7 @@ def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
 def test_an_amd_artifact(driver: Driver, tmp_path: Path) -> None:
     parts = replace(toy.parts(tmp_path), target=TargetInfo("hip:gfx942", "gfx942", ()))
     write_artifact(tmp_path / "toy.llmc", parts)
-    with pytest.raises(LlmcError, match=r"E112.*hip:gfx942; this runtime cannot run on AMD GPUs yet\n.*--target"):
+    with pytest.raises(LlmcError, match=r"E115.*hip:gfx942; this runtime cannot run on AMD GPUs yet\n.*--target"):
         open_device(open_artifact(tmp_path / "toy.llmc"), None)
 
 
