@@ -52,4 +52,6 @@ class SplitKv(Pass):
         programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
         table = n.operands[2].type.shape[1].const or MOST
         parts = min(self.fill * units / programs, MOST, table)
-        return 1 << int(math.log2(parts)) if parts >= 2 else 1
+        if parts >= 2:
+            return 1 << int(math.log2(parts))
+        return min(2, table) if programs < 2 * units else 1  # whole rows take long where nothing hides their latency
