@@ -115,6 +115,7 @@ def _resources(group: Any) -> None:
     add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
     add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
     add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
+    add("--prepare", action="store_true", help="build every device graph before the first request (of GPUs)")
     add("--trace", type=Path, metavar="FILE", help="write what the engine does, step by step, for ui.perfetto.dev")
     add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
 
@@ -225,6 +226,7 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
         chat_template=_template(args.chat_template),
         verify=not args.no_verify,
         canary=args.canary,
+        prepare=args.prepare,
         trace=args.trace,
         say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
         **options,

@@ -48,12 +48,13 @@ class LLM:
     ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for that compile,
     as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
 
-    kv_cache_memory_bytes  of the KV cache (None: half of the free memory, at most what all rows can use)
+    kv_cache_memory_bytes  of the KV cache (None: half of the free memory, of a GPU 0.9; at most what the rows can use)
     threads                of the CPU target (None: physical cores)
     seed                   draws the seeds of requests that bring none; the same seed, the same draws
     chat_template          a template's text, or the name of one of the model's own
     verify                 check the hashes of the weights while opening
     canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
+    prepare                build every device graph now (of GPUs), not each when it is first needed
     trace                  a file: the engine's loop, step by step, for ui.perfetto.dev
     say                    is told, in one line each, what happens (by default printed to stderr)
 
@@ -78,6 +79,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         verify: bool = True,
         canary: bool = False,
+        prepare: bool = False,
         trace: str | Path | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -85,18 +87,15 @@ class LLM:
         from llmc_runtime.open import Limits, open_engine, whole
 
         self._say = say or _to_stderr
-        sizes = {
-            "max-model-len": max_model_len,
-            "max-num-seqs": max_num_seqs,
-            "max-num-batched-tokens": max_num_batched_tokens,
-        }
-        options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
+        sizes = (max_model_len, max_num_seqs, max_num_batched_tokens)
+        named = zip(("max-model-len", "max-num-seqs", "max-num-batched-tokens"), sizes)
+        options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in named if v is not None}
         path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
         artifact = open_artifact(path, verify=verify, threads=whole("threads", threads))
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
         tokenizer = Tokenizer.open(artifact.tokenizer_dir) if has_text else None
-        limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)
+        limits = Limits(*sizes, kv_cache_memory_bytes)
         opened = open_engine(
             artifact,
             limits,
@@ -106,6 +105,7 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             policy=scheduling_policy,
             canary=canary,
+            prepare=prepare,
         )
         self._close = weakref.finalize(self, opened.close)
         self._close.atexit = False  # the process takes everything with it, and daemon threads may still run

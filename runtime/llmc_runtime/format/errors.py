@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 _ENVIRONMENT = frozenset({"E109", "E110", "E115", "E116", "E117", "E640"})
 
 
