@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmc.codegen.kernel import Schedule
@@ -48,3 +49,13 @@ def _attr(v: object, sizes: Sizes) -> str:
 
 def indent(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
+
+
+def refused(node: Node, dtypes: Sequence[str]) -> str | None:
+    """Why a kernel of these dtypes cannot hold the node's values, or None."""
+    for v in [*node.operands, *node.results]:
+        if v.type.format is not None:
+            return f"operand type {v.type} is quantised"
+        if v.type.dtype not in dtypes:
+            return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
+    return None

@@ -9,7 +9,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import ClassVar
 
-from llmc.codegen.emit import Sizes, describe, indent
+from llmc.codegen.emit import Sizes, describe, indent, refused
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -66,12 +66,7 @@ def ctype(t: Type) -> str:
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
     """Why a CPU kernel cannot hold the node's values, or None."""
-    for v in [*node.operands, *node.results]:
-        if v.type.format is not None:
-            return f"operand type {v.type} is quantised"
-        if v.type.dtype not in dtypes:
-            return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
-    return None
+    return refused(node, dtypes)
 
 
 class CppKernel(Kernel):

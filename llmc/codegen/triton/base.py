@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from llmc.codegen.emit import Sizes, describe, indent
+from llmc.codegen.emit import Sizes, describe, indent, refused
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -94,12 +94,7 @@ def element(t: Type) -> str:
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | None:
     """Why a Triton kernel cannot hold the node's values, or None."""
-    for v in [*node.operands, *node.results]:
-        if v.type.format is not None:
-            return f"operand type {v.type} is quantised"
-        if v.type.dtype not in dtypes:
-            return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
-    return None
+    return refused(node, dtypes)
 
 
 @dataclass(frozen=True)
