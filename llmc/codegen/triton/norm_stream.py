@@ -13,7 +13,6 @@ from llmc.codegen.triton.stream import Measured, Stream, Tile
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-
 # As in `stream`, of norm_linear.
 MEASURED: tuple[Measured, ...] = (
     (28672, 4096, (4, 2048, 8, 2)),
