@@ -1,6 +1,7 @@
 """The cases of the Triton kernels' own tests, for another machine: their test functions run, their cases are kept.
 
-A module tests/kernels/test_triton_*.py hands every case to `run_case`; here that name stands for a list.
+A module tests/kernels/test_triton_*.py hands every case to `run_case`; here that name stands for a list, and `some`,
+which draws a part for the interpreter, for all.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def _of(module: ModuleType) -> Iterator[Case]:
     def keep(case: Case, *args: Any, **options: Any) -> None:
         kept.append(case)
 
-    places = [p for p in (module, triton_harness) if hasattr(p, RUNNER)]
-    original = triton_harness.run_case
-    for p in places:
-        setattr(p, RUNNER, keep)
+    stands = {RUNNER: keep, "some": lambda items, share=1.0: items}
+    kept_back = [(p, name, getattr(p, name)) for p in (module, triton_harness) for name in stands if hasattr(p, name)]
+    for p, stood, _ in kept_back:
+        setattr(p, stood, stands[stood])
     try:
         for name, function in list(vars(module).items()):
             if name.startswith("test_") and RUNNER in reached(function, module):
@@ -49,8 +50,8 @@ def _of(module: ModuleType) -> Iterator[Case]:
                         case.name = f"{module.__name__.rpartition('.')[2]}.{name}.{case.name}"
                         yield case
     finally:
-        for p in places:
-            setattr(p, RUNNER, original)
+        for p, stood, original in kept_back:
+            setattr(p, stood, original)
 
 
 def reached(function: Any, module: ModuleType) -> set[str]:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
 from gpu.launcher import Card
-from kernels.cases import PACKED_FIRST
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
@@ -26,6 +25,8 @@ from llmc.ir.ops import OPS
 from llmc.targets.gpu import sm_90
 
 pytestmark = pytest.mark.gpu
+# Never launched on a GPU: weights in panels are a CPU's, and `split-moe` makes moe_route, moe_up and moe_down of moe.
+NOT_LAUNCHED = ("pack_panel", "packed_linear", "moe")
 
 
 @lru_cache(maxsize=1)
@@ -161,7 +162,7 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
 def test_kernel(op: str, card: Card, binaries: dict[str, Any], request: Any) -> None:
     """All cases of one op."""
     jobs = jobs_by_op().get(op, [])
-    assert jobs or op in PACKED_FIRST, f"no Triton kernel runs {op}"
+    assert jobs or op in NOT_LAUNCHED, f"no Triton kernel runs {op}"
     found = failures(card, jobs[:: request.config.getoption("--sample", default=1)], binaries)
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
 

@@ -1,5 +1,5 @@
 """The Triton products in the interpreter beside the reference: odd shapes, every epilogue, one token to many; what is
-offered first for real models; binaries for every GPU target."""
+offered first for real models; other dtypes and extras as binaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import TARGETS, run_case
+from kernels.triton_harness import ONE_TARGET, run_case, some
 
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.codegen.triton.linear import Product
@@ -140,9 +140,9 @@ def offered(kernel: Kernel, dtype: str) -> dict[int, list[Schedule]]:
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_every_schedule(kernel: Kernel, dtype: str) -> None:
-    """On a product that is no multiple of anything, deep enough for three steps of every tile."""
+    """Half of all, on a product that is no multiple of anything, deep enough for three steps of every tile."""
     for parts, schedules in offered(kernel, dtype).items():
-        for schedule in schedules:
+        for schedule in some(schedules):
             depth = 2 * schedule["bk"] + 37
             s = Shape("odd", dtype, dtype, schedule["bn"] + 1, depth, parts, SILU if parts == 2 else "a0")
             check(kernel, s, 2, schedule)
@@ -192,7 +192,7 @@ def sampled(rng: random.Random, target: Target, count: int) -> Iterator[Source]:
         yield kernel.emit(node, rng.choice(kernel.schedules(node, target)), target)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
     """Another choice in every run; the seed is printed. What is offered first is always among them."""
     seed = random.randrange(1 << 30)
@@ -201,7 +201,7 @@ def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
     for kernel in KERNELS:
         node = node_of(*REAL[2])
         sources.append(kernel.emit(node, kernel.schedules(node, target)[0], target))
-    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=2)
+    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=1)
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 

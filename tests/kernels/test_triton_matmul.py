@@ -1,4 +1,4 @@
-"""Batched products of activations in Triton's interpreter beside the reference, and as binaries for every GPU."""
+"""Batched products of activations in Triton's interpreter beside the reference, and as binaries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.cases import SIZES, Text
 from kernels.harness import Case
-from kernels.triton_harness import TARGETS, run_case
+from kernels.triton_harness import ONE_TARGET, run_case
 
 from llmc.codegen.triton.matmul import MATMUL
 from llmc.codegen.triton.toolchain import TritonToolchain
@@ -34,11 +34,11 @@ def test_products(t: Text) -> None:
         run_case(Case(f"{t.types} {i}", g, MATMUL, s, inputs, atol=2e-3 if "f16" in t.types else 2e-5, sizes=SIZES))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_binaries(target: Target, tmp_path: Path) -> None:
     nodes = [next(iter(t.graph().nodes)) for t in TEXTS[:4]]
     sources = [MATMUL.emit(n, MATMUL.schedules(n, target)[0], target) for n in nodes]
-    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=2)
+    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=1)
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 

@@ -1,4 +1,4 @@
-"""The experts' kernels in Triton's interpreter beside their references, and as binaries for every GPU target."""
+"""The experts' kernels in Triton's interpreter beside their references, and other dtypes as binaries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import TARGETS, run_case
+from kernels.triton_harness import ONE_TARGET, run_case, some
 
 from llmc.codegen.kernel import Kernel
 from llmc.codegen.triton.moe import DOWN, ROUTE, UP
@@ -94,9 +94,9 @@ def test_dtypes_and_activations(x: str, w: str) -> None:
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
 def test_every_schedule(dtype: str) -> None:
-    """More rows of some experts than a block has, and sizes that are no multiple of anything."""
+    """Of all schedules some. More rows of some experts than a block has, and sizes that are no multiple of anything."""
     for kernel, g in ((UP, up("T", 2, 3, 70, 150, dtype, dtype)), (DOWN, down("T", 2, 3, 150, 70, dtype, dtype))):
-        for s in kernel.schedules(next(iter(g.nodes)), sm_90()):
+        for s in some(kernel.schedules(next(iter(g.nodes)), sm_90()), 0.4):
             check(kernel, g, 40, 2, 3, s)
 
 
@@ -110,7 +110,7 @@ def test_what_is_offered_first() -> None:
     assert [first(UP, node, sm_90(), t)["bm"] for t in (1, 16, 128, 2048)] == [16, 16, 16, 128]
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_binaries(target: Target, tmp_path: Path) -> None:
     graphs = (
         (ROUTE, route("T", 8, 128)), (ROUTE, route(1, 8, 128, "i64")), (UP, up("T", 8, 128, 768, 2048)),
@@ -121,7 +121,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
     for kernel, g in graphs:
         (node,) = g.nodes
         sources += [kernel.emit(node, first(kernel, node, target, t), target) for t in (1, 2048)]
-    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=2)
+    made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=1)
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 

@@ -1,13 +1,11 @@
-"""norm_linear in the interpreter beside the reference: odd shapes, epilogues, one token to several; binaries."""
+"""norm_linear in the interpreter beside the reference: odd shapes, epilogues, one token to several."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import TARGETS, compile_for, run_case
+from kernels.triton_harness import run_case, some
 
 from llmc.codegen.triton.norm_stream import NORM_STREAM
 from llmc.ir.graph import Graph
@@ -48,17 +46,6 @@ def test_it_agrees_with_the_reference(shape: tuple, rows: int) -> None:
     inputs[0] *= 3.0
     inputs[1] /= np.sqrt(shape[2])
     (node,) = g.nodes
-    for schedule in NORM_STREAM.schedules(node, sm_90())[:2]:
+    for schedule in some(NORM_STREAM.schedules(node, sm_90())[:2]):
         atol = 2e-5 if shape[0] == "f32" else 4e-3
         run_case(Case(f"{shape} {schedule}", g, NORM_STREAM, schedule, inputs, rtol=1e-4, atol=atol, sizes={"T": rows}))
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
-def test_it_compiles_for_real_shapes(target, tmp_path: Path) -> None:
-    for shape in (("bf16", 6144, 4096, 1, "a0", (), ""), ("bf16", 3072, 1024, 2, SILU, (), "")):
-        for rows in (1, "T"):
-            g = graph(shape, rows)
-            (node,) = g.nodes
-            schedule = NORM_STREAM.schedules(node, target)[0]
-            found = compile_for(Case("real", g, NORM_STREAM, schedule, []), target, tmp_path)
-            assert found.shared <= target.limits.shared

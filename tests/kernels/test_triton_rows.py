@@ -1,4 +1,4 @@
-"""Pointwise and row groups in Triton: the shared cases, every dtype, special values, wide rows, all GPU targets."""
+"""Pointwise and row groups in Triton: the shared cases, every dtype, special values, wide rows, a few binaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from kernels import triton_harness
 from kernels.cases import SIZES, Text, of_ops, of_random, of_texts
 from kernels.harness import Case
-from kernels.triton_harness import INTERPRETED, TARGETS, compile_for, run_case
+from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from models.cases import SEED
 
 from llmc.codegen.triton.rows import ROWS
@@ -178,10 +178,10 @@ def test_schedules_rank_by_parallelism() -> None:
     assert best(Text("bf16[T, 32, 128]; bf16[128]", "rms_norm {eps=1e-06}", "bf16[T, 32, 128]"), 4096)["rows"] > 1
 
 
-def test_every_target_compiles(shared: list[Case], tmp_path: Path) -> None:
-    """A sample of the cases, and the norm, for every GPU target."""
+def test_a_sample_compiles(shared: list[Case], tmp_path: Path) -> None:
+    """Of the cases, and the norm, for a GPU target."""
     for c in [*Random(SEED).sample(shared, 3), case(NORM)]:
-        for target in TARGETS:
+        for target in ONE_TARGET:
             schedule = Random(SEED).choice(ROWS.schedules(c.node, target))
             assert compile_for(replace(c, schedule=schedule), target, tmp_path).binary
 

@@ -1,24 +1,22 @@
-"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics;
-and as binaries for every GPU target. `SEED=n` in a message repeats a failure."""
+"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics.
+`SEED=n` in a message repeats a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kernels.cases import Text
 from kernels.harness import Case
-from kernels.triton_harness import INTERPRETED, TARGETS, interpret, interpreting, run_case
+from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
 from llmc.codegen.triton.base import TritonKernel
 from llmc.codegen.triton.draw import UNIFORM
 from llmc.codegen.triton.logprobs import LOGPROBS
 from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK_STOPS, PENALIZE, SAMPLE, SAMPLE_BLOCKS
-from llmc.codegen.triton.toolchain import TritonToolchain, load_entry
+from llmc.codegen.triton.toolchain import load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import kept, uniform
@@ -145,7 +143,7 @@ def test_stop_ids() -> None:
 
 
 @pytest.mark.parametrize("per", [1, 4])
-@pytest.mark.parametrize("v", [41, 700, 5000])
+@pytest.mark.parametrize("v", [41, 700, 2100])
 def test_block_maxima(v: int, per: int) -> None:
     rng, _ = fresh()
     s = Step(rng, 5, v, np.round(rng.standard_normal((5, v)) * 4).astype(F32))
@@ -161,14 +159,14 @@ def drawn(s: Step, block: int = 128) -> np.ndarray:
     return results(case("row_sample_blocks", [*s.blocks(), *found], {"block": block}, SMALL))[0]
 
 
-@pytest.mark.parametrize(("v", "kind"), [(41, "normal"), (700, "normal"), (700, "ties"), (1200, "normal")])
+@pytest.mark.parametrize(("v", "kind"), [(41, "normal"), (600, "normal"), (600, "ties")])
 def test_mixtures_of_parameters(v: int, kind: str) -> None:
     """Both ways to draw, penalised and masked rows among others, padding."""
     rng, _ = fresh()
-    s = Step(rng, 12, v)
+    s = Step(rng, 8, v)
     if kind == "ties":
         s.logits = np.round(s.logits)
-    s.rows[[3, 9]] = -1
+    s.rows[[3, 6]] = -1
     x = s.masked()
     s.check(results(case("row_sample", s.plain(x), {}, SMALL))[0], x)
     s.check(drawn(s), x)
@@ -211,7 +209,7 @@ def test_rows_without_penalties_read_neither_counts_nor_seen() -> None:
     s.check(drawn(s), s.masked())
 
 
-@pytest.mark.parametrize(("top_p", "min_p", "top_k"), FILTERS)
+@pytest.mark.parametrize(("top_p", "min_p", "top_k"), some(FILTERS))
 def test_the_draw_has_the_distribution_of_what_is_kept(top_p: float, min_p: float, top_k: int) -> None:
     """Pearson's chi-square of the reference over consecutive seeds, which the kernel's ids are those of."""
     n, v = 2000, 11
@@ -253,45 +251,3 @@ def test_finish() -> None:
     s.length[s.rows[1]], s.qlens[1] = 32, 1
     found = [x.astype(d) for x, d in zip(OPS["row_block_max"].ref(*s.blocks(), block=128), (F32, I32, F32))]
     run_case(case("row_finish", [*s.blocks(), *found, tokens, emit], {"block": 128, "k": 20}, SMALL))
-
-
-V = 128256
-B = -(-V // 1024)
-ROWS = "i32[R]; i32[R]; state i32[256]; state f32[256, 8]; state i32[256, 8]"
-STATES = f"state i32[256, 32]; state i32[256, {V // 32}]; state i32[256, {V}]"
-REAL = (
-    Text(
-        f"bf16[R, {V}]; i32[R]; state f32[256, 8]; state i32[256, {V // 32}]; state i32[256, {V}]", "row_penalize",
-        f"f32[R, {V}]",
-    ),
-    Text(
-        f"f32[R, {V}]; i32[R]; i32[R]; state i32[256]; state i32[256, 8]; state i32[256, 32]", "row_mask_stops",
-        f"f32[R, {V}]",
-    ),
-    Text(f"f32[R, {V}]; {ROWS}", "row_sample", "i32[R]"),
-    Text(f"bf16[R, {V}]; {ROWS}; {STATES}", "row_block_max {block=1024}", f"f32[R, {B}], i32[R, {B}], f32[R, {B}]"),
-    Text(
-        f"bf16[R, {V}]; {ROWS}; {STATES}; f32[R, {B}]; i32[R, {B}]; f32[R, {B}]", "row_sample_blocks {block=1024}",
-        "i32[R]",
-    ),
-    Text(
-        f"bf16[R, {V}]; {ROWS}; {STATES}; f32[R, {B}]; i32[R, {B}]; f32[R, {B}]; state i32[256, 40960]; i32[R]",
-        "row_finish {block=1024}",
-        f"i32[R], f32[R], i32[R], i32[R, 20], f32[R, 20], state i32[256, 40960], state i32[256], state i32[256, {V}]",
-    ),
-    Text(
-        f"bf16[R, {V}]; i32[R]; i32[R]; state i32[256, 8]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
-def test_real_sizes_compile(target: Any, tmp_path: Path) -> None:
-    sources = []
-    for t in REAL:
-        (node,) = t.graph().nodes
-        kernel = KERNELS[node.op.name]
-        assert kernel.reject(node, target) is None
-        sources.append((kernel.emit(node, kernel.schedules(node, target)[0], target), node.op.name))
-    built = TritonToolchain.find(target).compile(sources, tmp_path)
-    assert len(built) == len(REAL) and all(c.binary for c in built.values())

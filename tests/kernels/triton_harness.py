@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from kernels.harness import Buffer, Case
+from models.cases import SEED
 
 from llmc.codegen.kernel import Source
 from llmc.codegen.triton.toolchain import Compiled, TritonToolchain, load_entry
@@ -21,11 +23,18 @@ from llmc.targets.target import Target
 
 INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({"interpret"}))
 TARGETS = (sm_80(), sm_90(), sm_100(), gfx942())
+ONE_TARGET = Random(SEED).sample(TARGETS, 1)  # another one in every run; test_triton_binaries.py has all of them
+T = TypeVar("T")
 _TORCH = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
     "u32": torch.uint32, "bool": torch.int8,
 }  # fmt: skip
+
+
+def some(items: Sequence[T], share: float = 0.5) -> Sequence[T]:
+    """A part of the items in the interpreter, which the run's seed draws; on a GPU they are all run."""
+    return Random(SEED).sample(items, max(1, round(share * len(items))))
 
 
 @contextmanager

@@ -1,0 +1,169 @@
+"""One node or more for every Triton kernel, at the sizes of Llama-3.1-8B and Qwen3-30B-A3B: data, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kernels.cases import Text
+
+V = 128256
+B = -(-V // 1024)
+ROWS = "i32[R]; i32[R]; state i32[256]; state f32[256, 8]; state i32[256, 8]"
+STATES = f"state i32[256, 32]; state i32[256, {V // 32}]; state i32[256, {V}]"
+KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
+BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
+SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+ADDED_NORM = "mul(mul(add(a0, a1), rsqrt(add(row_mean(mul(add(a0, a1), add(a0, a1))), 1e-06))), a2)"
+HEADS = 'rope_append {heads=32, dtype="bf16", eps=1e-06}'
+EXPERTS = "weight bf16[128, 1536, 2048]"
+
+_ATTENTION = {
+    "decode": (
+        Text(
+            f"bf16[R, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[R]", "paged_attention {scale=0.088}",
+            "bf16[R, 32, 128]",
+        ),
+        Text(
+            f"bf16[R, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R]", "paged_attention_split {scale=0.088, splits=16}",
+            "f32[R, 32, 16, 128], f32[R, 32, 16]",
+        ),
+    ),
+    "combine": (
+        Text("f32[R, 32, 16, 128]; f32[R, 32, 16]", 'attention_combine {dtype="bf16"}', "bf16[R, 32, 128]"),
+    ),
+    "prefill": (
+        Text(
+            f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]", "paged_attention {scale=0.088}",
+            "bf16[T, 32, 128]",
+        ),
+    ),
+    "prompt": (
+        Text(
+            "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "attention {layer=0, scale=0.088}",
+            "bf16[T, 32, 128]",
+        ),
+    ),
+    "rope_append": (
+        Text(
+            f"bf16[T, 6144]; {KV}; i32[T]; f32[T, 64]; f32[T, 64]; weight bf16[128]; weight bf16[128]", HEADS,
+            f"bf16[T, 32, 128], {KV}",
+        ),
+    ),
+    "rope": (Text("bf16[T, 32, 128]; f32[T, 64]; f32[T, 64]", "rope", "bf16[T, 32, 128]"),),
+    "rope_tables": (
+        Text("weight f32[64]; i32[T]", 'rope_tables {scaling=1.0, dtype="f32"}', "f32[T, 64], f32[T, 64]"),
+    ),
+    "kv_append": (Text(f"{KV}; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "kv_append", KV),),
+}  # fmt: skip
+
+_PRODUCTS = {
+    "stream": (
+        Text("bf16[1, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[1, 14336]"),
+        Text(f"bf16[R, 4096]; weight bf16[{V}, 4096]", 'linear_map {parts=1, body="a0", dtype="f32"}', f"f32[R, {V}]"),
+    ),
+    "norm_stream": (
+        Text(
+            "bf16[1, 4096]; weight bf16[28672, 4096]; weight bf16[4096]",
+            f'norm_linear {{eps=1e-06, parts=2, body="{SILU}"}}', "bf16[1, 14336]",
+        ),
+    ),
+    "tile": (
+        Text("bf16[R, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[R, 14336]"),
+    ),
+    "gemm": (
+        Text(
+            "bf16[T, 14336]; weight bf16[4096, 14336]; bf16[T, 4096]", 'linear_map {parts=1, body="add(a0, a1)"}',
+            "bf16[T, 4096]",
+        ),
+    ),
+    "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
+    "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
+    "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),
+    "moe_down": (
+        Text(
+            "bf16[8*T, 768]; i32[8*T]; i32[129]; weight bf16[128, 2048, 768]; f32[T, 8]", "moe_down",
+            "f32[T, 8, 2048]",
+        ),
+    ),
+}  # fmt: skip
+
+_ROWS = {
+    "rows": (
+        Text(
+            "bf16[T, 4096]; bf16[T, 4096]; weight bf16[4096]",
+            f'fused {{body=["add(a0, a1)", "{ADDED_NORM}"], dtypes=["bf16", "bf16"]}}',
+            "bf16[T, 4096], bf16[T, 4096]",
+        ),
+    ),
+    "fold": (Text("f32[T, 8, 2048]", "sum {axis=1}", "f32[T, 2048]"),),
+    "argmax": (Text(f"f32[R, {V}]", "argmax {axis=-1}", "i64[R]"),),
+    "cumsum": (Text("i32[T, 128]", "cumsum {axis=1}", "i32[T, 128]"),),
+    "softmax": (Text("bf16[8, T, 4096]", "softmax {axis=1}", "bf16[8, T, 4096]"),),
+    "topk": (Text("bf16[T, 128]", "topk {k=8}", "bf16[T, 8], i64[T, 8]"),),
+    "copy": (Text("bf16[T, 32, 128]", "transpose {perm=[1, 0, 2]}", "bf16[32, T, 128]"),),
+    "concat": (Text("bf16[T, 32, 64]; bf16[T, 32, 128]", "concat {axis=2}", "bf16[T, 32, 192]"),),
+    "take": (Text(f"weight bf16[{V}, 4096]; i32[T]", "take", "bf16[T, 4096]"),),
+    "packed_take": (Text("weight bf16[8016, 2048, 16, 2]; i32[T]", "packed_take {k=4096}", "bf16[T, 4096]"),),
+    "gather": (Text("f32[T, 128]; i64[T, 8]", "gather {axis=1}", "f32[T, 8]"),),
+    "iota": (Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),),
+}  # fmt: skip
+
+_SAMPLING = {
+    "row_penalize": (
+        Text(
+            f"bf16[R, {V}]; i32[R]; state f32[256, 8]; state i32[256, {V // 32}]; state i32[256, {V}]", "row_penalize",
+            f"f32[R, {V}]",
+        ),
+    ),
+    "row_mask_stops": (
+        Text(
+            f"f32[R, {V}]; i32[R]; i32[R]; state i32[256]; state i32[256, 8]; state i32[256, 32]", "row_mask_stops",
+            f"f32[R, {V}]",
+        ),
+    ),
+    "row_sample": (Text(f"f32[R, {V}]; {ROWS}", "row_sample", "i32[R]"),),
+    "row_block_max": (
+        Text(f"bf16[R, {V}]; {ROWS}; {STATES}", "row_block_max {block=1024}", f"f32[R, {B}], i32[R, {B}], f32[R, {B}]"),
+    ),
+    "row_sample_blocks": (
+        Text(f"bf16[R, {V}]; {ROWS}; {STATES}; {BLOCKS}", "row_sample_blocks {block=1024}", "i32[R]"),
+    ),
+    "row_finish": (
+        Text(
+            f"bf16[R, {V}]; {ROWS}; {STATES}; {BLOCKS}; {TOKENS}; i32[R]", "row_finish {block=1024}",
+            f"i32[R], f32[R], i32[R], i32[R, 20], f32[R, 20], {TOKENS}, state i32[256], state i32[256, {V}]",
+        ),
+    ),
+    "row_logprobs": (
+        Text(
+            f"bf16[R, {V}]; i32[R]; i32[R]; state i32[256, 8]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"
+        ),
+    ),
+    "row_spans": (
+        Text("i32[R]; i32[R]; state i32[256]", "row_spans {tokens=T}", "i32[R+1], i32[T], i32[T]"),
+        Text("i32[1]; i32[1]; state i32[256]", "row_spans {tokens=1}", "i32[2], i32[1], i32[1]"),
+    ),
+    "row_begin": (
+        Text(
+            f"i32[R]; i32[R]; state i32[256]; {TOKENS}; {PAGES}", "row_begin {tokens=R, page=16}",
+            "i32[R+1], i32[R], i32[R], i32[R], i32[R]",
+        ),
+    ),
+    "row_tokens": (
+        Text(f"{TOKENS}; i32[T]; i32[T]", "row_ids", "i32[T]"),
+        Text(f"{PAGES}; i32[T]; i32[T]", "row_slots {page=16}", "i32[T]"),
+    ),
+    "row_last": (Text("i32[R+1]", "row_last", "i32[R]"),),
+    "row_commit": (
+        Text(
+            f"{TOKENS}; state i32[256]; state i32[256, {V}]; i32[R]; i32[R]; i32[R]; i32[R]", "row_commit",
+            f"{TOKENS}, state i32[256], state i32[256, {V}]",
+        ),
+    ),
+}  # fmt: skip
+
+# Name of the kernel -> its nodes.
+REAL: Mapping[str, tuple[Text, ...]] = MappingProxyType(
+    {f"triton/{name}": texts for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING) for name, texts in part.items()}
+)
