@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 from llmc_runtime.format.expr import parse as parse_size
@@ -184,17 +186,24 @@ class _Trip:
             self.note(line)
 
     def build(self, module: Module) -> Any:
-        from tempfile import TemporaryDirectory
-
         from llmc.codegen.driver import build
 
         def progress(done: int, of: int, what: str) -> None:
             self.console.part("kernels", done, of)
 
-        with TemporaryDirectory(prefix="llmc-") as scratch:
-            cache = self.options.cache / "kernels" if self.options.cache else Path(scratch)
+        with ExitStack() as stack:
+            if self.options.cache:
+                cache = self.options.cache / "kernels"
+            else:
+                cache = Path(mkdtemp(prefix="llmc-"))
+                stack.callback(rmtree, cache, ignore_errors=True)
             cache.mkdir(parents=True, exist_ok=True)
-            built = build(module, self.target, cache, self.registry.kernels, progress)
+            try:
+                built = build(module, self.target, cache, self.registry.kernels, progress)
+            except Diagnostic as error:
+                if error.code == "E502":
+                    stack.pop_all()  # the text that does not compile is in it, and the error says so
+                raise
         launches = sum(len(p.launches) for p in built.programs)
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
         return built

@@ -68,14 +68,15 @@ def _full(d: dict[str, Any]) -> str:
 
 
 def describe_passes() -> dict[str, Any]:
-    """Passes with their options, and the named pipelines."""
+    """Passes with their options, the named pipelines, and what "serve" is for every target."""
     registry = load()
     passes = []
     for name in registry.passes:
         kind = registry.passes[name]
         options = {f.name.replace("_", "-"): getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
         passes.append({"name": name, "doc": " ".join((kind.__doc__ or "").split()), "options": options})
-    return {"passes": passes, "pipelines": dict(registry.pipelines.items())}
+    serve = {name: make().pipeline for name, make in registry.targets.items()}
+    return {"passes": passes, "pipelines": dict(registry.pipelines.items()), "serve": serve}
 
 
 def show_passes(as_json: bool, out: IO[str]) -> int:
@@ -88,5 +89,9 @@ def show_passes(as_json: bool, out: IO[str]) -> int:
         options = ", ".join(f"{k}={v}" for k, v in p["options"].items())
         print(f"{p['name']:{width}}  {p['doc']}" + (f"  {{{options}}}" if options else ""), file=out)
     for name, text in found["pipelines"].items():
-        print(f"\npipeline {name}:\n  {text}", file=out)
+        if name != "serve":
+            print(f"\npipeline {name}:\n  {text}", file=out)
+    for text in dict.fromkeys(found["serve"].values()):
+        targets = ", ".join(t for t, its in found["serve"].items() if its == text)
+        print(f"\npipeline serve of {targets}:\n  {text}", file=out)
     return 0

@@ -17,6 +17,7 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.check import compare
 from llmc.passes.spec import parse_pipeline, run_pipeline, spell_pass
 from llmc.targets.names import parse as parse_target
+from llmc.targets.target import Target
 
 
 def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:
@@ -25,8 +26,9 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
     ops = registry.opset()
     m = parse(_read(args.file), ops)
     verify(m)
-    passes = _passes(args, registry)
-    ctx = Ctx(ops, parse_target(args.target, registry.targets), registry.kernels, args.fuel, args.only)
+    target = parse_target(args.target, registry.targets)
+    passes = _passes(args, registry, target)
+    ctx = Ctx(ops, target, registry.kernels, args.fuel, args.only)
     before = m.clone() if args.check else Module()
     lines: list[str] = []
 
@@ -51,8 +53,9 @@ def _read(name: str) -> str:
     return sys.stdin.read() if name == "-" else Path(name).read_text()
 
 
-def _passes(args: argparse.Namespace, registry: Registry) -> Sequence[Pass]:
-    passes = parse_pipeline(args.passes, registry.passes, dict(registry.pipelines.items()))
+def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:
+    named = {**registry.pipelines, "serve": target.pipeline}
+    passes = parse_pipeline(args.passes, registry.passes, named)
     for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):
         if name and name not in [p.name for p in passes] and (option, name) != ("--print-after", "all"):
             have = ", ".join(map(spell_pass, passes)) or "none"

@@ -149,6 +149,16 @@ def test_tables_print_json_too(model: Path) -> None:
     assert "x @ w.T" in run("ops", "linear")
     passes = json.loads(run("passes", "--json"))
     assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
+    assert "split-kv" in passes["serve"]["cuda:sm_90"] and "split-kv" not in passes["serve"]["cpu:native"]
+    assert "serve of cuda:sm_80, cuda:sm_90" in run("passes")
+
+
+def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> None:
+    text = "sym T in [1, 64]\ngraph @main(%x: f32[T, 8]) {\n  %y = neg(%x) : f32[T, 8]\n  return %y\n}\n"
+    (tmp_path / "x.llir").write_text(text)
+    args = ("opt", str(tmp_path / "x.llir"), "-p", "serve, without page-attention", "--time")
+    assert "fuse-qkv" in run(*args, "--stop-after", "fuse-qkv", "--target", "cuda:sm_90")
+    assert main([*args, "--stop-after", "fuse-qkv", "--target", "cpu:portable"]) == 1  # no pass of the CPU's
 
 
 def test_roofline_prices_a_model(model: Path) -> None:

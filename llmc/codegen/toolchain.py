@@ -73,7 +73,7 @@ class CppToolchain:
         out: dict[str, bytes] = {}
         done = 0
         cache.mkdir(parents=True, exist_ok=True)
-        _sweep(cache)
+        sweep(cache)
         with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
             futures = {k: pool.submit(self._one, k, u, cache) for k, u in todo.items()}
             try:
@@ -115,7 +115,7 @@ class CppToolchain:
         )
 
 
-def _sweep(cache: Path) -> None:
+def sweep(cache: Path) -> None:
     """Remove the work folders of compiles that were killed: those that nobody touched for an hour."""
     for path in cache.glob("build-*"):
         try:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmc.codegen import driver as codegen
 from llmc.codegen.kernel import Source
 from llmc.codegen.triton import toolchain as module
 from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
+from llmc.driver import Options, _Trip
+from llmc.ir.graph import Module
 from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
 
 TEXT = """# toy: doubles
@@ -53,6 +63,37 @@ def test_several_are_compiled_by_several_processes(tmp_path: Path) -> None:
     assert seen == [(1, 2, "double"), (2, 2, "double")]
 
 
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """However it ended: nothing waits for work from a compile that was killed."""
+    text = """
+import multiprocessing, os, signal, time
+from concurrent.futures import ProcessPoolExecutor
+from llmc.codegen.triton.toolchain import end_with_parent
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert int(started.stdout.readline()) > 0
+        assert started.wait() == -signal.SIGKILL
+        assert started.stdout.read() == ""  # at its end: nobody holds it open
+
+
+def die(work: object) -> None:
+    """As a process that the system kills for its memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "compile_one", die)
+    sources = [(replace(GOOD, options=(("num_warps", w),)), "") for w in (1, 4)]
+    with pytest.raises(Diagnostic, match=r"E503.*ended too soon"):
+        TritonToolchain.find(sm_90()).compile(sources, tmp_path, jobs=2)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
 def test_a_damaged_entry_is_compiled_again(tmp_path: Path, damage: str) -> None:
     tool = TritonToolchain.find(sm_90())
@@ -69,6 +110,21 @@ def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> N
         TritonToolchain.find(sm_90()).compile([(BAD, "model.layers.0.mlp")], tmp_path)
     assert e.value.code == "E502" and "model.layers.0.mlp" in str(e.value)
     assert next(tmp_path.glob("*.failed.py")).read_text() == BAD.text
+
+
+def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Path, monkeypatch) -> None:
+    """An error that names a file has left it there; anything else leaves nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trip = SimpleNamespace(options=Options(), target=sm_90(), registry=SimpleNamespace(kernels={}), console=Quiet())
+    for code, left in (("E501", 0), ("E502", 1)):
+
+        def build(m, target, cache, kernels, progress, code=code):
+            raise Diagnostic(code, "no")
+
+        monkeypatch.setattr(codegen, "build", build)
+        with pytest.raises(Diagnostic, match=code):
+            _Trip.build(trip, Module())
+        assert len(list(tmp_path.iterdir())) == left
 
 
 def test_options_that_triton_would_ignore_are_refused(tmp_path: Path) -> None:

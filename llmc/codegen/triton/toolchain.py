@@ -10,15 +10,17 @@ import linecache
 import multiprocessing
 import os
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, MappingProxyType
 from typing import Any
 
 from llmc.codegen.kernel import Source
-from llmc.codegen.toolchain import Progress
+from llmc.codegen.toolchain import Progress, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -69,9 +71,10 @@ class TritonToolchain:
     ) -> dict[str, Compiled]:
         """key -> binary for every (source, place in the model), `jobs` processes at a time.
 
-        Raises Diagnostic E502 with the first text that does not compile.
+        Raises Diagnostic E502 with the first text that does not compile, E503 where a process is killed.
         """
         cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache)
         todo = {self.key(s): (s, loc) for s, loc in sources}
         out = {k: c for k in todo if (c := _read(cache / f"{k}.gpu")) is not None}
         missing = {k: v for k, v in todo.items() if k not in out}
@@ -101,12 +104,28 @@ class TritonToolchain:
             yield from map(compile_one, work)
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(work)), mp_context=context) as pool:
+        with ProcessPoolExecutor(min(jobs, len(work)), mp_context=context, initializer=end_with_parent) as pool:
             try:
                 yield from pool.map(compile_one, work)
+            except BrokenProcessPool:
+                cause = "a process that compiles kernels ended too soon: it was killed, or a script has no main guard"
+                remedy = "free memory and try again; in a script, compile under: if __name__ == '__main__':"
+                raise Diagnostic("E503", cause, remedy) from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has, however that ended; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled | str]:
@@ -178,6 +197,7 @@ def _read(path: Path) -> Compiled | None:
 
 def _write(path: Path, c: Compiled) -> None:
     head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest()}
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-        f.write(json.dumps(head).encode() + b"\n" + c.binary)
-    os.replace(f.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        entry = Path(folder, "entry")
+        entry.write_bytes(json.dumps(head).encode() + b"\n" + c.binary)
+        os.replace(entry, path)
