@@ -1,6 +1,6 @@
 """Small random models and the demonstration model on the GPU beside the CPU: greedy tokens and log-probabilities.
 
-Tokens may differ where the CPU's choice was nearly a tie; what follows such a place is not compared.
+Tokens may differ where the choice was nearly a tie; what follows such a place is not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmc_runtime import LLM, SamplingParams
 pytestmark = pytest.mark.gpu
 STEPS = 10
 LENGTHS = (1, 7, 45)
-TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2, "auto": 8e-2}
+TOLERANCE = 1e-3
 PAIRS = {p.name: p for p in pairs()}
 EVERY = {p.name: p for p in pairs(every=True)}
 
@@ -31,38 +31,61 @@ def made() -> dict[str, str]:
     return {why.partition(" ")[0]: why for why in failed}
 
 
-def generate(pair: Pair, kind: str, prompts: Sequence[Any], steps: int, together: bool) -> list[Any]:
+def generate(pair: Pair, kind: str, prompts: Sequence[Any], steps: int, at_once: bool) -> list[Any]:
     """The first choice of every prompt: all at once, or one after the other."""
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, logprobs=4)
     llm = LLM(pair.path(kind), say=lambda text: None)
     try:
-        groups = [list(prompts)] if together else [[p] for p in prompts]
+        groups = [list(prompts)] if at_once else [[p] for p in prompts]
         return [out.outputs[0] for g in groups for out in llm.generate(g, params, use_tqdm=False)]
     finally:
         llm.close()
 
 
-def compare(ours: Any, theirs: Any, tolerance: float, what: str) -> int:
-    """Tokens that were compared, up to a near tie or the end."""
-    for i, (token, want) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
-        entries, known = ours.logprobs[i], theirs.logprobs[i]
-        scale = max(1.0, abs(known[want].logprob))
-        for other in set(entries) & set(known):
-            off = abs(entries[other].logprob - known[other].logprob)
-            assert off < tolerance * scale, f"{what}, token {i}: the log-probability of {other} is off by {off:.3g}"
-        if token != want:
-            assert token in known, f"{what}, token {i}: {token} is none of the CPU's best"
-            behind = known[want].logprob - known[token].logprob
-            assert behind < 2 * tolerance * scale, f"{what}, token {i}: {token} is {behind:.3g} nats behind {want}"
-            return i + 1
-    return len(theirs.token_ids)
+def together(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens whose context is the same to both: up to the first that differs, itself included."""
+    differs = (i + 1 for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    return next(differs, len(theirs))
 
 
-def check(pair: Pair, prompts: Sequence[Any], steps: int, together: bool) -> None:
-    gpu, cpu = (generate(pair, kind, prompts, steps, together) for kind in ("gpu", "cpu"))
-    tolerance = TOLERANCE[pair.dtype]
-    seen = [compare(a, b, tolerance, f"prompt {i}") for i, (a, b) in enumerate(zip(gpu, cpu, strict=True))]
-    assert sum(seen) >= steps * len(prompts) // 4, f"near ties hide too much: {seen} of {steps} tokens each"
+def errors(ours: Sequence[Any], theirs: Sequence[Any]) -> np.ndarray:
+    """Differences of log-probabilities of the same ids in the same contexts, each relative to one that is below -1."""
+    found = [
+        abs(a.logprobs[i][k].logprob - b.logprobs[i][k].logprob) / max(1.0, abs(b.logprobs[i][b.token_ids[i]].logprob))
+        for a, b in zip(ours, theirs, strict=True)
+        for i in range(together(a.token_ids, b.token_ids))
+        for k in set(a.logprobs[i]) & set(b.logprobs[i])
+    ]
+    return np.array(found)
+
+
+def compare(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> None:
+    """Log-probabilities agree, and where a token differs it was nearly as good."""
+    off = errors(ours, theirs)
+    assert off.max() < tolerance, f"a log-probability is off by {off.max():.3g}, the tolerance is {tolerance:.3g}"
+    seen = [together(a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)]
+    for i, (n, a, b) in enumerate(zip(seen, ours, theirs, strict=True)):
+        token, want, known = a.token_ids[n - 1], b.token_ids[n - 1], b.logprobs[n - 1]
+        assert token in known, f"prompt {i}, token {n - 1}: {token} is none of the best"
+        behind = known[want].logprob - known[token].logprob
+        limit = 2 * tolerance * max(1.0, abs(known[want].logprob))
+        assert behind < limit, f"prompt {i}, token {n - 1}: {token} is {behind:.3g} nats behind {want}"
+    total = sum(len(b.token_ids) for b in theirs)
+    assert sum(seen) >= total // 4, f"near ties hide too much: {seen} of {total} tokens"
+
+
+def check(pair: Pair, prompts: Sequence[Any], steps: int, at_once: bool) -> None:
+    """In float32 the GPU says what the CPU says. In bfloat16 both are rough, in other orders of sums: beside the same
+    weights in float32 the GPU's errors are of the size of the CPU's."""
+    said = {kind: generate(pair, kind, prompts, steps, at_once) for kind in pair.kinds}
+    if pair.dtype == "float32":
+        compare(said["gpu"], said["cpu"], TOLERANCE)
+        return
+    gpu, cpu = (errors(said[kind], said["exact"]) for kind in ("gpu", "cpu"))
+    told = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
+    print(f"{pair.name}: errors of GPU and CPU, {told}, of {len(gpu)} and {len(cpu)}")
+    assert np.median(gpu) <= 1.5 * np.median(cpu), told
+    compare(said["gpu"], said["exact"], 4 * cpu.max())
 
 
 def drawn(count: int) -> list[list[int]]:
@@ -85,8 +108,8 @@ def test_a_model_says_what_it_says_on_the_cpu(name: str, made: dict[str, str]) -
     if not pair.made:
         pytest.skip("not compiled: python tests/gpu/model_cases.py --all")
     prompts = [p for p in drawn(ROWS + 3) if len(p) + STEPS <= _longest(pair)]
-    check(pair, prompts[:3], STEPS, together=False)
-    check(pair, prompts, STEPS, together=True)
+    check(pair, prompts[:3], STEPS, at_once=False)
+    check(pair, prompts, STEPS, at_once=True)
 
 
 def _longest(pair: Pair) -> int:
@@ -99,6 +122,6 @@ def test_the_demonstration_tells_the_same_story(made: dict[str, str]) -> None:
     assert "demo-auto" not in made, made["demo-auto"]
     pair = PAIRS["demo-auto"]
     prompts = ["When the morning came,", "Once there was a river that", "The old man said"]
-    check(pair, prompts, 60, together=False)
+    check(pair, prompts, 60, at_once=False)
     texts = [[o.text for o in generate(pair, kind, prompts, 60, False)] for kind in ("gpu", "cpu")]
     assert any(a == b for a, b in zip(*texts, strict=True)), texts
