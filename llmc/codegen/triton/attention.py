@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.triton.rope import joined, pow2
+from llmc.codegen.triton.rope import joined
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -55,7 +56,7 @@ class Problem:
     @property
     def width(self) -> int:
         """Columns of a head in a product."""
-        return max(16, pow2(self.d))
+        return max(16, power(self.d))
 
     @property
     def token(self) -> int:
@@ -172,7 +173,7 @@ class Decode(TritonKernel):
 
     def rows(self, p: Problem) -> int:
         """Rows of the product: query heads of a key head."""
-        return max(16, pow2(p.group))
+        return max(16, power(p.group))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p, least = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
@@ -281,13 +282,13 @@ class Combine(TritonKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        parts, d = (pow2(int(s)) for s in node.operands[0].type.shape[2:])
+        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
         best = max(1, min(4, parts * d // 1024))
         return [{"warps": best}, *({"warps": w} for w in (1, 2, 4) if w != best)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """The traffic, and what a block waits for: its threads' loads in turn, its warps for one another."""
-        parts, d = (pow2(int(s)) for s in node.operands[0].type.shape[2:])
+        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
         loads = parts * d / (128 * schedule["warps"])
         return roofline_us(node, target, env) + 0.02 * loads + 0.05 * schedule["warps"]
 
@@ -298,7 +299,7 @@ class Combine(TritonKernel):
         lines = [
             u.wait,
             f"head = tl.program_id(0).to(tl.int64) * {h} + tl.program_id(1)",
-            f"z, d = tl.arange(0, {pow2(parts)}), tl.arange(0, {pow2(d)})",
+            f"z, d = tl.arange(0, {power(parts)}), tl.arange(0, {power(d)})",
             f'lse = tl.load(x1 + head * {parts} + z, mask=z < {parts}, other=float("-inf")) * {LOG2E!r}',
             f"mask = (z < {parts})[:, None] & (d < {d})[None, :]",
             f"x = tl.load(x0 + (head * {parts} + z)[:, None] * {d} + d[None, :], mask=mask, other=0.0)",

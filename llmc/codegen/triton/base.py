@@ -72,16 +72,6 @@ class Unit:
         before it touches memory that is not a weight and before it can return. Nothing on targets without it."""
         return f"{WAIT}\n{GO}" if self.pdl else ""
 
-    @property
-    def wait_only(self) -> str:
-        """The first half of `wait`, for kernels that let the next launch begin later (`go`)."""
-        return WAIT if self.pdl else ""
-
-    @property
-    def go(self) -> str:
-        """The second half of `wait`."""
-        return GO if self.pdl else ""
-
     def dot_operand(self, text: str) -> str:
         """An operand of tl.dot: float32 where the interpreter runs the text (it cannot multiply bfloat16)."""
         return f"{text}.to(tl.float32)" if self.interpret else text
@@ -107,7 +97,7 @@ class TritonKernel(Kernel):
         return unsupported(node)
 
     def code(self, u: Unit) -> Code:
-        """The text of the node `u.node` under `u.schedule`; it contains `u.wait` (or its halves) once."""
+        """The text of the node `u.node` under `u.schedule`; it contains `u.wait` once."""
         raise NotImplementedError
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+from llmc.codegen.triton.tiles import power
+
 # Keys are i32 and order as logits do: NaN above all, both zeros equal; LOWEST stands behind the row's end.
 KEYS = """\
 LOWEST = tl.constexpr(-2147483648)
@@ -187,11 +189,6 @@ def filtered(ROW, top, t, top_p, min_p, top_k, u):
         until = walked(ROW, top, t, cut, until, (ties - 1).to(tl.float64), True)
     return walked(ROW, top, t, cut, until, u, False)
 """
-
-
-def power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def helpers(v: int, tile: int, row: str, logits: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.triton.draw import KEYS, power
+from llmc.codegen.triton.draw import KEYS
+from llmc.codegen.triton.tiles import power
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -21,7 +21,8 @@ from llmc.codegen.triton.attention import (
     unfit,
 )
 from llmc.codegen.triton.base import PDL, Code, TritonKernel, Unit, element
-from llmc.codegen.triton.rope import joined, pow2
+from llmc.codegen.triton.rope import joined
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -62,7 +63,7 @@ class Prefill(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Problem.of(node)
-        return list(tiles(p.width, p.item, p.dot == "tl.float32", pow2(p.group), target))
+        return list(tiles(p.width, p.item, p.dot == "tl.float32", power(p.group), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Blocks run in rounds; a block's steps cost their products at half the peak, and at least a latency."""
@@ -153,7 +154,7 @@ class Prompt(TritonKernel):
 
     def widths(self, node: Node) -> tuple[int, int]:
         """Columns of keys and of values in a product."""
-        d, e = (max(16, pow2(int(v.type.shape[2]))) for v in node.operands[1:3])
+        d, e = (max(16, power(int(v.type.shape[2]))) for v in node.operands[1:3])
         return d, e
 
     def dot(self, node: Node) -> str:

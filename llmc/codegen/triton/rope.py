@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.codegen.triton.base import ELEMENTS, FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -18,11 +19,6 @@ from llmc.targets.target import Target
 
 TILE = 256  # elements of the tables that a program makes
 WARP = 256  # elements that a warp holds of each block: 16 bytes a thread of 16-bit floats
-
-
-def pow2(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def at(columns: str) -> str:
@@ -53,8 +49,8 @@ class Head:
     def columns(self) -> str:
         """j, k and their masks jm, km; rest is what is not rotated."""
         rest = self.d - 2 * self.r
-        j = f"j = tl.arange(0, {pow2(self.r)})\njm = (j < {self.r})[None, :]\n" if self.r else ""
-        return j + (f"k = tl.arange(0, {pow2(rest)})\nkm = (k < {rest})[None, :]\n" if rest else "")
+        j = f"j = tl.arange(0, {power(self.r)})\njm = (j < {self.r})[None, :]\n" if self.r else ""
+        return j + (f"k = tl.arange(0, {power(rest)})\nkm = (k < {rest})[None, :]\n" if rest else "")
 
     def mask(self, part: str, rows: str) -> str:
         return f"{rows}[:, None] & {'km' if part == 'e' else 'jm'}"
@@ -128,7 +124,7 @@ class HeadKernel(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         head = self.head(node)
-        rows = max(1, WARP // pow2(max(head.r, head.d - 2 * head.r)))
+        rows = max(1, WARP // power(max(head.r, head.d - 2 * head.r)))
         return [{"rows": rows * warps, "warps": warps} for warps in (1, 4)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

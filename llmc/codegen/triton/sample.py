@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.triton.draw import KEYS, helpers, power
+from llmc.codegen.triton.draw import KEYS, helpers
 from llmc.codegen.triton.logits import DRAW_PARAMETERS, PENALISED, PLAIN, ROW, logits, parameters
 from llmc.codegen.triton.logprobs import stores, told, too_few
+from llmc.codegen.triton.tiles import power
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

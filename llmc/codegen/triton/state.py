@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit, unsupported
-from llmc.codegen.triton.draw import power
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target

@@ -23,6 +23,7 @@ from llmc.codegen.triton.linear import (
     other,
     refuse,
 )
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -49,7 +50,6 @@ MEASURED: tuple[Measured, ...] = (
 )
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # of the bandwidth that the best of these schedules reach
-_SHARED = 0.15  # more for each further token of a program, as measured at 4
 
 
 class Stream(TritonKernel):
@@ -109,15 +109,10 @@ def _fit(p: Product, s: Shape) -> Shape:
     A thread reads 16 bytes of each row at once and no two warps read the same columns, so x is read once a program."""
     bn, bk, warps, stages = s
     lanes = 32 * 128 // DTYPES[p.w.dtype].bits
-    while warps > 1 and lanes * warps > _power(p.k):
+    while warps > 1 and lanes * warps > power(p.k):
         warps //= 2
-    bk = min(max(bk, lanes * warps), max(lanes * warps, _power(p.k)))
-    return min(max(1, bn // _power(p.parts)), _power(p.n)), bk, warps, stages if bk < p.k else 1
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
+    bk = min(max(bk, lanes * warps), max(lanes * warps, power(p.k)))
+    return min(max(1, bn // power(p.parts)), power(p.n)), bk, warps, stages if bk < p.k else 1
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:

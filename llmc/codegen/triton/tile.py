@@ -24,6 +24,7 @@ from llmc.codegen.triton.linear import (
     peak,
     refuse,
 )
+from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -86,7 +87,7 @@ class Tiled(TritonKernel):
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
-            yield bm, bn // (1 << (p.parts - 1).bit_length()), bk, warps, stages, 1
+            yield bm, bn // power(p.parts), bk, warps, stages, 1
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
