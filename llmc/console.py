@@ -10,12 +10,13 @@ from typing import IO, Any
 
 @dataclass
 class Summary:
-    """What a compile did: seconds a stage, and what came out."""
+    """What a compile did: seconds a stage, and what came out. `next`: a line with a command that makes use of it."""
 
     output: str
     seconds: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    next: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
@@ -24,9 +25,8 @@ class Summary:
         total = sum(self.seconds.values())
         stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
         facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
-        return "\n".join(
-            [f"{self.output} in {total:.1f} s ({stages})", *facts, f"next: llmc-run {self.output} --prompt 'Hello'"]
-        )
+        after = [self.next] if self.next else []
+        return "\n".join([f"{self.output} in {total:.1f} s ({stages})", *facts, *after])
 
 
 class Console:

@@ -101,7 +101,7 @@ class _Trip:
         self.model, self.output, self.options, self.force, self.console = model, output, options, force, console
         self.registry, self.target = registry, target
         self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
-        self.summary = Summary(str(output))
+        self.summary = Summary(str(output), next=next_of(model, output, options, target))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
 
@@ -320,8 +320,20 @@ def states_of(m: Module) -> tuple[State, ...]:
     return tuple(found.values())
 
 
+def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
+    """A line with the command that makes use of a finished artifact, and where; "" where no runtime can."""
+    if o.weights == "none":
+        return f"next: llmc pack {output} {model}"
+    if target.family == "hip":
+        return ""
+    where = f", where the GPU is {target.arch}" if target.family == "cuda" else ""
+    return f"next{where}: llmc-run {output} --prompt 'Hello'"
+
+
 def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """What a person wants to know of a finished artifact."""
+    from llmc.artifact.inspect import size_text
+
     m = manifest or Manifest.load((output / "manifest.json").read_bytes())
     size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
@@ -331,6 +343,5 @@ def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
         "kernels": len(m.kernels),
         "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
         f"{m.limits.max_num_batched_tokens} tokens a step",
-        "kv_cache": f"{per_token / 1024:.1f} KiB a token, "
-        f"{per_token * m.limits.max_model_len / 2**20:.1f} MiB a sequence",
+        "kv_cache": f"{size_text(per_token)} a token, {size_text(per_token * m.limits.max_model_len)} a sequence",
     }

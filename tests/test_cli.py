@@ -15,6 +15,9 @@ from models.cases import LISTED
 from models.kit import save
 
 from llmc.cli import main
+from llmc.console import Summary
+from llmc.driver import Options, next_of
+from llmc.targets.names import parse
 
 Break = Callable[[Path], object]
 
@@ -159,6 +162,19 @@ def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> No
     args = ("opt", str(tmp_path / "x.llir"), "-p", "serve, without page-attention", "--time")
     assert "fuse-qkv" in run(*args, "--stop-after", "fuse-qkv", "--target", "cuda:sm_90")
     assert main([*args, "--stop-after", "fuse-qkv", "--target", "cpu:portable"]) == 1  # no pass of the CPU's
+
+
+def test_a_compile_tells_what_comes_next() -> None:
+    """Nothing that would fail: weights first where there are none, and no run where no runtime can."""
+    model, out = Path("m"), Path("m.llmc")
+    for target, weights, words in (
+        ("cpu:portable", "packed", "next: llmc-run m.llmc --prompt 'Hello'"),
+        ("cuda:sm_90", "random:1", "next, where the GPU is sm_90: llmc-run m.llmc --prompt 'Hello'"),
+        ("cuda:sm_90", "none", "next: llmc pack m.llmc m"),
+        ("hip:gfx942", "packed", ""),
+    ):
+        assert next_of(model, out, Options(weights=weights), parse(target)) == words
+    assert Summary("m.llmc", next="next: x").text().endswith("\nnext: x")
 
 
 def test_roofline_prices_a_model(model: Path) -> None:

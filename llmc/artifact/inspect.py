@@ -126,14 +126,15 @@ def render(found: Mapping[str, Any]) -> str:
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
     lines = [
-        f"{found['artifact']}: {source['name']}{revision}, {_size(found['bytes'])}, digest {found['digest'][:16]}",
+        f"{found['artifact']}: {source['name']}{revision}, {size_text(found['bytes'])}, digest {found['digest'][:16]}",
         f"  compiled by {found['compiler']}, format {found['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens a sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens a step; vocabulary {found['vocab_size']}",
-        f"  weights   {found['weights']['mode']}, {_size(mem['weights_bytes'])} in {found['weights']['files']} files",
-        f"  memory    arena {_size(arena)}, states {_size(sum(mem['state_bytes'].values()))}, plus the KV pool",
-        f"  KV pool   {_size(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
-        f"({kv['dtype']}, {kv['layers']} layers, {_size(kv['bytes_per_token'])} a token), "
+        f"  weights   {found['weights']['mode']}, {size_text(mem['weights_bytes'])} "
+        f"in {found['weights']['files']} files",
+        f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
+        f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
+        f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} a token), "
         f"{kv['full_sequences']:g} full sequences",
         f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
     ]
@@ -152,14 +153,15 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> str:
     serves = ", ".join(f"{s} {lo}..{hi}" for s, (lo, hi) in p["serves"].items())
-    line = f"  program   {p['name']} for {serves}: {p['launches']} launches, arena {_size(p['arena_bytes'])}"
+    line = f"  program   {p['name']} for {serves}: {p['launches']} launches, arena {size_text(p['arena_bytes'])}"
     if predicted:
         at = ", ".join(f"{s}={n}" for s, n in predicted["sizes"].items() if s != "P")
         line += f"; predicted {predicted['us'] / 1000:.3f} ms at {at}"
     return line
 
 
-def _size(n: float) -> str:
+def size_text(n: float) -> str:
+    """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
