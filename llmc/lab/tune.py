@@ -29,6 +29,7 @@ from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
 
 BATCH = 96  # candidates that are compiled together
+OF_ONE = ("E502", "E503")  # errors of the environment that one kernel can be the cause of
 SCHEDULES = 32  # of one node that are measured, likeliest first
 
 
@@ -83,7 +84,8 @@ def tune(
 ) -> Tuned:
     """Measure the nodes of an artifact, or of a Hugging Face folder (which `options` then compile), into `output`.
 
-    Raises LlmcError E101 to E104 and Diagnostic E433 where there is nothing to measure, E5xx as compiling does.
+    Raises LlmcError E101 to E104 and Diagnostic E433 where there is nothing to measure, E5xx as compiling does, E110
+    and E115 to E117 where this machine lacks the target's device.
     """
     known = registry or load()
     with tempfile.TemporaryDirectory(prefix="llmc-") as scratch:
@@ -169,10 +171,15 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
 
 
 def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
-    """Microseconds of each; a batch that fails is halved until the ones that do are alone."""
+    """Microseconds of each; a batch that fails is halved until the ones that do are alone.
+
+    LlmcError where the machine is the cause, so that no other would fare better.
+    """
     try:
         return list(timer.microseconds(found, m.symbols))
     except LlmcError as e:
+        if e.of_environment and e.code not in OF_ONE:
+            raise
         if len(found) == 1:
             c = found[0]
             tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")

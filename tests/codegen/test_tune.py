@@ -87,3 +87,10 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
     good, bad = (Candidate(work.node, work.graph, work.env, work.ways[0].kernel, s) for s in ({}, {"broken": 1}))
     assert tuning._times(Broken(), [good, good, bad, good], m, told) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
     assert len(told.failed) == 1 and "does not compile" in told.failed[0]
+
+    class Away:
+        def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
+            raise Diagnostic("E115", "no driver", "none")
+
+    with pytest.raises(Diagnostic, match="E115"):  # of the machine: no kernel would fare better
+        tuning._times(Away(), [good, good], m, told)  # type: ignore[arg-type]
