@@ -89,9 +89,15 @@ def open_artifact(
         raise error
     lenient = manifest.format[1] > MINOR
     programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
-    tensors = _map_weights(folder, manifest, verify and not gpu, threads or default_threads())
-    artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu)
-    check_consistent(artifact)
+    threads = threads or default_threads()
+    try:
+        tensors = _map_weights(folder, manifest, verify and not gpu, threads)
+        artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu)
+        check_consistent(artifact)
+    except LlmcError:
+        if verify and gpu:  # a weight that is not there may be one whose name is damaged
+            _map_weights(folder, manifest, True, threads)
+        raise
     return artifact
 
 

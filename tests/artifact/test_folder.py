@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,18 @@ def test_a_changed_byte_anywhere(toy: Path) -> None:
             assert path.name in refused(toy).cause, at
         path.write_bytes(data)
     open_artifact(toy)
+
+
+def test_a_changed_name_of_a_weight_for_a_gpu(tmp_path: Path) -> None:
+    """Its device hashes the weights, yet what a damaged header breaks before that is told as damage."""
+    parts = replace(tiny.parts(tmp_path), target=TargetInfo("cuda:sm_90", "sm_90", ()))
+    write_artifact(tmp_path / "toy.llmc", parts)
+    assert open_artifact(tmp_path / "toy.llmc").unchecked
+    path = tmp_path / "toy.llmc/weights/00000.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"table"', b'"tablf"', 1))
+    assert "is damaged" in refused(tmp_path / "toy.llmc", "E107").cause
+    with pytest.raises(LlmcError, match="E113"):
+        open_artifact(tmp_path / "toy.llmc", verify=False)
 
 
 def test_every_byte_of_the_manifest(toy: Path) -> None:
