@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+from typing import Any
 
 FACTS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used"
 
@@ -31,3 +33,13 @@ def state() -> str:
     except (OSError, subprocess.TimeoutExpired) as e:
         return f"nvidia-smi does not answer ({e})"
     return done.stdout.strip() or f"nvidia-smi ended with {done.returncode}"
+
+
+def skip_without_gpu(items: list[Any], folder: Path) -> None:
+    """Give pytest's items under a folder that are marked `gpu` a skip with its reason, where there is no GPU."""
+    import pytest
+
+    marked = [i for i in items if folder in i.path.parents and i.get_closest_marker("gpu")]
+    if marked and (why := why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))

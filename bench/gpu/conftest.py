@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import kit
-from bench.gpu.card import why_no_gpu
+from bench.gpu.card import skip_without_gpu
 from bench.gpu.engine import Session
 from bench.gpu.floors import H200
 from bench.gpu.make import artifact
@@ -20,16 +20,8 @@ from bench.shapes import Shape
 HERE = Path(__file__).resolve().parent
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [i for i in items if HERE in i.path.parents and i.get_closest_marker("gpu")]
-    why = why_no_gpu() if marked else None
-    for item in marked:
-        if why:
-            item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))
+    skip_without_gpu(items, HERE)
 
 
 @pytest.fixture(scope="session")

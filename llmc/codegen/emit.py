@@ -59,3 +59,17 @@ def refused(node: Node, dtypes: Sequence[str]) -> str | None:
         if v.type.dtype not in dtypes:
             return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
     return None
+
+
+def merged(sizes: Sequence[Dim], steps: Sequence[Dim]) -> list[tuple[Dim, Dim]]:
+    """(size, step) of axes that are walked, outermost first: axes of one element are left out, those that lie behind
+    one another are one. At least one axis."""
+    axes: list[tuple[Dim, Dim]] = []
+    for size, step in zip(sizes, steps, strict=True):
+        if size.const == 1:
+            continue
+        if axes and axes[-1][1] == step * size:
+            axes[-1] = (axes[-1][0] * size, step)
+        else:
+            axes.append((size, step))
+    return axes or [(D(1), D(1))]

@@ -71,9 +71,9 @@ class Tuning:
     ) -> float | None:
         """The measurement of one way to run a node that has no choice yet, at the sizes `env`; else None.
 
-        Taken are the sizes that were measured for the node, or else the nearest ones, if those are close: at twice the
-        rows the best tile of a product was up to 1.9 times slower than the best of its own. All ways to run a node are
-        compared at the same sizes.
+        Taken are the sizes that were measured for the node, or else the nearest ones, if those are close: at half or
+        twice the rows the best tile of a product was up to 2.8 times slower than the best there (bench/cost_rule.py).
+        All ways to run a node are compared at the same sizes.
         """
         points = self.records.get((machine(target), node_text(node))) if self.records else None
         if not points:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.tuning import Tuning, machine, node_text, record, save, sizes_of
+from bench import cost_rule
+from llmc.codegen.tuning import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
@@ -105,3 +106,9 @@ def test_what_decided_is_told() -> None:
         "of 9 nodes are chosen by the measurements of h200, the others' by the cost rule"
     )
     assert "cost rule: nothing is measured for cuda+sm_80" in Tuning().decided(0, 9, sm_80())
+
+
+def test_the_cost_rule_chooses_products_nearly_as_well_as_measurements() -> None:
+    """Of an H200: a rule that ranks badly costs every model that nobody has measured."""
+    ratios = [ratio for ratio, _ in cost_rule.rows(cost_rule.measured(read(cost_rule.SHIPPED)))]
+    assert len(ratios) > 50 and sum(ratios) / len(ratios) < 1.12 and max(ratios) < 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmc.codegen.cpu.base import INTS, CppKernel, ctype, pointers, unsupported
-from llmc.codegen.emit import Sizes
+from llmc.codegen.emit import Sizes, merged
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
@@ -33,15 +33,7 @@ class Copy(CppKernel):
 
 def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
     """A copy of the result's space from steps over the operand; axes that lie behind one another are merged."""
-    axes: list[tuple[Dim, Dim]] = []
-    for size, s in zip(node.result.type.shape, step, strict=True):
-        if size.const == 1:
-            continue
-        if axes and axes[-1][1] == s * size:
-            axes[-1] = (axes[-1][0] * size, s)
-        else:
-            axes.append((size, s))
-    axes = axes or [(D(1), D(1))]
+    axes = merged(node.result.type.shape, step)
     t = raw(node)
     return "\n".join(
         [

@@ -46,7 +46,6 @@ class Code:
     helpers: str = ""
     warps: int = 4
     stages: int = 2
-    maxnreg: int = 0
 
 
 @dataclass
@@ -108,15 +107,12 @@ class TritonKernel(Kernel):
         pointers = [*(f"x{i}" for i in range(len(node.operands))), *(f"y{i}" for i in range(len(node.results)))]
         names = [*pointers, *(f"s{i}" for i in range(len(u.sizes.dims)))]
         helpers = f"{code.helpers.strip()}\n\n\n" if code.helpers.strip() else ""
-        body = indent("\n".join(line for line in code.body.rstrip().split("\n")), 4)
+        body = indent(code.body.rstrip(), 4)
         text = (
             f"# {head}\nimport triton\nimport triton.language as tl\n\n\n{helpers}"
             f"@triton.jit\ndef {entry}({', '.join(names)}):\n{body}\n"
         )
         types = [f"*{ELEMENTS[v.type.dtype][1]}" for v in [*node.operands, *node.results]]
-        options = {"num_warps": code.warps, "num_stages": code.stages}
-        if code.maxnreg:
-            options["maxnreg"] = code.maxnreg
         return Source(
             entry,
             "triton",
@@ -124,6 +120,6 @@ class TritonKernel(Kernel):
             tuple(u.sizes.dims),
             grid=tuple(D(g) for g in (*code.grid, 1, 1, 1)[:3]),
             params=(*types, *("i32" for _ in u.sizes.dims)),
-            options=tuple(options.items()),
+            options=(("num_warps", code.warps), ("num_stages", code.stages)),
             pdl=u.pdl,
         )

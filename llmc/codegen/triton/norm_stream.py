@@ -10,8 +10,6 @@ from typing import ClassVar
 from llmc.codegen.triton.base import Unit
 from llmc.codegen.triton.linear import Product, other
 from llmc.codegen.triton.stream import Measured, Stream, Tile
-from llmc.ir.graph import Node
-from llmc.targets.target import Target
 
 # As in `stream`, of norm_linear.
 MEASURED: tuple[Measured, ...] = (
@@ -26,12 +24,6 @@ class NormStream(Stream):
     """norm_linear of 1 to about 4 tokens; any number is right."""
 
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        gain = node.operands[2].type
-        if gain.format is not None:
-            return f"the gain is quantised: {gain}"
-        return super().reject(node, target)
 
     def tile(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> Tile:
         return NormTile(u, p, bn, bk, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from llmc.codegen.emit import merged
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.triton.tiles import cost_us, decompose, factored, masked, tiles, times, wide
@@ -87,15 +88,7 @@ def copied(node: Node) -> tuple[Axes, Dim]:
         axis = node.attrs["axis"] % len(step)
         start = node.attrs["start"] * step[axis]
         step[axis] = step[axis] * node.attrs["step"]
-    axes: Axes = []
-    for size, s in zip(node.result.type.shape, step, strict=True):
-        if size.const == 1:
-            continue
-        if axes and axes[-1][1] == s * size:
-            axes[-1] = (axes[-1][0] * size, s)
-        else:
-            axes.append((size, s))
-    return axes or [(D(1), D(1))], start
+    return merged(node.result.type.shape, step), start
 
 
 def crossed(axes: Axes) -> int | None:

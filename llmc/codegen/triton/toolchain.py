@@ -24,7 +24,7 @@ from llmc.codegen.toolchain import Progress, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton ignores names it does not know: so we do not
+OPTIONS = ("num_warps", "num_stages")  # Triton ignores names it does not know: so we do not
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
