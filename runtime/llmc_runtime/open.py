@@ -86,7 +86,8 @@ def open_engine(
         device.close()
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
-    return Opened(engine, f"{where}, {executor.capacity}", executor.close)
+    summary = ", ".join(filter(None, (where, str(executor.capacity), device.brought)))
+    return Opened(engine, summary, executor.close)
 
 
 def whole(name: str, value: Any) -> int | None:

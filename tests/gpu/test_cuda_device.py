@@ -99,7 +99,7 @@ def test_random_weights_are_those_of_the_cpu(device: CudaDevice) -> None:
 
 
 def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) -> None:
-    """The second time the file is surely in the page cache; the rate is printed."""
+    """Both ways, which are printed with their rates; the second time the file is surely in the page cache."""
     block, sizes = 16 << 20, {"a": (1 << 30) + 12345, "b": (5 << 20) + 3}
     files, datas = [], {}
     for name, size in sizes.items():
@@ -110,13 +110,14 @@ def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) ->
     memories = {f.file: device._alloc(f.bytes) for f in files}
     bases = {name: m.address for name, m in memories.items()}
 
-    def send(check: bool) -> Any:
+    def send(check: bool, way: str = device._way) -> Any:
         given = (device._cuda, device._enter, Folder(tmp_path), files, bases)
-        return cuda_upload.upload(*given, check=check, threads=device.threads)
+        return cuda_upload.upload(*given, check=check, threads=device.threads, way=way)
 
-    for check in (True, True, False):
-        report = send(check)
-        print(f"checked {check}: {report.rate / 1e9:.1f} GB/s with {report.threads} threads")
+    for check, way in [(c, w) for w in (device._way, cuda_upload.PINNED) for c in (True, True, False)]:
+        report = send(check, way)
+        print(f"checked {check}: {report}")
+        assert report.way == way or report.why
         for name, data in datas.items():
             assert np.array_equal(device.read(memories[name]), data)
             device.zero(memories[name], 0, memories[name].nbytes)

@@ -14,7 +14,7 @@ from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.cuda_launch import CudaRun
 from llmc_runtime.device.cuda_memory import Ring, Slot
 from llmc_runtime.device.cuda_names import Cuda
-from llmc_runtime.device.cuda_upload import Upload, upload
+from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.device import Device, Event, Memory, Run
 from llmc_runtime.device.host import default_threads
 from llmc_runtime.format.errors import LlmcError
@@ -23,7 +23,7 @@ from llmc_runtime.format.program import Program
 
 ABI = "cuda-1"
 ALIGN = 64  # of weights, as their files have it
-_UPLOADERS = 16  # threads; more do not help
+_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # threads that hash, and that do not; more do not help
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 
 
@@ -74,6 +74,7 @@ class CudaDevice(Device):
         check_arch(target, self.arch, self.name)
         self.driver = cuda_.check_driver(target.arch)
         self._shared = cuda_.attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self._way = MAPPED if cuda_.attribute(self._device, "READ_ONLY_HOST_REGISTER_SUPPORTED") else PINNED
         self._context = cuda_.ok(cu.cuDevicePrimaryCtxRetain(self._device))
         try:
             self._enter()
@@ -162,9 +163,11 @@ class CudaDevice(Device):
         """One allocation a file, the tensors at the file's own offsets; those that are not aligned are copied."""
         files = artifact.manifest.weights.files
         bases = {f.file: self._alloc(f.bytes).address for f in files}
-        self._upload = upload(
-            self._cuda, self._enter, artifact.folder, files, bases, check=artifact.unchecked, threads=self.threads
-        )
+        given = (self._cuda, self._enter, artifact.folder, files, bases)
+        if artifact.unchecked:
+            self._upload = upload(*given, check=True, threads=self.threads, way=self._way)
+        else:
+            self._upload = upload(*given, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), way=PINNED)
         out = {}
         for name in names:
             tensor = artifact.tensors[name]
@@ -254,7 +257,12 @@ class CudaDevice(Device):
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)
             facts["upload_threads"] = self._upload.threads
+            facts["upload_way"] = self._upload.way
         return facts
+
+    @property
+    def brought(self) -> str:
+        return str(self._upload) if self._upload else ""
 
     @property
     def _slots(self) -> Ring:
