@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
 from llmc_runtime.open import Limits, open_engine
 
+from bench.gpu import upload as bench
 from llmc.artifact.write import write_artifact
 from tests.runtime.libcuda import toy
 from tests.runtime.libcuda.conftest import Driver
@@ -197,6 +199,20 @@ def test_a_failure_of_the_gpu_meanwhile(
     driver.fail(name, 719, 1)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_LAUNCH_FAILED"):
         send(device, tmp_path, [f], way=way, threads=2)
+
+
+def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_work, "SPAN", cuda_work.SPAN)  # which the bench sets
+    out = tmp_path / "rows.json"
+    options = ["--threads", "1,2", "--spans", "16", "--rounds", "1", "--dir", str(tmp_path), "--json", str(out)]
+    assert bench.main(["0.02", *options]) == 0
+    found = {(r["what"], r["threads"]): r for r in json.loads(out.read_text())["rows"]}
+    assert {("floor: copy, registered", 1), ("mapped, hashed", 2), ("pinned, not hashed", 1)} <= found.keys()
+    assert all(r["gb_s"] > 0 and not r["why"] for r in found.values())
+    driver.registers(False)
+    assert bench.main(["0.01", *options]) == 0
+    whys = [r["why"] for r in json.loads(out.read_text())["rows"] if r["span"]]
+    assert whys and set(whys) == {"cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED"}
 
 
 def test_an_artifact_with_a_changed_weight(driver: Driver, tmp_path: Path) -> None:
