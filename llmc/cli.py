@@ -85,6 +85,9 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
     p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
     p.add_argument("--force", action="store_true", help="replace an artifact that is there")
+    p.add_argument(
+        "--report", nargs="?", const=Path(), type=Path, metavar="FILE", help="write the build report (model.html), too"
+    )
     p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
 
 
@@ -157,6 +160,9 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
     p.add_argument("--kernels", type=int, default=5, metavar="N", help="show the N largest kernels of a program (5)")
     p.add_argument("--json", action="store_true")
+    p = _command(sub, "report", _html, "write what a compile decided as one HTML file, for a browser")
+    p.add_argument("artifact")
+    p.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (model.llmc: model.html)")
     p = _command(sub, "verify", _verify, "recompute every hash of an artifact, and open it where this machine can")
     p.add_argument("artifact")
     p.add_argument("--record", action="store_true", help="run the artifact and record its canary")
@@ -218,6 +224,8 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import Console, compile_model
 
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
+    if args.report is not None:
+        summary.facts["report"] = _page(Path(args.output), args.report)
     if args.json:
         print(json.dumps(summary.as_json(), indent=2), file=out)
     else:
@@ -268,6 +276,21 @@ def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
     found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
     print(json.dumps(found, indent=2) if args.json else render(found), file=out)
     return 0
+
+
+def _html(args: argparse.Namespace, out: IO[str]) -> int:
+    print(_page(Path(args.artifact), args.output or Path()), file=out)
+    return 0
+
+
+def _page(artifact: Path, page: Path) -> str:
+    """Write the report to `page`, or beside the artifact where that is empty."""
+    from llmc.artifact.inspect import size_text
+    from llmc.look.page import write_report
+
+    if not page.name:
+        page = artifact.parent / f"{artifact.resolve().name.removesuffix('.llmc')}.html"
+    return f"{page} ({size_text(write_report(artifact, page))})"
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> int:

@@ -21,6 +21,7 @@ from llmc.extension import Registry, load
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.record import Record
 from llmc.passes.spec import override, parse_pipeline, run_pipeline
 from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
@@ -104,6 +105,7 @@ class _Trip:
         self.summary = Summary(str(output), next=next_of(model, output, options, target))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
+        self.reports: dict[str, Any] = {}
 
     def done(self, stage: str, detail: str) -> None:
         now = time.perf_counter()
@@ -174,14 +176,16 @@ class _Trip:
 
     def optimise(self, module: Module, max_len: int) -> None:
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
-        counts: list[str] = []
+        record = Record(module, ctx)
 
         def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
             self.ir.append((p.name, show(m)))
-            counts.append(f"{p.name} {changes}")
+            record.observe(p, changes, m)
 
-        run_pipeline(module, self.passes(max_len), ctx, observe)
-        self.done("passes", ", ".join(counts))
+        passes = self.passes(max_len)
+        run_pipeline(module, passes, ctx, observe)
+        self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
+        self.done("passes", ", ".join(f"{p.name} {r['changes']}" for p, r in zip(passes, record.data, strict=True)))
         for line in ctx.told:
             self.note(line)
 
@@ -232,7 +236,7 @@ class _Trip:
             generation=facts.generation,
             ir=self.ir,
             machine=target,
-            reports={"memory.json": built.memory, "compile.json": self.told()},
+            reports={**self.reports, "memory.json": built.memory, "compile.json": self.told()},
         )
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
@@ -242,7 +246,8 @@ class _Trip:
 
     def told(self) -> dict[str, Any]:
         """What was asked for and what was decided: nothing of time or place, so that equal compiles are equal."""
-        return {"options": fixed_options(self.options), "notes": self.summary.notes}
+        options, notes = fixed_options(self.options), self.summary.notes
+        return {"options": options, "notes": notes, "versions": versions(self.target)}
 
 
 def tools(target: Target) -> str:
@@ -250,6 +255,17 @@ def tools(target: Target) -> str:
     from llmc.codegen.triton.toolchain import TritonToolchain
 
     return TritonToolchain.find(target).version if "triton" in target.languages else ""
+
+
+def versions(target: Target) -> dict[str, str]:
+    """What an artifact is a function of beside model and options: our version, the tracer's, the compiler's."""
+    from importlib.metadata import version
+
+    from llmc.codegen.driver import find_toolchain
+
+    found = find_toolchain(target)
+    compiler = Path(getattr(found, "compiler", "triton")).name
+    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, compiler: found.version}
 
 
 def fixed_options(o: Options) -> dict[str, Any]:

@@ -48,10 +48,7 @@ def test_inspect_says_what_is_inside(toy: Path) -> None:
     assert "KV pool   512 B: 128 tokens in 32 pages of 4" in text and "x toy" in text and "not recorded" in text
 
 
-def test_the_build_report_is_one_page(toy: Path) -> None:
-    page = (toy / "report/index.html").read_text()
-    assert page.startswith("<!doctype html>") and "<td>model.toy</td>" in page and "Program decode" in page
-    assert "<script" not in page and "http" not in page
+def test_the_predictions_name_the_machine(toy: Path) -> None:
     assert json.loads((toy / "report/roofline.json").read_text())["machine"]["name"] == "cpu:portable"
 
 
