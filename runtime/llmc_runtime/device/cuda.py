@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.cuda_array import CudaMemory
 from llmc_runtime.device.cuda_launch import CudaRun
 from llmc_runtime.device.cuda_memory import Ring, Slot
 from llmc_runtime.device.cuda_names import Cuda
@@ -27,18 +27,6 @@ _UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # threads that hash, and that do not; more
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 
 
-@dataclass(frozen=True)
-class CudaMemory(Memory):
-    """Memory of the GPU; torch and cupy can view it through `__cuda_array_interface__`."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    def part(self, begin: int, end: int) -> CudaMemory:
-        return CudaMemory(self.address + begin, end - begin, self.host)
-
-
 class CudaDevice(Device):
     """The first GPU that this process sees, if it runs `target`.
 
@@ -51,6 +39,7 @@ class CudaDevice(Device):
     share = 0.9
     separate = True
     replays = True
+    number = 0
 
     def __init__(self, target: TargetInfo, threads: int | None = None, *, careful: bool = False) -> None:
         self._cuda = Cuda()
@@ -67,7 +56,7 @@ class CudaDevice(Device):
         self._runs: list[CudaRun] = []
         self._upload: Upload | None = None
         cuda_, cu = self._cuda, self._cuda.cu
-        self._device = cuda_.ok(cu.cuDeviceGet(0))
+        self._device = cuda_.ok(cu.cuDeviceGet(self.number))
         major, minor = (cuda_.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         self.name = cuda_.ok(cu.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
         self.arch = f"sm_{major}{minor}"
@@ -99,7 +88,7 @@ class CudaDevice(Device):
                 error = LlmcError("E203", f"the GPU cannot give {nbytes} bytes; {free} are free", error.remedy)
             raise error
         self._memories.append(int(address))
-        return CudaMemory(int(address), nbytes, np.empty(0, np.uint8))
+        return CudaMemory(int(address), nbytes, np.empty(0, np.uint8), self)
 
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
         self._enter()
@@ -144,6 +133,16 @@ class CudaDevice(Device):
         if memory.nbytes:
             self._cuda.ok(self._cuda.cu.cuMemcpyDtoH(out.ctypes.data, memory.address, memory.nbytes))
         return out
+
+    @property
+    def stream_handle(self) -> int:
+        if self._stream is None:
+            raise BufferError("the device is closed; its memory is gone")
+        return int(self._stream)
+
+    def follow(self, stream: int) -> None:
+        self._enter()
+        self._cuda.follow(stream, self.stream_handle)
 
     def mark(self) -> Event:
         self._enter()

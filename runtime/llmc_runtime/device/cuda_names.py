@@ -108,6 +108,15 @@ class Cuda:
         """Whether a recorded event has come, or never will because the GPU failed."""
         return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
 
+    def follow(self, stream: int, other: int) -> None:
+        """What is put into `stream` from now on waits for what is in the other one; 1 and 2 are default streams."""
+        event = self.event()
+        try:
+            self.ok(self.cu.cuEventRecord(event, other))
+            self.ok(self.cu.cuStreamWaitEvent(stream, event, 0))
+        finally:
+            self.cu.cuEventDestroy(event)  # the wait stays
+
     def attribute(self, device: Any, name: str) -> int:
         """A number that describes the GPU, such as "COMPUTE_CAPABILITY_MAJOR"."""
         which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -244,7 +244,7 @@ def test_a_weight_at_an_odd_place_is_moved(driver: Driver, tmp_path: Path) -> No
     device = CudaDevice(H100)
     found = device.place(replace(artifact, tensors={"table": odd, "even": tensor}), ["table", "even"])
     assert found["table"] % 64 == 0
-    moved = device.read(CudaMemory(found["table"], odd.data.nbytes, np.empty(0, np.uint8)))
+    moved = device.read(CudaMemory(found["table"], odd.data.nbytes, np.empty(0, np.uint8), device))
     np.testing.assert_array_equal(moved, tiny.table().view(np.uint8)[4:])
     device.close()
 

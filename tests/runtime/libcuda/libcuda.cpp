@@ -170,6 +170,13 @@ CUresult cuEventRecord(void* e, void* s) {
   log_ += "mark ";
   return OK;
 }
+CUresult cuStreamWaitEvent(void* s, void* e, unsigned) {
+  ENTER("cuStreamWaitEvent");
+  Stream* other = ((Event*)e)->stream;
+  long at = ((Event*)e)->at;
+  log_ += (uintptr_t)s == 1 ? "legacy-waits " : (uintptr_t)s == 2 ? "thread-waits " : "waits ";
+  return (uintptr_t)s <= 2 ? OK : put((Stream*)s, [=] { if (other) drain(other, at); });
+}
 CUresult cuEventSynchronize(void* e) {
   ENTER("cuEventSynchronize");
   Event* v = (Event*)e;
