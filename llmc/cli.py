@@ -160,6 +160,11 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
     p.add_argument("--kernels", type=int, default=5, metavar="N", help="show the N largest kernels of a program (5)")
     p.add_argument("--json", action="store_true")
+    p = _command(sub, "diff", _diff, "tell what is different between two artifacts, or two stages of the IR")
+    for name in ("a", "b"):
+        p.add_argument(name, metavar=name.upper(), help="an artifact, ARTIFACT:STAGE (a pass's name), or an .llir file")
+    p.add_argument("--all", action="store_true", help="print every line, however many there are")
+    p.add_argument("--json", action="store_true")
     p = _command(sub, "report", _html, "write what a compile decided as one HTML file, for a browser")
     p.add_argument("artifact")
     p.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (model.llmc: model.html)")
@@ -276,6 +281,15 @@ def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
     found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
     print(json.dumps(found, indent=2) if args.json else render(found), file=out)
     return 0
+
+
+def _diff(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.look.diff import diff, render
+
+    found = diff(args.a, args.b)
+    text = json.dumps(found, indent=2) if args.json else render(found, sys.maxsize if args.all else 60)
+    print(text, file=out)
+    return 0 if found["same"] else 1
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:

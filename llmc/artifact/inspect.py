@@ -17,6 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.names import parse as parse_target
 
 ROOFLINE = "report/roofline.json"
+COMPILE = "report/compile.json"
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "canary": "canary.json" in m.files,
+        "compile": load_json(folder.read(COMPILE, m.files[COMPILE].bytes), COMPILE) if COMPILE in m.files else {},
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": weights + sum(i.bytes for i in m.files.values()),
         "folders": _folders(m),
@@ -138,6 +140,9 @@ def render(found: Mapping[str, Any]) -> str:
         f"{kv['full_sequences']:g} full sequences",
         f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
     ]
+    versions = found["compile"].get("versions", {})
+    lines += ["  made with " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
+    lines += [f"  note      {n}" for n in found["compile"].get("notes", ())]
     largest = found["kernels"]["largest"]
     told = ", of every program the largest by predicted time" if largest else ""
     lines.append(f"  kernels   {found['kernels']['count']}{told}")
