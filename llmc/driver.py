@@ -18,6 +18,7 @@ from llmc import __version__
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
+from llmc.frontend.hub import PUBLIC, Hub, Located, locate
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
@@ -36,7 +37,7 @@ class Options:
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
     the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
     for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
-    "none" (to be packed later) or "random:SEED" (filled by the runtime)."""
+    "none" (to be packed later) or "random:SEED" (filled by the runtime); hub: where ids of models are looked up."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -48,6 +49,7 @@ class Options:
     cache: Path | None = None
     reuse: bool = True
     weights: str = "packed"
+    hub: Hub = PUBLIC
 
 
 def compile_model(
@@ -57,7 +59,7 @@ def compile_model(
     force: bool = False,
     console: Console | None = None,
 ) -> Summary:
-    """Compile the Hugging Face folder `model` into the artifact folder `output`.
+    """Compile `model`, a Hugging Face folder or a hub id (owner/name@revision), into the artifact folder `output`.
 
     Raises Diagnostic (E3xx model and checkpoint, E4xx passes, E5xx toolchain, E12x the folder); nothing is left behind
     then. An equal compile in the cache is linked instead of repeated.
@@ -66,9 +68,10 @@ def compile_model(
 
     registry = load()
     target = parse_target((options or Options()).target, registry.targets)
-    settled = settle(options or Options(), target)
-    trip = _Trip(Path(model), Path(output), settled, registry, target, force, console or Quiet())
-    reuse = Reuse(settled.cache if settled.reuse else None, trip.model, _key_options(settled, target))
+    settled, console = settle(options or Options(), target), console or Quiet()
+    origin = found_at(model, settled, console)
+    trip = _Trip(origin, Path(output), settled, registry, target, force, console)
+    reuse = Reuse(settled.cache if settled.reuse else None, trip.model, _key_options(settled, target, origin))
     found = reuse.find()
     if found is not None:
         reuse.place(found, trip.output, force)
@@ -87,8 +90,27 @@ def settle(o: Options, target: Target) -> Options:
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
 
-def _key_options(o: Options, target: Target) -> Mapping[str, Any]:
+def found_at(model: str | Path, o: Options, console: Console) -> Located:
+    """The model's folder, fetched where `model` is a hub id; what no compile could use is told here (E301, E320, E33x),
+    and so is a bad file of measurements (E43x)."""
+    from llmc.codegen.tuning import read
+    from llmc.frontend.source import check_weights, open_source
+
+    if o.tuning:
+        read(o.tuning)
+    packed = o.weights == "packed"
+    at = locate(model, o.hub, packed, lambda done, of: console.part("fetch", done, of, "B"))
+    if at.commit:
+        console.note(f"{at.name} at commit {at.commit}: {at.folder}")
+    open_source(at.folder)
+    if packed:
+        check_weights(at.folder)
+    return at
+
+
+def _key_options(o: Options, target: Target, origin: Located) -> Mapping[str, Any]:
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
+    facts["origin"] = [origin.name, origin.commit]
     return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
@@ -96,13 +118,14 @@ class _Trip:
     """One compile: the stages in order, their seconds, and what each hands to the next."""
 
     def __init__(
-        self, model: Path, output: Path, options: Options, registry: Registry, target: Target, force: bool,
+        self, origin: Located, output: Path, options: Options, registry: Registry, target: Target, force: bool,
         console: Console,
     ):  # fmt: skip
-        self.model, self.output, self.options, self.force, self.console = model, output, options, force, console
+        self.model, self.output, self.options, self.force, self.console = origin.folder, output, options, force, console
+        self.origin = origin
         self.registry, self.target = registry, target
         self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
-        self.summary = Summary(str(output), next=next_of(model, output, options, target))
+        self.summary = Summary(str(output), next=next_of(origin.folder, output, options, target))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
@@ -222,7 +245,7 @@ class _Trip:
         ]
         parts = Parts(
             compiler=f"llmc {__version__}",
-            source=source_of(traced),
+            source=source_of(traced, self.origin),
             target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
             limits=Limits(facts.max_positions, self.rows, self.tokens),
             vocab_size=facts.vocab_size,
@@ -270,15 +293,15 @@ def versions(target: Target) -> dict[str, str]:
 
 def fixed_options(o: Options) -> dict[str, Any]:
     """The options that decide what an artifact is; not where anything is kept."""
-    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning")}
+    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning", "hub")}
 
 
-def source_of(traced: Any) -> Source:
-    """Name and hashes of the model's small files; the packed weights have hashes of their own."""
+def source_of(traced: Any, origin: Located) -> Source:
+    """Name, commit and hashes of the model's small files; the packed weights have hashes of their own."""
     from llmc_runtime.format.hashing import sha256
 
     small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
-    return Source("hf", traced.source.folder.resolve().name, "", small)
+    return Source("hf", origin.name or traced.source.folder.resolve().name, origin.commit, small)
 
 
 def random_seed(weights: str) -> int | None:
