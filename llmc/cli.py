@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     if args_list[:1] == ["run"]:
         return _run(args_list[1:])
     args = _parser().parse_args(args_list)
+    args.argv = args_list
     try:
         return int(args.command(args, out or sys.stdout))
     except KeyboardInterrupt:
@@ -80,8 +81,10 @@ def _command(sub: Any, name: str, run: Command, summary: str) -> argparse.Argume
 def _compile_arguments(sub: Any) -> None:
     p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact")
     p.add_argument("model", help="a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
-    p.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder, for example model.llmc")
+    p.add_argument("-o", "--output", metavar="DIR", help="the artifact's folder, for example model.llmc")
     _build_arguments(p)
+    p.add_argument("--dry-run", action="store_true", help="tell memory, time and whether it fits; compile no kernel")
+    p.add_argument("--memory", type=_gib, metavar="GIB", help="of the device, for --dry-run: 80, or 512MiB")
     p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
     p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
     p.add_argument("--force", action="store_true", help="replace an artifact that is there")
@@ -89,6 +92,7 @@ def _compile_arguments(sub: Any) -> None:
         "--report", nargs="?", const=Path(), type=Path, metavar="FILE", help="write the build report (model.html), too"
     )
     p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
+    p.set_defaults(refuse=p.error)
 
 
 def _build_arguments(p: argparse.ArgumentParser) -> None:
@@ -195,6 +199,11 @@ def _positive(text: str) -> int:
     return n
 
 
+def _gib(text: str) -> int:
+    """Bytes with a unit; a bare number counts GiB."""
+    return _bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
+
+
 def _bytes(text: str) -> int:
     from llmc_runtime.cli import parse_bytes
 
@@ -228,6 +237,12 @@ def default_cache() -> Path:
 def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import Console, compile_model
 
+    if args.dry_run:
+        return _dry_run(args, out)
+    if not args.output:
+        args.refuse("name the artifact's folder with -o, or ask for a plan with --dry-run")
+    if args.memory is not None:
+        args.refuse("--memory is for --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
         summary.facts["report"] = _page(Path(args.output), args.report)
@@ -236,6 +251,26 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     else:
         print(summary.text(), file=sys.stderr)
     return 0
+
+
+def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.console import Console
+    from llmc.dry_run import dry_run, render
+
+    plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
+    print(json.dumps(plan, indent=2) if args.json else render(plan, _without_plan(args)), file=out)
+    return 1 if plan["fits"] is False else 0
+
+
+def _without_plan(args: argparse.Namespace) -> str:
+    """The command line that makes what a dry run planned."""
+    import shlex
+
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("--dry-run", action="store_true")
+    p.add_argument("--memory")
+    rest = p.parse_known_args(args.argv)[1]
+    return shlex.join(["llmc", *rest, *([] if args.output else ["-o", "model.llmc"])])
 
 
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:

@@ -66,12 +66,9 @@ def compile_model(
     """
     from llmc.reuse import Reuse
 
-    registry = load()
-    target = parse_target((options or Options()).target, registry.targets)
-    settled, console = settle(options or Options(), target), console or Quiet()
-    origin = found_at(model, settled, console)
-    trip = _Trip(origin, Path(output), settled, registry, target, force, console)
-    reuse = Reuse(settled.cache if settled.reuse else None, trip.model, _key_options(settled, target, origin))
+    trip = start(model, Path(output), options or Options(), force, console or Quiet())
+    key = _key_options(trip.options, trip.target, trip.origin)
+    reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, key)
     found = reuse.find()
     if found is not None:
         reuse.place(found, trip.output, force)
@@ -82,6 +79,14 @@ def compile_model(
     reuse.keep(trip.output)
     trip.summary.facts |= facts_of(trip.output, manifest)
     return trip.summary
+
+
+def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
+    """A compile that has found its model, and made nothing yet."""
+    registry = load()
+    target = parse_target(options.target, registry.targets)
+    settled = settle(options, target)
+    return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
 
 
 def settle(o: Options, target: Target) -> Options:
@@ -114,7 +119,7 @@ def _key_options(o: Options, target: Target, origin: Located) -> Mapping[str, An
     return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
-class _Trip:
+class Trip:
     """One compile: the stages in order, their seconds, and what each hands to the next."""
 
     def __init__(
