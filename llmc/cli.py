@@ -80,7 +80,9 @@ def _command(sub: Any, name: str, run: Command, summary: str) -> argparse.Argume
 
 def _compile_arguments(sub: Any) -> None:
     p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact")
-    p.add_argument("model", help="a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
+    p.add_argument(
+        "model", help="a Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
+    )
     p.add_argument("-o", "--output", metavar="DIR", help="the artifact's folder, for example model.llmc")
     _build_arguments(p)
     p.add_argument("--dry-run", action="store_true", help="tell memory, time and whether it fits; compile no kernel")
@@ -113,6 +115,9 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step (CPU: 512, GPU: 8192)"
     )
+    p.add_argument(
+        "--layers", type=_positive, metavar="N", help="a quick build of the first N layers alone: not the model"
+    )
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
     p.add_argument(
         "--tuning", metavar="FILE", type=Path, help="measurements that choose kernels (those that come with llmc)"
@@ -122,6 +127,18 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-reuse", action="store_true", help="use cached kernels, but neither use nor keep a whole artifact"
     )
+    _hub_arguments(p)
+
+
+def _hub_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--download-dir", metavar="DIR", type=Path, help="where models by id are kept (huggingface_hub's cache)"
+    )
+    p.add_argument("--hub-endpoint", metavar="URL", help="the hub to ask for models by id (the public one)")
+    p.add_argument(
+        "--offline", action="store_true", help="ask no hub: models by id come from the download folder alone"
+    )
+    p.add_argument("--trust-remote-code", action="store_true", help="refused: no code of a model is ever run")
 
 
 def _opt_arguments(sub: Any) -> None:
@@ -157,7 +174,8 @@ def _look_arguments(sub: Any) -> None:
 def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
     p.add_argument("artifact")
-    p.add_argument("checkpoint", help="the Hugging Face folder that the artifact was compiled from")
+    p.add_argument("checkpoint", help="the Hugging Face folder, or the id, that the artifact was compiled from")
+    _hub_arguments(p)
     _tune_arguments(sub)
     p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
     p.add_argument("artifact")
@@ -210,6 +228,15 @@ def _bytes(text: str) -> int:
     return parse_bytes(text)
 
 
+def _hub(args: argparse.Namespace) -> Any:
+    from llmc.frontend.hub import Hub
+    from llmc.frontend.kinds import refuse_code
+
+    if args.trust_remote_code:
+        raise refuse_code("--trust-remote-code")
+    return Hub(args.hub_endpoint, args.download_dir, args.offline)
+
+
 def _options(args: argparse.Namespace) -> Any:
     from llmc.driver import Options
 
@@ -221,9 +248,11 @@ def _options(args: argparse.Namespace) -> Any:
         tuning=args.tuning,
         max_num_batched_tokens=args.max_num_batched_tokens,
         pipeline=args.pipeline or "",
+        layers=args.layers,
         cache=None if args.no_cache else (args.cache or default_cache()),
         reuse=not args.no_reuse,
         weights=args.weights,
+        hub=_hub(args),
     )
 
 
@@ -276,7 +305,7 @@ def _without_plan(args: argparse.Namespace) -> str:
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import Console, pack_model
 
-    pack_model(Path(args.artifact), Path(args.checkpoint), Console(sys.stderr))
+    pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), _hub(args))
     return 0
 
 

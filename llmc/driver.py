@@ -37,7 +37,8 @@ class Options:
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
     the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
     for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
-    "none" (to be packed later) or "random:SEED" (filled by the runtime); hub: where ids of models are looked up."""
+    "none" (to be packed later) or "random:SEED" (filled by the runtime); layers: a quick build of the first ones alone (None: the model);
+    hub: where ids of models are looked up."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -49,6 +50,7 @@ class Options:
     cache: Path | None = None
     reuse: bool = True
     weights: str = "packed"
+    layers: int | None = None
     hub: Hub = PUBLIC
 
 
@@ -83,9 +85,13 @@ def compile_model(
 
 def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
     """A compile that has found its model, and made nothing yet."""
+    from llmc.codegen.tuning import read as read_records
+
     registry = load()
     target = parse_target(options.target, registry.targets)
     settled = settle(options, target)
+    if settled.tuning:
+        read_records(settled.tuning)  # a bad one is told before the work
     return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
 
 
@@ -96,20 +102,10 @@ def settle(o: Options, target: Target) -> Options:
 
 
 def found_at(model: str | Path, o: Options, console: Console) -> Located:
-    """The model's folder, fetched where `model` is a hub id; what no compile could use is told here (E301, E320, E33x),
-    and so is a bad file of measurements (E43x)."""
-    from llmc.codegen.tuning import read
-    from llmc.frontend.source import check_weights, open_source
-
-    if o.tuning:
-        read(o.tuning)
-    packed = o.weights == "packed"
-    at = locate(model, o.hub, packed, lambda done, of: console.part("fetch", done, of, "B"))
+    """The model's folder, fetched where `model` is a hub id (see `locate`)."""
+    at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
     if at.commit:
         console.note(f"{at.name} at commit {at.commit}: {at.folder}")
-    open_source(at.folder)
-    if packed:
-        check_weights(at.folder)
     return at
 
 
@@ -171,6 +167,7 @@ class Trip:
             o.max_model_len,
             self.tokens,
             self.rows,
+            o.layers,
         )
         if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
             self.note(
@@ -180,6 +177,11 @@ class Trip:
             traced = replace(traced, facts=replace(traced.facts, max_positions=MOST_LEN))
         self.ir.append(("traced", show(traced.module)))
         f = traced.facts
+        if f.generation:
+            told = ", ".join(f"{k} {v}" for k, v in f.generation.items())
+            self.note(f"sampling defaults from generation_config.json: {told}; requests may say otherwise")
+        if f.layers:
+            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} alone; what it writes is not the model's")
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
@@ -306,7 +308,8 @@ def source_of(traced: Any, origin: Located) -> Source:
     from llmc_runtime.format.hashing import sha256
 
     small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
-    return Source("hf", origin.name or traced.source.folder.resolve().name, origin.commit, small)
+    cut = traced.facts.layers or (0, 0)
+    return Source("hf", origin.name or traced.source.folder.resolve().name, origin.commit, small, *cut)
 
 
 def random_seed(weights: str) -> int | None:
@@ -319,8 +322,8 @@ def random_seed(weights: str) -> int | None:
     return None
 
 
-def pack_model(artifact: Path, model: Path, console: Console | None = None) -> Manifest:
-    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model`.
+def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
+    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model` (or its id).
 
     Raises LlmcError E1xx where the artifact does not open, Diagnostic E3xx where the checkpoint is not that model's.
     """
@@ -331,11 +334,13 @@ def pack_model(artifact: Path, model: Path, console: Console | None = None) -> M
     from llmc.frontend.hf import trace
 
     console = console or Quiet()
-    limits = Folder(artifact).manifest().limits
+    manifest = Folder(artifact).manifest()
+    limits = manifest.limits
     last = max((artifact / "ir").glob("*.llir"))
     graph = parse(last.read_text(), load().opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    traced = trace(model, max(set(dtypes), key=dtypes.count), limits.max_model_len)
+    at = found_at(model, Options(hub=hub), console)
+    traced = trace(at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None)
     ours = {v.name: v.type for v in graph.inputs}
     theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
     for name in sorted(ours.keys() | theirs.keys()):
@@ -381,7 +386,9 @@ def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     m = manifest or Manifest.load((output / "manifest.json").read_bytes())
     size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
+    part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
     return {
+        **part,
         "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
         "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
         "kernels": len(m.kernels),

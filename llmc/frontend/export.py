@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llmc.diagnostics import Diagnostic
 
-from . import hooks, rope
+from . import hooks, kinds, rope
 from .source import KNOWN_TO_WORK, Source
 
 TORCH = types.MappingProxyType(
@@ -94,11 +94,7 @@ def load_config(source: Source) -> Any:
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
-            raise Diagnostic(
-                "E304",
-                f"{name!r} comes with Python code of its own (auto_map), which is never run",
-                "use an architecture that transformers itself has",
-            )
+            raise kinds.refuse_code(f"model_type {name!r} is in auto_map alone")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     rope.check_config(dict(source.config))
     try:

@@ -6,6 +6,7 @@ index, all from the repository's top level. Requests and the folder's layout are
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 
 from . import kinds
-from .source import TOKENIZER_FILES, read_json
+from .source import TOKENIZER_FILES, check_weights, open_source, read_json
 
-ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
+ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 20.0  # seconds without an answer
 
@@ -51,11 +52,17 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
     exists as a path is one. weights: whether the weights are wanted, too.
 
     Raises Diagnostic E330 (no such repository), E331 (gated or private), E332 (nobody answers, or nothing is there
-    offline), E333 (no such revision), E334 (the hub's answer is no use), and what `kinds` says of other formats."""
+    offline), E333 (no such revision), E334 (the hub's answer is no use), and E301-E304, E307, E320 where what is found
+    is no model that can be compiled."""
     m = ID.fullmatch(str(model)) if isinstance(model, str) else None
     if m is None or Path(model).exists() or not ("/" in m["name"] or m["revision"]):
-        return Located(Path(model))
-    return _Fetch(m["name"], m["revision"] or "main", hub, progress).run(weights)
+        at = Located(Path(model))
+    else:
+        at = _Fetch(m["name"], m["revision"] or "main", hub, progress).run(weights)
+    open_source(at.folder)
+    if weights:
+        check_weights(at.folder)
+    return at
 
 
 def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
@@ -86,6 +93,8 @@ class _Fetch:
             self.file(n, commit)
             done += sizes[n]
             self.progress(done, total)
+        if not self.hub.offline and self.revision != commit:
+            _note(folder.parent.parent / "refs" / self.revision, commit)
         return Located(folder, self.name, commit)
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
@@ -184,6 +193,14 @@ class _Fetch:
         return Diagnostic(
             "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
         )
+
+
+def _note(ref: Path, commit: str) -> None:
+    """What a revision meant when all of it was fetched, where huggingface_hub looks when it asks nobody."""
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    partial = ref.with_name(f".{ref.name}.{os.getpid()}")
+    partial.write_text(commit)
+    partial.replace(ref)
 
 
 def _line(e: Exception) -> str:

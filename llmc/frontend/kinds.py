@@ -76,6 +76,15 @@ def refuse_file(path: Path) -> Diagnostic:
     return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
 
 
+def refuse_code(asked: str) -> Diagnostic:
+    """Why Python code of a model's repository is never run; `asked` is what wants it to."""
+    return Diagnostic(
+        "E304",
+        f"{asked}: Python code that comes with a model is never run",
+        "use an architecture that transformers itself has",
+    )
+
+
 def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
     """Why files without a config.json are no model."""
     for name, (what, remedy) in FOLDERS.items():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from models.cases import SMALL
 
+from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, compile_model
 from llmc.frontend.source import open_source
@@ -82,3 +83,26 @@ def test_weights_of_another_form_are_told_before_the_trace(name: str, words: str
     with pytest.raises(Diagnostic, match=words) as e:
         compile_model(tmp_path, tmp_path / "out", Options())
     assert e.value.code in ("E320", "E302") and not (tmp_path / "out").exists()
+
+
+def test_the_command_line_refuses_code_and_asks_the_hub_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path)
+    out = ["-o", str(tmp_path / "out.llmc")]
+    assert main(["compile", str(tmp_path), *out, "--trust-remote-code"]) == 1
+    assert "LLMC-E304: --trust-remote-code" in capsys.readouterr().err
+    nowhere = ["--hub-endpoint", "http://127.0.0.1:9", "--download-dir", str(tmp_path / "hub")]
+    assert main(["compile", "someone/tiny@v1", *out, *nowhere]) == 3
+    assert "http://127.0.0.1:9 does not answer for someone/tiny@v1" in capsys.readouterr().err
+    assert main(["pack", str(tmp_path), "someone/tiny", "--offline", *nowhere]) in (1, 3)
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ('{"target": 1}\n', "line 1, is not a record")])
+def test_bad_measurements_are_told_before_the_trace(text: str | None, words: str, tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged, which nobody looks at yet")
+    if text:
+        (tmp_path / "tuning.jsonl").write_text(text)
+    options = Options(tuning=tmp_path / "tuning.jsonl", cache=tmp_path / "cache")
+    fails("E432", "tuning.jsonl", words, do=lambda: compile_model(tmp_path, tmp_path / "out", options))
