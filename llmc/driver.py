@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 from llmc_runtime.format.expr import parse as parse_size
@@ -85,6 +83,7 @@ def compile_model(
 
 def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
     """A compile that has found its model, and made nothing yet."""
+    from llmc.codegen.scratch import check_cache
     from llmc.codegen.tuning import read as read_records
 
     registry = load()
@@ -92,6 +91,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     settled = settle(options, target)
     if settled.tuning:
         read_records(settled.tuning)  # a bad one is told before the work
+    if settled.cache:
+        check_cache(settled.cache)
     return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
 
 
@@ -221,22 +222,19 @@ class Trip:
 
     def build(self, module: Module) -> Any:
         from llmc.codegen.driver import build
+        from llmc.codegen.scratch import keep, scratch
 
         def progress(done: int, of: int, what: str) -> None:
             self.console.part("kernels", done, of)
 
         with ExitStack() as stack:
-            if self.options.cache:
-                cache = self.options.cache / "kernels"
-            else:
-                cache = Path(mkdtemp(prefix="llmc-"))
-                stack.callback(rmtree, cache, ignore_errors=True)
+            cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
             cache.mkdir(parents=True, exist_ok=True)
             try:
                 built = build(module, self.target, cache, self.registry.kernels, progress)
             except Diagnostic as error:
                 if error.code == "E502":
-                    stack.pop_all()  # the text that does not compile is in it, and the error says so
+                    keep(cache)  # the text that does not compile is in it, and the error says so
                 raise
         launches = sum(len(p.launches) for p in built.programs)
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
