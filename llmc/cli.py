@@ -274,7 +274,9 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
         args.refuse("--memory is for --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
-        summary.facts["report"] = _page(Path(args.output), args.report)
+        from llmc.look.page import write_report
+
+        summary.facts["report"] = write_report(Path(args.output), args.report)
     if args.json:
         print(json.dumps(summary.as_json(), indent=2), file=out)
     else:
@@ -287,19 +289,8 @@ def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.dry_run import dry_run, render
 
     plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
-    print(json.dumps(plan, indent=2) if args.json else render(plan, _without_plan(args)), file=out)
+    print(json.dumps(plan, indent=2) if args.json else render(plan, args.argv), file=out)
     return 1 if plan["fits"] is False else 0
-
-
-def _without_plan(args: argparse.Namespace) -> str:
-    """The command line that makes what a dry run planned."""
-    import shlex
-
-    p = argparse.ArgumentParser(add_help=False)
-    p.add_argument("--dry-run", action="store_true")
-    p.add_argument("--memory")
-    rest = p.parse_known_args(args.argv)[1]
-    return shlex.join(["llmc", *rest, *([] if args.output else ["-o", "model.llmc"])])
 
 
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
@@ -357,18 +348,10 @@ def _diff(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:
-    print(_page(Path(args.artifact), args.output or Path()), file=out)
-    return 0
-
-
-def _page(artifact: Path, page: Path) -> str:
-    """Write the report to `page`, or beside the artifact where that is empty."""
-    from llmc.artifact.inspect import size_text
     from llmc.look.page import write_report
 
-    if not page.name:
-        page = artifact.parent / f"{artifact.resolve().name.removesuffix('.llmc')}.html"
-    return f"{page} ({size_text(write_report(artifact, page))})"
+    print(write_report(Path(args.artifact), args.output or Path()), file=out)
+    return 0
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> int:

@@ -35,8 +35,8 @@ class Options:
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
     the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
     for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
-    "none" (to be packed later) or "random:SEED" (filled by the runtime); layers: a quick build of the first ones alone (None: the model);
-    hub: where ids of models are looked up."""
+    "none" (to be packed later) or "random:SEED" (filled by the runtime); layers: a quick build of the
+    first ones alone (None: the model); hub: where ids of models are looked up."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -64,6 +64,7 @@ def compile_model(
     Raises Diagnostic (E3xx model and checkpoint, E4xx passes, E5xx toolchain, E12x the folder); nothing is left behind
     then. An equal compile in the cache is linked instead of repeated.
     """
+    from llmc.artifact.inspect import facts_of
     from llmc.reuse import Reuse
 
     trip = start(model, Path(output), options or Options(), force, console or Quiet())
@@ -73,11 +74,11 @@ def compile_model(
     if found is not None:
         reuse.place(found, trip.output, force)
         trip.done("reuse", f"an equal artifact from {found}")
-        trip.summary.facts |= facts_of(trip.output)
+        trip.summary.facts |= facts_of(Manifest.load((trip.output / "manifest.json").read_bytes()))
         return trip.summary
     manifest = trip.run()
     reuse.keep(trip.output)
-    trip.summary.facts |= facts_of(trip.output, manifest)
+    trip.summary.facts |= facts_of(manifest)
     return trip.summary
 
 
@@ -338,7 +339,9 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     graph = parse(last.read_text(), load().opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
     at = found_at(model, Options(hub=hub), console)
-    traced = trace(at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None)
+    traced = trace(
+        at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
+    )
     ours = {v.name: v.type for v in graph.inputs}
     theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
     for name in sorted(ours.keys() | theirs.keys()):
@@ -375,22 +378,3 @@ def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
         return ""
     where = f", where the GPU is {target.arch}" if target.family == "cuda" else ""
     return f"next{where}: llmc-run {output} --prompt 'Hello'"
-
-
-def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """What a person wants to know of a finished artifact."""
-    from llmc.artifact.inspect import size_text
-
-    m = manifest or Manifest.load((output / "manifest.json").read_bytes())
-    size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
-    per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
-    part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
-    return {
-        **part,
-        "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
-        "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
-        "kernels": len(m.kernels),
-        "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
-        f"{m.limits.max_num_batched_tokens} tokens a step",
-        "kv_cache": f"{size_text(per_token)} a token, {size_text(per_token * m.limits.max_model_len)} a sequence",
-    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +133,8 @@ def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | No
     }  # fmt: skip
 
 
-def render(plan: Mapping[str, Any], command: str) -> str:
-    """The plan as text; `command` makes what is planned."""
+def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
+    """The plan as text; `argv`: the command line that asked for it."""
     m, mem, kv, compiled = plan["model"], plan["memory"], plan["kv"], plan["compile"]
     stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
     launches = sum(p["launches"] for p in plan["programs"])
@@ -152,7 +154,17 @@ def render(plan: Mapping[str, Any], command: str) -> str:
         f"  compile   about {compiled['total']:.0f} s here ({stages}); {compiled['cached']} of {compiled['kernels']} "
         "kernels are in the cache",
     ]
-    return "\n".join([*lines, f"next: {command}"] if plan["fits"] is not False else lines)
+    return "\n".join([*lines, f"next: {_command(argv)}"] if plan["fits"] is not False else lines)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line that makes what was planned."""
+    p = ArgumentParser(add_help=False)
+    p.add_argument("--dry-run", action="store_true")
+    for option in ("--memory", "-o", "--output"):
+        p.add_argument(option)
+    given, rest = p.parse_known_args(argv)
+    return shlex.join(["llmc", *rest, "-o", given.o or given.output or "model.llmc"])
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:

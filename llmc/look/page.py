@@ -21,20 +21,23 @@ PARTS = (
 OLD = "This artifact was compiled before this was recorded; compile it again to see it."
 
 
-def write_report(artifact: Path, out: Path) -> int:
-    """Write the report of `artifact` to the file `out`; answers its bytes. LlmcError E101 to E108, E128."""
+def write_report(artifact: Path, out: Path) -> str:
+    """Write the report of `artifact` to the file `out`, or beside the artifact where that is empty: model.llmc gives
+    model.html. Answers the file and its size in words. LlmcError E101 to E108, E128."""
     page = report(open_to_look(artifact)).encode()
+    out = out if out.name else artifact.parent / f"{artifact.resolve().name.removesuffix('.llmc')}.html"
     try:
         out.write_bytes(page)
     except OSError as e:
         raise LlmcError("E128", f"{out} cannot be written: {e.strerror}", "name another file with -o") from None
-    return len(page)
+    return f"{out} ({size_text(len(page))})"
 
 
 def report(a: Opened) -> str:
     """The page."""
     predictions = a.predictions()
-    title = f"{a.manifest.source.name} for {a.manifest.target.name}"
+    part = a.manifest.source.part
+    title = f"{a.manifest.source.name}{f' ({part})' if part else ''} for {a.manifest.target.name}"
     sections = {
         "modules": _modules(a, predictions),
         "time": timing.section(a.programs, predictions, kernels.link) if predictions else tag("p", OLD),
@@ -52,7 +55,12 @@ def report(a: Opened) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"{tag('title', title)}<style>{STYLE}</style></head>"
     )
-    return f"{head}\n{tag('body', join([tag('h1', title), nav, _facts(a), *body]))}</html>\n"
+    return f"{head}\n{tag('body', join([tag('h1', title), nav, *_warning(part), _facts(a), *body]))}</html>\n"
+
+
+def _warning(part: str) -> list[Html]:
+    text = f"A quick build: {part} of the model alone. What it writes, and its time and memory, are not the model's."
+    return [tag("p", text, class_="warn")] if part else []
 
 
 def _facts(a: Opened) -> Html:

@@ -86,7 +86,8 @@ def open_engine(
         device.close()
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
-    summary = ", ".join(filter(None, (where, str(executor.capacity), device.brought)))
+    part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
+    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
     return Opened(engine, summary, executor.close)
 
 

@@ -53,11 +53,11 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
     exact = planned(made, "--memory", f"{need}B")
     assert exact["fits"] and exact["kv"]["tokens"] == exact["model"]["max_model_len"]
     short = planned(made, "--memory", f"{need - 1}B", code=1)
-    text = render(short, "llmc compile x")
+    text = render(short, ["compile", "x"])
     assert short["fits"] is False and "NO: one sequence needs" in text and "next:" not in text
     (tokens,) = [w for line in text.splitlines() if "Try: --max-model-len" in line for w in line.split() if w.isdigit()]
     assert planned(made, "--memory", f"{need - 1}B", "--max-model-len", tokens)["fits"]
-    tiny = render(planned(made, "--memory", "1KiB", code=1), "")
+    tiny = render(planned(made, "--memory", "1KiB", code=1), [])
     assert "take a device with more memory" in tiny
 
 
