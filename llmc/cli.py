@@ -192,8 +192,8 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (model.llmc: model.html)")
     p = _command(sub, "verify", _verify, "recompute every hash of an artifact, and open it where this machine can")
     p.add_argument("artifact")
-    p.add_argument("--record", action="store_true", help="run the artifact and record its canary")
-    p.add_argument("--canary", action="store_true", help="run the recorded canary, too")
+    p.add_argument("--record", action="store_true", help="run fixed prompts, and record what follows as its canary")
+    p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
     p.add_argument("--json", action="store_true")
 
 
