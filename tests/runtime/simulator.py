@@ -103,7 +103,7 @@ class Episode:
         self.backlog = 0  # tokens that live requests may still ask for
         self.steps = self.submitted = 0
         self.ended: Counter[str] = Counter()
-        self.generated = 0
+        self.generated = self.guided = 0
         self.device = make_device(config, self.depth, random.Random(seed))
         executor: Any = self.device
         if self.world.kind == "interrupts":
@@ -147,8 +147,9 @@ class Episode:
             else:
                 raise AssertionError("a request that cannot run was accepted")
         request = self.world.request(self.submitted)
+        guided = request.guide is not None
         self.engine.add(request)
-        expected = self.expected[request.id] = Expected(request, self.world.config)
+        expected = self.expected[request.id] = Expected(request, self.world.config, guided)
         self.backlog += expected.longest()
         self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
 
@@ -187,6 +188,8 @@ class Episode:
         if most is not None and delta.logprobs is not None:
             assert len(delta.logprobs) == 1 and len(delta.logprobs[0].top_ids) == most, f"{delta.id}: {delta.logprobs}"
         self.generated += 1
+        self.guided += expected.guided
+        assert (delta.error is not None) == (finish == "error"), f"{delta.id}: {delta.error}"
         if finish is not None:
             if self.world.config.policy == "fcfs" and self.world.kind == "calm":
                 assert self.steps <= self.deadline[delta.id], f"{delta.id} starved"
@@ -263,6 +266,7 @@ def summary(episode: Episode) -> Counter[str]:
         episodes=1,
         steps=episode.steps,
         overlapped=episode.steps if episode.depth > 1 else 0,
+        guided=episode.guided,
         requests=episode.submitted,
         computed=counters.num_scheduled_tokens,
         generated=episode.generated,

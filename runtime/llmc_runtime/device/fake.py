@@ -26,6 +26,7 @@ class StepLike(Protocol):
 
     inits: list[Any]
     pages: list[Any]
+    masks: list[Any]
     work: list[Any]
 
     def reply(self, tokens: list[int | None], logprobs: list[Any] | None = None) -> Any:
@@ -37,22 +38,24 @@ def link(head: int, token: int) -> int:
     return hash((head, token))
 
 
-def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, vocab_size: int) -> int:
+def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, mask: bytes, vocab_size: int) -> int:
     """The token after a prefix of `length` tokens; `earlier` is the chain at position head % length. Stop ids are
-    passed over until `min_tokens` are out."""
-    token = hash((head, earlier, num_prompt, params.seed, params.temperature)) % vocab_size
-    if length < num_prompt + params.min_tokens:
-        while token in params.stops:
-            token = (token + 1) % vocab_size
-    return token
+    passed over until `min_tokens` are out, and so are those that a `mask` lacks (empty: none)."""
+    token = hash((head, earlier, num_prompt, params.seed, params.temperature, params.biases)) % vocab_size
+    stops = params.stops if length < num_prompt + params.min_tokens else ()
+    for _ in range(vocab_size):
+        if token not in stops and (not mask or mask[token >> 3] >> (token & 7) & 1):
+            return token
+        token = (token + 1) % vocab_size
+    raise Mismatch("no token is allowed")
 
 
 class _Row:
-    __slots__ = ("length", "num_prompt", "params", "table", "tokens")
+    __slots__ = ("length", "mask", "num_prompt", "params", "table", "tokens")
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
-        self.num_prompt, self.params = init.num_prompt, init.params
+        self.num_prompt, self.params, self.mask = init.num_prompt, init.params, init.params.allowed
 
 
 class FakeExecutor:
@@ -133,6 +136,8 @@ class FakeExecutor:
             self._check_pages(grow.pages)
             _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, told {grow.start}")
             table += grow.pages
+        for new in step.masks:
+            self._row(new.row).mask = new.mask
         work = step.work
         _require(len({item.row for item in work}) == len(work), "a row occurs twice")
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
@@ -156,7 +161,10 @@ class FakeExecutor:
         if not item.emit:
             return None
         earlier = self._read(row, head % stop)
-        token = draw(head, earlier, row.num_prompt, stop, row.params, self.vocab_size)
+        _require(not row.params.guided or bool(row.mask), f"row {item.row}: it is guided and has no mask")
+        token = draw(head, earlier, row.num_prompt, stop, row.params, row.mask, self.vocab_size)
+        if row.params.guided:
+            row.mask = b""
         if stop < self.max_model_len:
             tokens.append(token)
         return token

@@ -104,6 +104,8 @@ class Executor:
             self.rows.init(init)
         if step.pages:
             self.rows.grow(step.pages)
+        for mask in step.masks:
+            self.rows.mask(mask)
         ticket = self._start(step.work)
         self._open.append(ticket)
         return ticket

@@ -18,7 +18,7 @@ from llmc_runtime.format.fields import Fields, a_hash, a_name, a_text, an_intege
 from llmc_runtime.format.hashing import BLOCK, sha256
 from llmc_runtime.format.program import DTYPE_BITS, a_size
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 2, 0
 NAME = "manifest.json"
 MODES = ("packed", "random", "none")
 _HEAD = b'{\n  "digest": "'
@@ -68,7 +68,8 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class State:
-    """One persistent buffer. `role`: kv, tokens, length, pages, fparams, iparams, stops, seen or counts."""
+    """One persistent buffer. `role`: kv, or what a row holds: tokens, length, pages, fparams, iparams, stops,
+    seen, counts, bias_ids, biases or allowed."""
 
     name: str
     dtype: str

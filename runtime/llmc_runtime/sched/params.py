@@ -6,17 +6,20 @@ request is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.step import STOPS
+from llmc_runtime.sched.step import BIASES, STOPS
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 1024  # of one stop string
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+MAX_ALLOWED = 65536
+MAX_BAD_WORDS = 128
 MAX_INT = 2**31 - 1
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
 
@@ -33,6 +36,9 @@ class SamplingParams:
     stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
     logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
     n             1
+    logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
+    allowed_token_ids  None, or the ids that may be generated, 1 to 65536
+    bad_words     up to 128 strings of 1 to 1024 bytes that are not generated, behind a space or not
     """
 
     n: int = 1
@@ -53,9 +59,13 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None  # a tuple once constructed
+    bad_words: Iterable[str] | None = ()  # a tuple once constructed
 
     def __post_init__(self) -> None:
         self._check_sampling()
+        self._check_bans()
         self._check_length()
         self._check_stops()
         if self.temperature < _GREEDY_BELOW:
@@ -113,6 +123,21 @@ class SamplingParams:
             raise refused("stop_token_ids", self.stop_token_ids, allowed)
         self._set(stop=stop, stop_token_ids=tuple(map(int, ids)))
 
+    def _check_bans(self) -> None:
+        if self.logit_bias is not None:
+            self._set(logit_bias=_biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = f"1 to {MAX_ALLOWED} token ids, each 0 or more"
+            ids = _tuple("allowed_token_ids", self.allowed_token_ids, allowed)
+            if not 0 < len(ids) <= MAX_ALLOWED or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
+                raise refused("allowed_token_ids", self.allowed_token_ids, allowed)
+            self._set(allowed_token_ids=tuple(sorted(set(map(int, ids)))))
+        allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes"
+        words = () if isinstance(self.bad_words, str) else _tuple("bad_words", self.bad_words, allowed)
+        if isinstance(self.bad_words, str) or len(words) > MAX_BAD_WORDS or not all(map(_is_word, words)):
+            raise refused("bad_words", self.bad_words, allowed)
+        self._set(bad_words=words)
+
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
         good = isinstance(value, Real) and not isinstance(value, bool)  # numpy's scalars are among them
@@ -143,6 +168,25 @@ def _is_int(value: object) -> bool:
 
 def _is_stop(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES
+
+
+def _is_word(text: object) -> bool:
+    return _is_stop(text) and bool(str(text).strip())
+
+
+def _biases(given: object) -> dict[int, float] | None:
+    """{id: bias} with biases cut to what is allowed; ids may be texts, as JSON has them. None where there are none."""
+    allowed = f"up to {BIASES} token ids, each 0 or more, and a number for each"
+    if not isinstance(given, Mapping) or len(given) > BIASES:
+        raise refused("logit_bias", given, allowed)
+    out = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        number = isinstance(value, Real) and not isinstance(value, bool) and value == value
+        if not _is_int(token) or not 0 <= token <= MAX_INT or not number:
+            raise refused("logit_bias", given, allowed)
+        out[int(token)] = min(MAX_BIAS, max(-MAX_BIAS, float(value)))
+    return out or None
 
 
 def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:

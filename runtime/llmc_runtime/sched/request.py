@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.guide import Guide
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.step import RowParams, TokenLogprobs, Work
 
@@ -24,13 +25,16 @@ class Status(IntEnum):
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
-    are shared within one `cache_salt`. The other fields belong to the scheduler."""
+    are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids. The other fields belong to
+    the scheduler."""
 
     id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     cache_salt: str = ""
+    bad_words: Sequence[Sequence[int]] = ()
+    guide: Guide | None = None
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival

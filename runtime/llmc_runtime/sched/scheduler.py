@@ -17,6 +17,10 @@ device applies the diffs and the work of all steps in the order in which they we
   abort) leaves steps under way whose output is dropped; all that they write is its row and its private pages.
 - A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
   again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
+- What a guided request may get next depends on its tokens (a grammar, bad words of several tokens), so its mask can be
+  sent only when all of them are known: while a guided request's token is under way nothing is planned. All requests
+  then run one step at a time, as at depth 1; were only the guided ones left out, they would run in every second step,
+  and read all the weights once more for it.
 - rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
@@ -35,7 +39,7 @@ from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.step import RowInit, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
@@ -54,6 +58,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.guided: set[Request] = set()  # of the live ones
         # The steps under way, oldest first, each with the requests of its work, in its order.
         self._under_way: deque[tuple[Step, list[Request]]] = deque()
         self._empty()
@@ -72,6 +77,8 @@ class Scheduler:
         request.chain.append(self.prefix.root(request.cache_salt))
         request.status = Status.WAITING
         self.requests[request.id] = request
+        if request.guide is not None:
+            self.guided.add(request)
         _insert(self.waiting, request)
 
     def abort(self, request_id: str) -> bool:
@@ -87,15 +94,21 @@ class Scheduler:
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step behind those under way. It is empty, and then not under way, where no request lives or where
-        all that live wait for a step under way: at depth 1 only the former."""
+        """Plan one step behind those under way. It is empty, and then not under way, where no request lives, or where
+        all that live, or a guided one, wait for a step under way: at depth 1 only the former."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
+        if self._under_way and any(r.num_total > len(r.tokens) for r in self.guided if r.status is _RUNNING):
+            return step
         planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
+        if self.guided:
+            for request, work in zip(planned, step.work):
+                if request.guide is not None and work.emit:
+                    step.masks.append(RowMask(request.row, request.guide.mask()))
         if planned:
             self._under_way.append((step, planned))
         return step
@@ -140,7 +153,7 @@ class Scheduler:
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
-        for queue in (self.requests, self.waiting, self.running):
+        for queue in (self.requests, self.waiting, self.running, self.guided):
             queue.clear()
         self._empty()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
@@ -269,6 +282,11 @@ class Scheduler:
             tops = (tuple(logprobs.top_ids[:most]), tuple(logprobs.top_logprobs[:most]))
             delta.logprobs = [TokenLogprobs(logprobs.logprob, logprobs.rank, *tops)]
         end = request.finish_of(token)
+        if end is None and request.guide is not None:
+            try:
+                end = ("stop", None) if request.guide.accept(token) else None
+            except LlmcError as error:  # of this request alone
+                end, delta.error = ("error", None), error
         if end is not None:
             delta.finish_reason, delta.stop_reason = end
             self._finish(request, end[0])
@@ -288,6 +306,7 @@ class Scheduler:
             del self.waiting[bisect_left(self.waiting, request.key, key=_KEY)]
         request.status = Status.FINISHED
         del self.requests[request.id]
+        self.guided.discard(request)
         self.counters.request_success[reason] += 1
 
     def _free(self, request: Request) -> None:

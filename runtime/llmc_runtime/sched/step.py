@@ -2,7 +2,8 @@
 
 A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
 written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:
-`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `work` (rows compute tokens).
+`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `masks` (what a row's next token may be),
+`work` (rows compute tokens).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STOPS = 32  # the stop ids that a device row can mask
+BIASES = 1024  # the ids that it can bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class RowParams:
     min_tokens: int = 0
     want_logprobs: bool = False
     stops: tuple[int, ...] = ()  # masked until min_tokens are out; empty where min_tokens is 0
+    biases: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), by id
+    allowed: bytes = b""  # a mask (see guide) for all its tokens; empty: none
+    guided: bool = False  # every token has a mask of its own, see RowMask
 
     def floats(self) -> list[float]:
         """The row of the `fparams` state: f32[8]."""
@@ -46,7 +51,8 @@ class RowParams:
     def ints(self, num_prompt: int) -> list[int]:
         """The row of the `iparams` state: i32[8]; the halves of the seed wrap into signed range."""
         low, high = (_signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32 & 0xFFFFFFFF))
-        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, int(self.want_logprobs), 0, 0]
+        wants, masked = int(self.want_logprobs), int(self.guided or bool(self.allowed))
+        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, wants, len(self.biases), masked]
 
     def stop_row(self) -> list[int]:
         """The row of the `stops` state: i32[32], -1 where empty."""
@@ -80,6 +86,14 @@ class RowPages:
     row: int
     start: int
     pages: list[int]
+
+
+@dataclass(slots=True)
+class RowMask:
+    """What the next token of a guided row may be: a mask (see guide)."""
+
+    row: int
+    mask: bytes
 
 
 @dataclass(slots=True)
@@ -118,6 +132,7 @@ class Step:
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    masks: list[RowMask] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
