@@ -35,8 +35,12 @@ class Live:
         name = str(next(self._ids))
         names = [name] if params.n == 1 else [f"{i}_{name}" for i in range(params.n)]
         try:
+            leader = None
             for i, one in enumerate(names):
-                self._engine.add(Request(one, prompt.ids, one_of(params, i), priority, bad_words=words))
+                mine = one_of(params, i)
+                request = Request(one, prompt.ids, mine, priority, bad_words=words, leader=leader)
+                self._engine.add(request)
+                leader = leader or request
             parts = [Collector(one, i, prompt.ids, params, self._tokenizer) for i, one in enumerate(names)]
         except BaseException:
             for one in names:

@@ -146,12 +146,12 @@ class Episode:
                 pass
             else:
                 raise AssertionError("a request that cannot run was accepted")
-        request = self.world.request(self.submitted)
-        guided = request.guide is not None
-        self.engine.add(request)
-        expected = self.expected[request.id] = Expected(request, self.world.config, guided)
-        self.backlog += expected.longest()
-        self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
+        for request in self.world.family(self.submitted):
+            guided = request.guide is not None
+            self.engine.add(request)
+            expected = self.expected[request.id] = Expected(request, self.world.config, guided)
+            self.backlog += expected.longest()
+            self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
 
     def abort(self) -> None:
         """End some live request; it must be gone."""

@@ -17,7 +17,7 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("n", 2), ("n", True),
+        ("n", 0), ("n", 65), ("n", True),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
         ("temperature", None), ("temperature", True), ("temperature", 101),
         ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", math.nan),
@@ -65,6 +65,8 @@ def test_the_message_names_field_value_and_range() -> None:
     assert str(caught.value) == "LLMC-E601: top_p = 1.5 is not allowed\n  Try: top_p: a number above 0, up to 1"
     with pytest.raises(LlmcError, match=r"min_tokens = 9 .*\n.*0 to max_tokens, 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(LlmcError, match=r"n = 2 .*\n.*1 where temperature is 0"):
+        SamplingParams(n=2, temperature=0)
     with pytest.raises(LlmcError, match="detokenize = False"):
         SamplingParams(stop="x", detokenize=False)
 

@@ -38,6 +38,21 @@ class World:
         salt = "" if rng.random() < 0.9 else "other"
         return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt, *self._bans())
 
+    def family(self, number: int) -> list[Request]:
+        """A request, now and then with others of its prompt behind it."""
+        first = self.request(number)
+        if self.rng.random() > 0.03:
+            return [first]
+        room = min(self.config.max_model_len, self.config.pool_tokens + 1) - len(first.prompt_token_ids)
+        others = [
+            Request(
+                f"r{number}.{i}", first.prompt_token_ids, self._params(min(room, self.rng.randint(1, self.longest))),
+                first.priority, first.cache_salt, leader=first,
+            )
+            for i in range(1, self.rng.randint(2, 5))
+        ]  # fmt: skip
+        return [first, *others]
+
     def _bans(self) -> tuple[list[list[int]], Wandering | None]:
         """Bad words, and a guide, of few requests."""
         rng, vocab = self.rng, self.config.vocab_size

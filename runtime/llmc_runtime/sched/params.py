@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_ALLOWED = 65536
 MAX_BAD_WORDS = 128
+MAX_N = 64
 MAX_INT = 2**31 - 1
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
 
@@ -35,7 +36,7 @@ class SamplingParams:
     max_tokens    at least 1; None: to the end of the context;   min_tokens  0 to max_tokens
     stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
     logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
-    n             1
+    n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i
     logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
     allowed_token_ids  None, or the ids that may be generated, 1 to 65536
     bad_words     up to 128 strings of 1 to 1024 bytes that are not generated, behind a space or not
@@ -72,6 +73,8 @@ class SamplingParams:
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         else:
             self._set(temperature=max(self.temperature, _MIN_TEMPERATURE))
+        if self.greedy and self.n > 1:
+            raise refused("n", self.n, "1 where temperature is 0: the outputs would be equal")
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +86,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def _check_sampling(self) -> None:
-        self._integer("n", 1, 1, "1: ask for the same prompt several times instead")
+        self._integer("n", 1, MAX_N, f"1 to {MAX_N}")
         self._number("temperature", 0, 100)
         self._number("top_p", 0, 1, above=True)
         self._integer("top_k", -1, MAX_INT, "-1 or 0 (off), or the number of likeliest ids to keep, 1 to 2147483647")

@@ -25,8 +25,8 @@ class Status(IntEnum):
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
-    are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids. The other fields belong to
-    the scheduler."""
+    are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids; a `leader` is a request of
+    the same prompt, added before, whose pages it waits for. The other fields belong to the scheduler."""
 
     id: str
     prompt_token_ids: Sequence[int]
@@ -35,6 +35,7 @@ class Request:
     cache_salt: str = ""
     bad_words: Sequence[Sequence[int]] = ()
     guide: Guide | None = None
+    leader: Request | None = None
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival

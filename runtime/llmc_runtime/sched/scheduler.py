@@ -217,6 +217,8 @@ class Scheduler:
             request = waiting[admitted]
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._under_way):
                 break
+            if request.leader is not None and self._computes(request.leader, request):
+                break
             hits = self.prefix.match(request.chain, request.tokens)
             fresh = config.pages_for(len(request.tokens)) - len(hits)
             idle = sum(1 for page in hits if not pool.refs[page])
@@ -244,6 +246,12 @@ class Scheduler:
             budget -= count
             admitted += 1
         del waiting[:admitted]
+
+    def _computes(self, leader: Request, request: Request) -> bool:
+        """Whether the leader will soon have published full pages of the prompt that the other one can share."""
+        full = (request.num_prompt - 1) // self.config.page_size
+        ahead = request.status is Status.WAITING and leader.status is _RUNNING
+        return ahead and self.prefix.enabled and leader.num_published < full
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """A waiting request becomes a running one, `hits` of its pages already computed."""
