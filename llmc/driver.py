@@ -161,6 +161,7 @@ class Trip:
     def trace(self) -> Any:
         from llmc.frontend.hf import trace
 
+        self.console.begin("trace", self.model.name)
         wanted = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
@@ -213,11 +214,12 @@ class Trip:
         def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
             self.ir.append((p.name, show(m)))
             record.observe(p, changes, m)
+            self.console.part("passes", i + 1, len(passes))
 
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
-        self.done("passes", ", ".join(f"{p.name} {r['changes']}" for p, r in zip(passes, record.data, strict=True)))
+        self.done("passes", record.words())
         for line in ctx.told:
             self.note(line)
 
@@ -227,6 +229,8 @@ class Trip:
 
         def progress(done: int, of: int, what: str) -> None:
             self.console.part("kernels", done, of)
+
+        self.console.begin("kernels")
 
         with ExitStack() as stack:
             cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
@@ -351,6 +355,8 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     with Checkpoint(traced) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
+    if line := run_line(artifact, done.target.name, done.target.arch):
+        console.note(line)
     return done
 
 
@@ -374,7 +380,13 @@ def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
     """A line with the command that makes use of a finished artifact, and where; "" where no runtime can."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
-    if target.family == "hip":
+    return run_line(output, target.name, target.arch)
+
+
+def run_line(artifact: Path, target: str, arch: str) -> str:
+    """How to run an artifact with weights, and where; "" where no runtime can."""
+    family = target.partition(":")[0]
+    if family == "hip":
         return ""
-    where = f", where the GPU is {target.arch}" if target.family == "cuda" else ""
-    return f"next{where}: llmc-run {output} --prompt 'Hello'"
+    where = f", where the GPU is {arch}" if family == "cuda" else ""
+    return f"next{where}: llmc-run {artifact} --prompt 'Hello'"

@@ -57,6 +57,13 @@ class Record:
         )
         self.before, self.hits, self.misses = after, Counter(self.ctx.hits), len(self.ctx.misses)
 
+    def words(self) -> str:
+        """One line: the passes that changed something, with their changes, and how much nearly matched."""
+        made = [f"{r['pass'].partition('{')[0]} {r['changes']}" for r in self.data if r["changes"]]
+        missed = sum(x["count"] for r in self.data for x in r["missed"])
+        near = f"; {missed} near misses (llmc report tells why)" if missed else ""
+        return f"{len(self.data)} run: {', '.join(made)}{near}"
+
 
 def _rows(found: Census) -> list[dict[str, Any]]:
     ranked = sorted(found.items(), key=lambda kv: (-kv[1], kv[0]))
