@@ -77,7 +77,8 @@ class Live:
 
 
 def one_of(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of n outputs: a seed of its own, as vLLM derives it."""
+    """The parameters of one of n outputs: a seed of its own, as vLLM derives it; the first scores the prompt."""
     if params.n == 1:
         return params
-    return replace(params, n=1, seed=None if params.seed is None else params.seed + index & _SEEDS)
+    seed = None if params.seed is None else params.seed + index & _SEEDS
+    return replace(params, n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)

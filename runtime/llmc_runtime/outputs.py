@@ -46,7 +46,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache."""
+    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
+    per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing."""
 
     request_id: str
     prompt: str | None
@@ -54,6 +55,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Collector:
     stop_reason: int | str | None = None
     error: LlmcError | None = None
     num_cached: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __post_init__(self) -> None:
         params = self.params
@@ -111,6 +114,9 @@ class Collector:
         if self.finished:
             return False
         self.num_cached = delta.num_cached
+        if delta.prompt_logprobs is not None:
+            scored = zip(self.prompt_ids[1:], delta.prompt_logprobs, strict=True)
+            self.prompt_logprobs = [None, *(self._candidates(token, row) for token, row in scored)]
         rows: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.new_token_ids)
         last = len(delta.new_token_ids) - 1
         for i, (token, row) in enumerate(zip(delta.new_token_ids, rows, strict=True)):
@@ -198,5 +204,6 @@ class Answer:
     def output(self) -> RequestOutput:
         """Everything so far."""
         outputs = [part.output() for part in self.parts]
-        cached = self.parts[0].num_cached
-        return RequestOutput(self.request_id, self.prompt, list(self.prompt_ids), outputs, self.finished, cached)
+        first, ids = self.parts[0], list(self.prompt_ids)
+        cached, scores = first.num_cached, first.prompt_logprobs
+        return RequestOutput(self.request_id, self.prompt, ids, outputs, self.finished, cached, scores)

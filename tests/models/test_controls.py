@@ -27,6 +27,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     options = Options(cache=folder / "cache", reuse=False, max_num_seqs=ROWS, max_num_batched_tokens=24)
     compile_model(folder / "model", folder / "model.llmc", options)
     with LLM(folder / "model.llmc", say=lambda line: None) as opened:
+        opened.source = folder / "model"  # type: ignore[attr-defined]
         yield opened
 
 
@@ -71,3 +72,50 @@ def test_banned_sequences_follow_what_comes(llm: LLM) -> None:
         llm.engine.step()
     told = request.output_token_ids
     assert told[:2] == free[:2] and told[2] != free[2] and len(told) == 6
+
+
+def reference(llm: LLM, ids: list[int]) -> np.ndarray:
+    """Log-probabilities behind each of the ids, [len(ids), vocabulary], by transformers in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llm.source, dtype=torch.float32)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+
+
+def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
+    """Longer than the step's tokens and its rows, beside requests that generate; again from a warm prefix cache."""
+    rng = np.random.default_rng(SEED)
+    asked = [{"prompt_token_ids": rng.integers(3, 320, n).tolist()} for n in (70, 1, 2, 33, 9, 47, 16)]
+    params = [greedy(prompt_logprobs=k, temperature=t) for k, t in zip((3, 0, 1, None, 20, None, 5), (0.0, 1.0) * 4)]
+    first = llm.generate(asked, params, use_tqdm=False)
+    again = llm.generate(asked[:1], params[:1], use_tqdm=False)
+    assert again[0].num_cached_tokens == 0 and again[0].prompt_logprobs is not None
+    for output, one in [*zip(first, params), (again[0], params[0])]:
+        ids, told = output.prompt_token_ids, output.prompt_logprobs
+        assert len(output.outputs[0].token_ids) == 8
+        if one.prompt_logprobs is None:
+            assert told is None
+            continue
+        assert told is not None and told[0] is None and len(told) == len(ids)
+        want = reference(llm, ids)
+        for i, row in enumerate(told[1:]):
+            assert row is not None and next(iter(row)) == ids[i + 1]
+            order = np.argsort(-want[i], kind="stable")[: one.prompt_logprobs]
+            assert set(row) == {ids[i + 1], *order.tolist()}
+            for token, found in row.items():
+                assert abs(found.logprob - want[i, token]) < 1e-3
+                assert found.rank == int((want[i] > want[i, token]).sum()) + 1
+
+
+def test_scoring_a_prompt_changes_no_token(llm: LLM) -> None:
+    """Nor those of others, nor of several outputs behind one prompt, of which it is told once."""
+    asked = prompts(4)
+    draw = {"temperature": 0.9, "seed": 11, "n": 3}
+    plain = [greedy(), greedy(**draw), greedy(frequency_penalty=0.5), greedy()]
+    scored = [greedy(prompt_logprobs=2), greedy(prompt_logprobs=0, **draw), plain[2], plain[3]]
+    want, got = (llm.generate(asked, params, use_tqdm=False) for params in (plain, scored))
+    tokens = [[[o.token_ids for o in one.outputs] for one in outputs] for outputs in (want, got)]
+    assert tokens[0] == tokens[1]
+    assert [one.prompt_logprobs is not None for one in got] == [True, True, False, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from llmc_runtime.device.fake import ROOT, draw, link
+from llmc_runtime.device.fake import ROOT, draw, link, score
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.request import Request
 
@@ -33,6 +33,14 @@ class Expected:
         self.tokens.append(token)
         chain.append(link(head, token))
         return (token, *self._finish(token))
+
+    def scores(self) -> list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] | None:
+        """What is told of the prompt's tokens with the first new one."""
+        most = self.request.params.prompt_logprobs
+        if most is None or len(self.tokens) != self.num_prompt + 1:
+            return None
+        told = [score(self.chain[i], self.tokens[i], self.config.vocab_size) for i in range(1, self.num_prompt)]
+        return [(value, rank, tuple(ids[:most]), tuple(tops[:most])) for value, rank, ids, tops in told]
 
     def _finish(self, token: int) -> tuple[str | None, int | None]:
         params, config = self.request.params, self.config

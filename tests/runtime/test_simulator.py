@@ -31,7 +31,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
-    assert total["guided"] and total["ended by error"], total
+    assert total["guided"] and total["scored"] and total["ended by error"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
@@ -199,6 +199,14 @@ def planned_without_its_last_token(right: Any) -> Any:
     return next
 
 
+def scored_without_rows_for_it(right: Any) -> Any:
+    def chunk(self: Scheduler, request: Request, missing: int, most: int) -> Work:
+        self._spare += 1
+        return right(self, request, missing, most)
+
+    return chunk
+
+
 def a_guide_that_is_not_told(right: Any) -> Any:
     return lambda self, token: False
 
@@ -326,6 +334,7 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "next", after_planning(stops_that_the_row_does_not_mask)),
     (Wandering, "mask", masks_of_the_step_before),
     (Banned, "accept", a_guide_that_is_not_told),
+    (Scheduler, "_chunk", scored_without_rows_for_it),
     (Request, "finish_of", ends_one_token_late),
     (Scheduler, "rollback", rollback_that_keeps_the_row),
 )

@@ -84,6 +84,7 @@ class World:
             ignore_eos=rng.random() < 0.3,
             seed=rng.randrange(1 << 64) if rng.random() < 0.5 else None,
             logprobs=rng.choice((None, None, None, 0, 2)),
+            prompt_logprobs=rng.choice((None,) * 12 + (0, 2)),
             logit_bias={rng.randrange(vocab): rng.uniform(-9, 9)} if rng.random() < 0.1 else None,
             allowed_token_ids=range(first, first + 24) if rng.random() < 0.1 else None,
         )

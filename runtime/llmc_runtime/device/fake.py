@@ -29,7 +29,7 @@ class StepLike(Protocol):
     masks: list[Any]
     work: list[Any]
 
-    def reply(self, tokens: list[int | None], logprobs: list[Any] | None = None) -> Any:
+    def reply(self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any]) -> Any:
         """The answer to the step."""
 
 
@@ -48,6 +48,13 @@ def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, mas
             return token
         token = (token + 1) % vocab_size
     raise Mismatch("no token is allowed")
+
+
+def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int], list[float]]:
+    """(log-probability, rank, likeliest ids, theirs) of `token` behind the prefix of this chain."""
+    value = hash((head, token)) % 1000
+    top = min(20, vocab_size)
+    return -value / 100, value + 1, [(value + i) % vocab_size for i in range(top)], [-i / 7 for i in range(top)]
 
 
 class _Row:
@@ -141,11 +148,13 @@ class FakeExecutor:
         work = step.work
         _require(len({item.row for item in work}) == len(work), "a row occurs twice")
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
-        tokens = [self._work(item) for item in work]
+        _require(sum(item.rows for item in work) <= len(self.rows), "more rows of logits than the program has")
+        scores: dict[int, Any] = {i: [] for i, item in enumerate(work) if item.score}
+        tokens = [self._work(item, scores.get(i)) for i, item in enumerate(work)]
         wanted = [self._logprobs(item.row, token) for item, token in zip(work, tokens)]
-        return step.reply(tokens, wanted)
+        return step.reply(tokens, wanted, scores)
 
-    def _work(self, item: Any) -> int | None:
+    def _work(self, item: Any, scores: list[Any] | None) -> int | None:
         row = self._row(item.row)
         start, stop, size = row.length, row.length + item.num_tokens, self.page_size
         _require(start < stop <= len(row.tokens), f"row {item.row}: {start} to {stop} of {len(row.tokens)} tokens")
@@ -156,7 +165,10 @@ class FakeExecutor:
             slot = table[position // size] * size + position % size
             kv[slot] = head = hash((head, tokens[position]))
             positions[slot] = position
+            if scores is not None and position + 1 < row.num_prompt:
+                scores.append(score(head, tokens[position + 1], self.vocab_size))
         row.length = stop
+        _require(scores is None or row.params.want_logprobs, f"row {item.row}: it wants no log-probabilities")
         _require(item.emit == (stop == len(tokens)), f"row {item.row}: emit is {item.emit} at {stop} of {len(tokens)}")
         if not item.emit:
             return None

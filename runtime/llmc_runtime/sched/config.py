@@ -91,6 +91,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
     request.gate = len(prompt) + params.min_tokens
     request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     request.stops = stops
+    request.scores = None if params.prompt_logprobs is None else []
     request.row_params = RowParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -101,7 +102,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         top_k=params.top_k,
         seed=(seed if params.seed is None else params.seed) & (1 << 64) - 1,
         min_tokens=params.min_tokens,
-        want_logprobs=params.logprobs is not None,
+        want_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
         stops=tuple(sorted(masked)),
         biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
         allowed=allowed,

@@ -36,6 +36,7 @@ class SamplingParams:
     max_tokens    at least 1; None: to the end of the context;   min_tokens  0 to max_tokens
     stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
     logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
+    prompt_logprobs  None: none; 0 to 20: those of each prompt token and of that many likeliest ones
     n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i
     logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
     allowed_token_ids  None, or the ids that may be generated, 1 to 65536
@@ -63,6 +64,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Iterable[int] | None = None  # a tuple once constructed
     bad_words: Iterable[str] | None = ()  # a tuple once constructed
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_sampling()
@@ -99,8 +101,9 @@ class SamplingParams:
             self._integer("seed", -(2**63), 2**64 - 1, "none, or an integer of 64 bits")
             if self.seed == -1:
                 self._set(seed=None)
-        if self.logprobs is not None:
-            self._integer("logprobs", 0, MAX_LOGPROBS, f"none, or 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0, MAX_LOGPROBS, f"none, or 0 to {MAX_LOGPROBS}")
 
     def _check_length(self) -> None:
         most = MAX_INT

@@ -55,6 +55,9 @@ class Request:
     gate: int = field(default=0, init=False)  # below this many tokens nothing stops it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty where ignored
     stops: frozenset[int] = field(default=frozenset(), init=False)
+    scores: list[TokenLogprobs] | None = field(
+        default=None, init=False
+    )  # of the prompt from its second token, if wanted
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -78,7 +81,8 @@ class Request:
 @dataclass(slots=True)
 class RequestDelta:
     """What one step did for one request. A stop token is among `new_token_ids`; `finish_reason` is None while it
-    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache."""
+    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache;
+    `prompt_logprobs`, with the first token alone: of the prompt's tokens from the second on, where wanted."""
 
     id: str
     new_token_ids: list[int]
@@ -87,3 +91,4 @@ class RequestDelta:
     logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0
     error: LlmcError | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

@@ -8,7 +8,7 @@ written), sampling parameters and counts. The host sends only what changed. An e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,11 +98,18 @@ class RowMask:
 
 @dataclass(slots=True)
 class Work:
-    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one."""
+    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one;
+    `score`: of each of the others, which are the prompt's, tell the log-probability of the prompt's next token."""
 
     row: int
     num_tokens: int
     emit: bool
+    score: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that it takes."""
+        return self.num_tokens if self.score else 1
 
 
 class TokenLogprobs(NamedTuple):
@@ -119,10 +126,12 @@ LogprobsTuple = tuple[float, int, Sequence[int], Sequence[float]]
 
 @dataclass(slots=True)
 class StepOutput:
-    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted."""
+    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted.
+    `scores`: those of the prompt's next tokens, by the index of the Work."""
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
+    scores: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -139,9 +148,15 @@ class Step:
         """Tokens over all rows, the T of the step's program."""
         return sum(work.num_tokens for work in self.work)
 
-    def reply(self, tokens: list[int | None], logprobs: Sequence[LogprobsTuple | None] | None = None) -> StepOutput:
+    def reply(
+        self,
+        tokens: list[int | None],
+        logprobs: Sequence[LogprobsTuple | None] | None = None,
+        scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
+    ) -> StepOutput:
         """The answer to this step, for executors that import nothing from here: plain tuples in TokenLogprobs' order;
         no logprobs at all means none wanted."""
+        told = {index: [TokenLogprobs(*found) for found in row] for index, row in (scores or {}).items()}
         if logprobs is None:
-            return StepOutput(tokens, [None] * len(tokens))
-        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs])
+            return StepOutput(tokens, [None] * len(tokens), told)
+        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs], told)
