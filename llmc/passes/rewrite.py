@@ -254,8 +254,8 @@ class Rewrite:
     """A pattern and its replacement.
 
     build(b, m) answers the value that takes the root's place, built with `b` (a Builder before the root, at its place
-    in the model). when(m) answers None, or the reason not to. near: a failure after that many fitting ops is worth
-    telling (0: half of the pattern).
+    in the model; where it has none, at that of the first node of the match that has one). when(m) answers None, or the
+    reason not to. near: a failure after that many fitting ops is worth telling (0: half of the pattern).
     """
 
     name: str
@@ -280,7 +280,12 @@ class Rewrite:
             return None
         misses.pop((node, self.name), None)
         found = m
-        return lambda b: [self.build(b, found)]
+
+        def made(b: Any) -> Sequence[Value]:
+            b.loc = b.loc or next((n.loc for n in found.inner if n.loc), "")
+            return [self.build(b, found)]
+
+        return made
 
 
 @dataclass(frozen=True)
