@@ -1,18 +1,19 @@
-"""Packages from outside: the one in examples, and the one that DEVELOPING.md tells its reader to write."""
+"""The packages in examples, installed as far as finding them goes; tests/test_pages.py installs them by pip."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "examples" / "extension"
+EXAMPLES = ROOT / "examples"
 
 
 def install(folder: Path, project: Path) -> None:
@@ -33,61 +34,59 @@ def llmc(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_pass_of_developing_md_works_as_it_is_printed(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "DEVELOPING.md").read_text(), re.S | re.M)
-    code = next(text for kind, text in blocks if kind == "python")
-    project = next(text for kind, text in blocks if kind == "toml")
-    test = next(text for kind, text in blocks if "use-div" in text and text.startswith("// RUN"))
-    for name, text in (("mine.py", code), ("pyproject.toml", project), ("use_div.llir", test)):
-        (tmp_path / name).write_text(text)
-    without = llmc(tmp_path, "opt", "use_div.llir", "-p", "use-div")
+def copied(name: str, folder: Path) -> None:
+    """An example's files in a folder, as an installed package."""
+    shutil.copytree(EXAMPLES / name, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    install(folder, folder / "pyproject.toml")
+
+
+def test_a_pass_is_there_when_its_package_is(tmp_path: Path) -> None:
+    file = str(EXAMPLES / "pass" / "norm_last.llir")
+    without = llmc(tmp_path, "opt", file, "-p", "norm-last")
     assert without.returncode == 1
-    assert "there is no pass 'use-div'" in without.stderr
+    assert "there is no pass 'norm-last'" in without.stderr
+    copied("pass", tmp_path)
+    done = llmc(tmp_path, "opt", file, "-p", "serve, without page-attention, after fuse-norm: norm-last", "--check")
+    assert done.returncode == 0, done.stderr
+    done = llmc(tmp_path, "opt", file, "-p", "norm-last", "--explain", "--check")
+    assert "rms_norm(%0, %w) {eps=1e-05} : bf16[R, 64]  // model.norm" in done.stdout
+    assert "miss: norm-last: take at permuted: no row is left out" in done.stdout
+    assert "check: @last: 1 outputs agree" in done.stdout
+    assert "norm-last" in llmc(tmp_path, "passes").stdout
+
+
+@pytest.mark.parametrize(
+    "target, choice", [("cpu:portable", 'kernel="take-norm/cpp"'), ("cuda:sm_90", 'kernel="take-norm/triton", warps=4')]
+)
+def test_an_op_its_pass_and_its_kernels(target: str, choice: str, tmp_path: Path) -> None:
+    copied("fused-op", tmp_path)
+    file = str(EXAMPLES / "fused-op" / "take_norm.llir")
+    done = llmc(tmp_path, "opt", file, "-p", "fuse-take-norm, select", "--target", target)
+    assert f"take_norm(%x, %last, %w) {{eps=1e-05, {choice}}} : bf16[R, 64]" in done.stdout, done.stderr
+    assert "a negative index gives a row of zeros" in llmc(tmp_path, "ops", "take_norm").stdout
+
+
+def test_targets_from_outside(tmp_path: Path) -> None:
+    copied("target", tmp_path)
+    listed = llmc(tmp_path, "passes").stdout
+    assert re.search(r"pipeline serve of .*cpu:small-box", listed) and re.search(r"serve of .*cuda:sm_86", listed)
+
+
+def test_two_packages_with_one_name_are_an_error(tmp_path: Path) -> None:
+    copied("pass", tmp_path)
+    project = (tmp_path / "pyproject.toml").read_text().replace("llmc-norm-last", "another")
+    (tmp_path / "pyproject.toml").write_text(project.replace("norm_last:EXTENSION", "another:EXTENSION"))
+    (tmp_path / "another.py").write_text(
+        (tmp_path / "norm_last.py").read_text().replace('"norm-last", p', '"other", p')
+    )
     install(tmp_path, tmp_path / "pyproject.toml")
-    pipeline = "serve, without page-attention, after fuse-norm: use-div"
-    done = llmc(tmp_path, "opt", "use_div.llir", "-p", pipeline, "--check")
-    assert done.returncode == 0, done.stderr
-    done = llmc(tmp_path, "opt", "use_div.llir", "-p", "use-div", "--check")
-    assert "div(%x, %y) : f32[T, 8]  // model.layers.0" in done.stdout
-    assert "check: @main: 1 outputs agree" in done.stdout
-    assert "use-div" in llmc(tmp_path, "passes").stdout
-
-
-def test_the_example_package(tmp_path: Path) -> None:
-    (tmp_path / "llmc_softcap.py").write_bytes((EXAMPLE / "llmc_softcap.py").read_bytes())
-    install(tmp_path, EXAMPLE / "pyproject.toml")
-    file = str(EXAMPLE / "softcap.llir")
-    done = llmc(tmp_path, "opt", file, "-p", "canonicalize, fuse-softcap", "--explain", "--check")
-    assert done.returncode == 0, done.stderr
-    assert "softcap(%x) {cap=30.0} : f32[T, 64]" in done.stdout
-    assert "miss: softcap: mul at lm_head: it divides by 30 and multiplies by 50" in done.stdout
-    priced = llmc(tmp_path, "opt", file, "-p", "fuse-softcap, select", "--target", "cpu:one-thread")
-    assert re.search(r'softcap\(%x\) \{cap=30.0, kernel="(softcap/plain|cpu/\w+)"', priced.stdout), priced.stderr
-    assert "(-cap, cap)" in llmc(tmp_path, "ops", "softcap").stdout
-
-
-def test_the_example_kernel_computes_what_the_op_says(tmp_path: Path) -> None:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import llmc_softcap as example
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    from kernels.harness import Case, compile_cases, run_case
-
-    from llmc.ir.example import example_graph
-
-    rng = np.random.default_rng(3)
-    arrays, attrs = example.softcap.example(rng)
-    case = Case("softcap", example_graph(example.softcap, arrays, attrs).graphs["main"], example.KERNEL, {}, arrays)
-    target = example.one_thread()
-    assert example.KERNEL.reject(case.node, target) is None
-    source, function = compile_cases([case], target, tmp_path)["softcap"]
-    run_case(case, source, function)
+    done = llmc(tmp_path, "passes")
+    assert done.returncode == 1
+    assert re.search(r"E422: pass 'norm-last' is offered by both (other|norm-last) and", done.stderr)
 
 
 def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:
     """A whole artifact is reused while the packages that extend the compiler stay as they are, and no longer."""
-    (tmp_path / "llmc_softcap.py").write_bytes((EXAMPLE / "llmc_softcap.py").read_bytes())
     script = tmp_path / "key.py"
     script.write_text("from llmc_runtime.format.cache_key import extension_hashes\nprint(extension_hashes())\n")
 
@@ -96,10 +95,10 @@ def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:
         env = {**os.environ, "PYTHONPATH": path}
         return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=True).stdout
 
-    assert "llmc_softcap" not in hashes()
-    install(tmp_path, EXAMPLE / "pyproject.toml")
+    assert "norm_last" not in hashes()
+    copied("pass", tmp_path)
     first = hashes()
-    assert "llmc_softcap" in first and hashes() == first
-    with open(tmp_path / "llmc_softcap.py", "a") as file:
+    assert "norm_last" in first and hashes() == first
+    with open(tmp_path / "norm_last.py", "a") as file:
         file.write("# changed\n")
     assert hashes() != first

@@ -1,0 +1,28 @@
+"""The pass that finds the op in a model; it knows no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc import Pass, Rewrite
+from llmc.ir.graph import Module
+from llmc.passes.base import Ctx
+from llmc.passes.rewrite import Pat, apply
+
+p = Pat()
+TAKE_NORM = Rewrite(
+    "take-norm",
+    p.take(p.rms_norm(p.x, p.w, eps=p.eps), p.rows),
+    lambda b, m: b.take_norm(m["x"], m["rows"], m["w"], eps=m["eps"]),
+)
+
+
+@dataclass(frozen=True)
+class FuseTakeNorm(Pass):
+    """take(rms_norm(x, w), rows) -> take_norm(x, rows, w)."""
+
+    name: ClassVar[str] = "fuse-take-norm"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        return sum(apply(g, [TAKE_NORM], ctx) for g in m.graphs.values())

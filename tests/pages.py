@@ -1,0 +1,158 @@
+"""Runs what the documentation tells its readers to type, in a scratch folder that looks like a checkout; no test.
+
+A fenced block is run where its first line says so:
+
+    ```console run              every "$ " line is a command; the other lines must be among what it prints, in order,
+                                "..." standing for anything
+    ```console run exit=1       the last command ends with this exit code
+    ```console run slow         left out where time is short
+    ```python run               a program
+    ```python of=PATH           the text is a part of that file of the repository
+
+`python tests/pages.py [PAGE ...]` runs pages whole, the slow blocks, too; without arguments all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md")]))
+PACKAGES = ("pass", "fused-op", "target")
+KERNELS = ROOT / "build" / "pages" / "kernels"  # compiled once for all runs; whole artifacts are made anew in each
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
+LIMIT = 600.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the line where it begins."""
+
+    page: Path
+    line: int
+    language: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def word(self, name: str) -> str:
+        """The value of a word such as exit=1; "" where it is not there."""
+        return next((w.partition("=")[2] for w in self.words if w.startswith(name + "=")), "")
+
+    def commands(self) -> Iterator[tuple[str, list[str]]]:
+        """(command, the lines that it must print); a command goes on in the next line after a backslash."""
+        for part in re.split(r"^\$ ", self.text.replace("\\\n", " "), flags=re.M)[1:]:
+            command, *lines = part.rstrip().splitlines()
+            yield command, lines
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for m in FENCE.finditer(text):
+        line = text.count("\n", 0, m.start()) + 1
+        yield Block(page, line, m[1], tuple(m[2].split()), m[3])
+
+
+def missing(wanted: list[str], printed: str) -> str | None:
+    """The first line of `wanted` that is not among the printed ones behind the line before it; None where all are."""
+    lines = iter(line.rstrip() for line in printed.splitlines())
+    for want in wanted:
+        pattern = re.compile(".*".join(map(re.escape, want.rstrip().split("..."))))
+        if want.strip(". ") and not any(pattern.fullmatch(line) for line in lines):
+            return want
+    return None
+
+
+class Checkout:
+    """A scratch folder with what the pages use of a checkout; nothing in it is the repository's own but by links."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, site = folder, folder / ".site"
+        (folder / "examples").mkdir(parents=True)
+        for model in ("demo-model", "demo-model-small"):
+            (folder / "examples" / model).symlink_to(ROOT / "examples" / model)
+        for package in PACKAGES:
+            skip = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+            shutil.copytree(ROOT / "examples" / package, folder / "examples" / package, ignore=skip)
+        (folder / "tests").symlink_to(ROOT / "tests")
+        path = os.pathsep.join(map(str, (site, ROOT, ROOT / "runtime")))
+        scripts = Path(sys.executable).parent
+        self.env = {
+            "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "HOME": str(folder / ".home"),
+            "PYTHONPATH": path,
+            "LLMC_CACHE": str(cache),
+            # Packages are built by what is installed, without a network, and put beside the environment.
+            "PIP_TARGET": str(site), "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_UPGRADE": "1",
+        }  # fmt: skip
+        (folder / ".home").mkdir()
+
+    def run(self, block: Block) -> None:
+        """Run one block; AssertionError with what was printed where it does not do as the page says."""
+        if block.language == "python":
+            script = self.folder / f"block{block.line}.py"
+            script.write_text(block.text)
+            self._one(block, f"python {script.name}", [], 0)
+            return
+        commands = list(block.commands())
+        assert commands, f"{block.where}: a block that is run has no line that begins with '$ '"
+        for i, (command, wanted) in enumerate(commands):
+            last = i == len(commands) - 1
+            self._one(block, command, wanted, int(block.word("exit") or 0) if last else 0)
+
+    def _one(self, block: Block, command: str, wanted: list[str], code: int) -> None:
+        argv = ["bash", "-o", "pipefail", "-c", command]
+        r = subprocess.run(
+            argv, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+        told = f"{block.where}: $ {command}\n{r.stdout}"
+        assert r.returncode == code, f"exit code {r.returncode}, not {code}\n{told}"
+        absent = missing(wanted, r.stdout)
+        assert absent is None, f"this line was not printed, or not in its place: {absent}\n{told}"
+
+
+def cache_in(folder: Path) -> Path:
+    """A cache for one run, whose compiled kernels are kept for the next."""
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
+    (folder / "kernels").symlink_to(KERNELS)
+    return folder
+
+
+def run_page(page: Path, folder: Path, cache: Path, slow: bool) -> int:
+    """Run a page's blocks in order, in a new scratch folder; answer how many ran."""
+    checkout = Checkout(folder, cache)
+    todo = [b for b in blocks(page) if "run" in b.words and (slow or "slow" not in b.words)]
+    for block in todo:
+        checkout.run(block)
+    return len(todo)
+
+
+def main(names: list[str]) -> int:
+    pages = [p for p in PAGES if not names or p.stem in names or p.name in names]
+    with tempfile.TemporaryDirectory(prefix="pages-") as scratch:
+        cache = cache_in(Path(scratch, "cache"))
+        for page in pages:
+            begin = time.perf_counter()
+            n = run_page(page, Path(scratch, page.stem), cache, slow=True)
+            print(f"  {page.name}: {n} blocks in {time.perf_counter() - begin:.1f} s", flush=True)
+    return 0 if pages else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

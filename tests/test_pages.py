@@ -1,0 +1,146 @@
+"""The documentation does as it says: commands run, excerpts are of the files that they name, links lead somewhere.
+
+`python tests/pages.py` runs everything; here the tutorials run without their slow blocks, and one of the how-tos, which
+the run's seed draws.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pages
+import pytest
+from models.cases import SEED
+from pages import DOCS, FENCE, PAGES, ROOT, Block
+
+TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])
+TUTORIALS = [p for p in PAGES if p.stem.startswith("tutorial")]
+DRAWN = [*TUTORIALS, Random(SEED).choice([p for p in PAGES if p not in TUTORIALS])]
+SHELLS = ("console", "sh", "bash", "")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """One cache for the pages of a run, in all of its workers, in which the demonstration model is compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+    folder = shared / "pages-cache"
+    with open(shared / "pages.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            pages.cache_in(folder)
+            first = Block(DOCS / "README.md", 0, "console", (), "$ llmc compile examples/demo-model -o demo.llmc\n")
+            pages.Checkout(shared / "pages-first", folder).run(first)
+    return folder
+
+
+@pytest.mark.parametrize("page", DRAWN, ids=lambda p: p.stem)
+def test_a_page_does_as_it_says(page: Path, tmp_path: Path, cache: Path) -> None:
+    print(f"seed {SEED}")
+    assert pages.run_page(page, tmp_path / "checkout", cache, slow=False)
+
+
+def test_every_command_of_the_tutorials_and_how_tos_is_run() -> None:
+    for page in PAGES:
+        left = [b for b in pages.blocks(page) if b.language == "console" and "run" not in b.words]
+        assert not left, f"{left[0].where}: a console block that is not run"
+        assert any("run" in b.words for b in pages.blocks(page)), f"{page.name} runs nothing"
+
+
+def test_excerpts_are_of_the_files_they_name() -> None:
+    named = [b for page in TEXTS for b in pages.blocks(page) if b.word("of")]
+    assert len(named) >= 10
+    for b in named:
+        assert b.text in (ROOT / b.word("of")).read_text(), f"{b.where}: {b.word('of')} does not have this text"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every llmc and llmc-run command in the fenced blocks of a page."""
+    for m in FENCE.finditer(text):
+        if m[1] in SHELLS:
+            text = m[3].replace("\\\n", " ")
+            for line in re.findall(r"^\$ (.*)", text, re.M) if m[1] == "console" else text.splitlines():
+                lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+                lexer.whitespace_split = True
+                yield from simple(list(lexer))
+
+
+def simple(words: list[str]) -> Iterator[list[str]]:
+    """The commands between operators of a shell line; redirections end one."""
+    part: list[str] = []
+    for w in [*words, ";"]:
+        if not set(w) <= set("();<>|&"):
+            part += [w] if w != "..." else []
+            continue
+        if part and part[0] in ("do", "then"):
+            part = part[1:]
+        if part and part[0] in ("llmc", "llmc-run"):
+            yield part
+        part = []
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.stem)
+def test_every_command_in_a_text_has_options_that_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmc_runtime.cli import parser as run_parser
+
+    from llmc.cli import _parser
+
+    for words in commands(page.read_text()):
+        runs = words[0] == "llmc-run" or words[1] == "run"
+        parser = run_parser(words[0], words[0] == "llmc") if runs else _parser()
+        try:
+            parser.parse_args(words[2:] if words[1] == "run" else words[1:])
+        except SystemExit:
+            pytest.fail(f"{page.name}: {' '.join(words)}\n{capsys.readouterr().err}")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in TEXTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+            name, _, anchor = target.partition("#")
+            if "://" in name:
+                continue
+            at = page.parent / name if name else page
+            assert at.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(at), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    text = (DOCS / "README.md").read_text()
+    assert not [p.name for p in DOCS.glob("*.md") if p.name != "README.md" and f"({p.name})" not in text]
+    assert "docs/README.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "wanted, printed, absent",
+    [
+        (["a", "...", "c"], "a\nb\nc", None),
+        (["a ... z"], "a b c z", None),
+        (["c", "a"], "a\nb\nc", "a"),
+        (["a"], "ab", "a"),
+        (["a+"], "aa", "a+"),
+    ],
+)
+def test_what_must_be_printed(wanted: list[str], printed: str, absent: str | None) -> None:
+    assert pages.missing(wanted, printed) == absent
+
+
+def test_a_page_that_lies_fails(tmp_path: Path) -> None:
+    checkout = pages.Checkout(tmp_path / "checkout", tmp_path / "cache")
+    good = Block(DOCS / "README.md", 1, "console", ("run",), "$ echo one \\\n  two\none two\n")
+    checkout.run(good)
+    for text, words in (("$ false\n", ()), ("$ true\n", ("exit=1",)), ("$ echo no\nyes\n", ()), ("echo\n", ())):
+        with pytest.raises(AssertionError):
+            checkout.run(Block(DOCS / "README.md", 1, "console", words, text))
+    checkout.run(Block(DOCS / "README.md", 1, "console", ("exit=1",), "$ true\n$ false\n"))
