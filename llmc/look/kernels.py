@@ -13,7 +13,7 @@ from llmc.artifact.inspect import size_text
 from llmc.artifact.report import predict
 from llmc.look.html import Html, Number, code, dim, fold, join, number, table, tag
 from llmc.look.opened import Opened
-from llmc.look.words import schedule_text, us_text
+from llmc.look.words import many, schedule_text, us_text
 from llmc.passes.record import pattern
 
 
@@ -49,7 +49,7 @@ def _kernel(
     a: Opened, k: KernelFile, uses: Mapping[str, Counter[tuple[str, str]]], times: Mapping[tuple[str, str], float]
 ) -> Html:
     count = sum(sum(c.values()) for c in uses.values())
-    where = f"{count} launches in {len(uses)} program{'s' if len(uses) > 1 else ''}" if uses else "runs the launches"
+    where = f"{many(count, 'launch', 'launches')} in {many(len(uses), 'program')}" if uses else "runs the launches"
     summary = tag("span", code(k.hash[:8]), " ", k.entry, " ", dim(where), id=f"k-{k.hash}")
     size = a.manifest.files[k.file].bytes
     shape = f", {k.threads} threads and {size_text(k.shared)} of shared memory a block" if k.threads else ""

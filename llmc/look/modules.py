@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.look.html import Html, code, dim, fold, join, table
-from llmc.look.words import count_text, runs
+from llmc.look.words import count_text, many, runs
 
 _WEIGHT = re.compile(r"%([^\s:%]+): weight ([\w.]+)\[([\d, ]*)\]")
 _NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
@@ -104,7 +104,7 @@ def _facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> 
     for c in columns:
         found = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
         n, us = sum(n for n, _ in found), sum(us for _, us in found)
-        words += [f"{c}: {n} launches, {us:,.1f} us"] if n else []
+        words += [f"{c}: {many(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
     return " · ".join(words)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmc.look.html import Html, code, dim, fold, join, number, table, tag
+from llmc.look.words import many
 
 MOST = 200  # rows of one table
 
@@ -17,8 +18,8 @@ def section(record: Sequence[Mapping[str, Any]]) -> Html:
 
 def _pass(i: int, r: Mapping[str, Any]) -> Html:
     near = sum(x["count"] for x in r["missed"])
-    words = [f"{r['changes']:,} changes", f"{r['nodes']:,} nodes in {r['graphs']} graphs after it"]
-    words += [f"{near} near misses"] if near else []
+    words = [many(r["changes"], "change"), f"{many(r['nodes'], 'node')} in {many(r['graphs'], 'graph')} after it"]
+    words += [many(near, "near miss", "near misses")] if near else []
     summary = join([f"{i}.", code(r["pass"]), dim(", ".join(words))], " ")
     parts = [
         _rules("matched", r["applied"]),

@@ -21,6 +21,11 @@ def runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
+def many(n: int, one: str, more: str = "") -> str:
+    """1 -> "1 launch", 3 -> "3 launches"; `more` defaults to one more s."""
+    return f"{n:,} {one if n == 1 else more or one + 's'}"
+
+
 def count_text(n: float) -> str:
     """1234567 -> "1.23 M"."""
     for unit in ("", " K", " M"):

@@ -20,7 +20,7 @@ from llmc.look import html
 from llmc.look.memory import chart
 from llmc.look.modules import alike, tree
 from llmc.look.page import write_report
-from llmc.look.words import count_text, runs, us_text
+from llmc.look.words import count_text, many, runs, us_text
 from llmc.passes.record import pattern
 from llmc.targets.cpu import portable
 
@@ -208,6 +208,7 @@ def test_numbers_are_told_in_few_words(numbers: list[int], words: str) -> None:
 
 
 def test_amounts() -> None:
+    assert many(1, "launch", "launches") == "1 launch" and many(2000, "change") == "2,000 changes"
     assert count_text(999) == "999" and count_text(8_030_000_000) == "8.03 G" and us_text(1500) == "1.50 ms"
     assert (
         pattern("model.layers.31.mlp") == "model.layers.*.mlp" and pattern("h.0") == "h.*" and pattern("a1.b") == "a1.b"
