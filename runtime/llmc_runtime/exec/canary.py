@@ -201,9 +201,13 @@ def failure(verdict: Verdict, canary: Canary, executor: Executor) -> LlmcError |
         return None
     more = len(verdict.problems) - 2
     words = "; ".join([*verdict.problems[:2], *([f"and {more} more"] if more > 0 else [])])
-    where = f"on {executor.device.name}, recorded on {canary.device.get('name', '?')}"
+    where = f"on {_device(executor.device.describe())}, recorded on {_device(canary.device)}"
     cause = f"the canary fails at {len(verdict.problems)} of {verdict.checked} tokens {where}: {words}"
     return LlmcError("E125", cause, "do not serve from this machine; compile again where the artifact may be damaged")
+
+
+def _device(facts: Mapping[str, Any]) -> str:
+    return " ".join(str(facts[k]) for k in ("name", "model") if k in facts)[:120]
 
 
 def _next(
