@@ -49,7 +49,8 @@ def build(
     toolchain = toolchain or find_toolchain(target)
     jobs = jobs or min(os.cpu_count() or 1, 16)
     done: dict[Any, Source] = {}
-    emitted = [plan.emit_graph(g, known, target, done) for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    emitted = [plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
     placed = sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
     if isinstance(toolchain, TritonToolchain):
         made = gpu.build(placed, toolchain, cache, jobs, progress)

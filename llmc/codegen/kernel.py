@@ -40,6 +40,9 @@ class Source:
     pdl: bool = False
 
 
+SETTLED = "settled"  # the launch in front writes none of the operands that `Kernel.early` names
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to run some ops on one kind of machine. Instances are immutable and hold no results."""
@@ -71,6 +74,11 @@ class Kernel:
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         """Put the node's weights into the layouts that `layouts` names: replace it by one that reads layout ops."""
         raise NotImplementedError
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        """Operands that the kernel would read before it waits for the launch in front of it. Where that launch writes
+        none of them, the schedule given to `emit` has the key SETTLED."""
+        return ()
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         """The source of the node under a schedule: pure and deterministic."""
