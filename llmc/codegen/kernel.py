@@ -40,7 +40,9 @@ class Source:
     pdl: bool = False
 
 
-SETTLED = "settled"  # the launch in front writes none of the operands that `Kernel.early` names
+# What code generation adds to a schedule before `emit`, from the launches around the node's own:
+SETTLED = "settled"  # the one in front writes none of the operands that `Kernel.early` names
+LATE = "late"  # the next one has programs that crowd: let it begin when this one's are nearly done
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Kernel:
     name: str = ""
     ops: tuple[str, ...] = ()
     language: str = "cpp"
+    crowds: bool = False  # its programs take so much of a multiprocessor that they should find all of them free
+    yields: bool = False  # it heeds LATE
 
     def claims(self, node: Node) -> bool:
         """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.kernel import SETTLED, Kernel, Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic
 from llmc.ir.cost import node_cost
@@ -31,21 +31,21 @@ def emit_graph(
 ) -> Emitted:
     """Sources of the nodes that run; `done` carries those already emitted from one graph to the next."""
     storage = Storage(g)
-    nodes: list[Node] = []
+    nodes = [n for n in g.nodes if launched(n, storage)]
+    if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
+        raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=missing)
+    chosen = [kernels[n.choice["kernel"]] for n in nodes]
     sources: list[Source] = []
-    for n in g.nodes:
-        if not launched(n, storage):
-            continue
-        if not n.choice.get("kernel"):
-            raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=n)
-        kernel, schedule = kernels[n.choice["kernel"]], schedule_of(n)
-        if nodes and settled(kernel.early(n), n, nodes[-1], sources[-1], storage, bounds):
+    for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
+        schedule = schedule_of(n)
+        if i and settled(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
             schedule = {**schedule, SETTLED: 1}
+        if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
+            schedule = {**schedule, LATE: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
-        key = (n.op.name, types, repr(n.attrs), n.choice["kernel"], repr(schedule))
+        key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in done:
             done[key] = kernel.emit(n, schedule, target)
-        nodes.append(n)
         sources.append(done[key])
     return Emitted(g, tuple(nodes), tuple(sources))
 

@@ -1,16 +1,32 @@
-"""Which operands a launch may read before it waits for the one in front: those that this one does not write."""
+"""What emitters are told of the launches around a node: operands that are settled, a next launch that crowds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from llmc.codegen.kernel import Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
 from llmc.codegen.memory import Storage
-from llmc.codegen.plan import settled
+from llmc.codegen.plan import emit_graph, settled
 from llmc.ir.dim import D, Dim
-from llmc.ir.graph import Builder, Graph
+from llmc.ir.graph import Builder, Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
+from llmc.targets.gpu import sm_90
+from llmc.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Said(Kernel):
+    """A kernel whose source is what it was told."""
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        return (1,) if node.op.name == "add" else ()
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        return Source("f", "triton", f"{self.name} {sorted(schedule)}", (), grid=(D("T"),))
+
 
 BOUNDS = {"T": (1, 8), "R": (0, 8)}
 
@@ -55,3 +71,14 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
     source = Source("f", "triton", "", (), grid=(D("T"),))
     assert not settled((0,), last, before, source, Storage(g), BOUNDS)
     assert settled((1, 2, 3), last, before, source, Storage(g), BOUNDS)
+
+
+@pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
+def test_a_kernel_that_yields_is_told_of_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
+    g, _ = chain()
+    kernels = {"a": Said("a", yields=yields), "b": Said("b", crowds=crowds)}
+    for n in g.nodes:
+        n.choice = {"kernel": "b" if n.op.name == "add" else "a"}
+    made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
+    late = [LATE] * (yields and crowds)
+    assert [s.text for s in made.sources] == ["a []", f"a {late}", f"b {[SETTLED]}"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmc.codegen.emit import Sizes, describe, indent, refused
-from llmc.codegen.kernel import SETTLED, Kernel, Schedule, Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -78,13 +78,17 @@ class Unit:
 
     @property
     def hold(self) -> str:
-        """`wait` without letting the next launch begin; `go` follows later, in every program."""
-        return WAIT if self.pdl else ""
+        """`wait`, of a kernel that heeds LATE: the next launch may then have to begin later, at `go`."""
+        return WAIT if self.pdl and self.late else self.wait
 
     @property
     def go(self) -> str:
-        """Let the next launch begin; only behind `hold`."""
-        return GO if self.pdl else ""
+        """Behind the last load of every program: let the next launch begin, where `hold` has not."""
+        return GO if self.pdl and self.late else ""
+
+    @property
+    def late(self) -> bool:
+        return bool(self.schedule.get(LATE))
 
     def dot_operand(self, text: str) -> str:
         """An operand of tl.dot: float32 where the interpreter runs the text (it cannot multiply bfloat16)."""

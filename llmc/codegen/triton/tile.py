@@ -80,6 +80,8 @@ class Tiled(TritonKernel):
     """linear and linear_map by tl.dot, any number of tokens. `swap`: the weight is the left factor."""
 
     swap: bool = False
+    crowds: bool = True
+    yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return refuse(node)
