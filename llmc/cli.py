@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     if args_list[:1] == ["run"]:
         return _run(args_list[1:])
     args = _parser().parse_args(args_list)
+    args.argv = args_list
     try:
         return int(args.command(args, out or sys.stdout))
     except KeyboardInterrupt:
@@ -79,13 +80,21 @@ def _command(sub: Any, name: str, run: Command, summary: str) -> argparse.Argume
 
 def _compile_arguments(sub: Any) -> None:
     p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact")
-    p.add_argument("model", help="a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
-    p.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder, for example model.llmc")
+    p.add_argument(
+        "model", help="a Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
+    )
+    p.add_argument("-o", "--output", metavar="DIR", help="the artifact's folder, for example model.llmc")
     _build_arguments(p)
+    p.add_argument("--dry-run", action="store_true", help="tell memory, time and whether it fits; compile no kernel")
+    p.add_argument("--memory", type=_gib, metavar="GIB", help="of the device, for --dry-run: 80, or 512MiB")
     p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
     p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
     p.add_argument("--force", action="store_true", help="replace an artifact that is there")
+    p.add_argument(
+        "--report", nargs="?", const=Path(), type=Path, metavar="FILE", help="write the build report (model.html), too"
+    )
     p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
+    p.set_defaults(refuse=p.error)
 
 
 def _build_arguments(p: argparse.ArgumentParser) -> None:
@@ -106,6 +115,9 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step (CPU: 512, GPU: 8192)"
     )
+    p.add_argument(
+        "--layers", type=_positive, metavar="N", help="a quick build of the first N layers alone: not the model"
+    )
     p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
     p.add_argument(
         "--tuning", metavar="FILE", type=Path, help="measurements that choose kernels (those that come with llmc)"
@@ -115,6 +127,18 @@ def _build_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-reuse", action="store_true", help="use cached kernels, but neither use nor keep a whole artifact"
     )
+    _hub_arguments(p)
+
+
+def _hub_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--download-dir", metavar="DIR", type=Path, help="where models by id are kept (huggingface_hub's cache)"
+    )
+    p.add_argument("--hub-endpoint", metavar="URL", help="the hub to ask for models by id (the public one)")
+    p.add_argument(
+        "--offline", action="store_true", help="ask no hub: models by id come from the download folder alone"
+    )
+    p.add_argument("--trust-remote-code", action="store_true", help="refused: no code of a model is ever run")
 
 
 def _opt_arguments(sub: Any) -> None:
@@ -150,17 +174,26 @@ def _look_arguments(sub: Any) -> None:
 def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
     p.add_argument("artifact")
-    p.add_argument("checkpoint", help="the Hugging Face folder that the artifact was compiled from")
+    p.add_argument("checkpoint", help="the Hugging Face folder, or the id, that the artifact was compiled from")
+    _hub_arguments(p)
     _tune_arguments(sub)
     p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
     p.add_argument("artifact")
     p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
     p.add_argument("--kernels", type=int, default=5, metavar="N", help="show the N largest kernels of a program (5)")
     p.add_argument("--json", action="store_true")
+    p = _command(sub, "diff", _diff, "tell what is different between two artifacts, or two stages of the IR")
+    for name in ("a", "b"):
+        p.add_argument(name, metavar=name.upper(), help="an artifact, ARTIFACT:STAGE (a pass's name), or an .llir file")
+    p.add_argument("--all", action="store_true", help="print every line, however many there are")
+    p.add_argument("--json", action="store_true")
+    p = _command(sub, "report", _html, "write what a compile decided as one HTML file, for a browser")
+    p.add_argument("artifact")
+    p.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (model.llmc: model.html)")
     p = _command(sub, "verify", _verify, "recompute every hash of an artifact, and open it where this machine can")
     p.add_argument("artifact")
-    p.add_argument("--record", action="store_true", help="run the artifact and record its canary")
-    p.add_argument("--canary", action="store_true", help="run the recorded canary, too")
+    p.add_argument("--record", action="store_true", help="run fixed prompts, and record what follows as its canary")
+    p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
     p.add_argument("--json", action="store_true")
 
 
@@ -184,10 +217,24 @@ def _positive(text: str) -> int:
     return n
 
 
+def _gib(text: str) -> int:
+    """Bytes with a unit; a bare number counts GiB."""
+    return _bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
+
+
 def _bytes(text: str) -> int:
     from llmc_runtime.cli import parse_bytes
 
     return parse_bytes(text)
+
+
+def _hub(args: argparse.Namespace) -> Any:
+    from llmc.frontend.hub import Hub
+    from llmc.frontend.kinds import refuse_code
+
+    if args.trust_remote_code:
+        raise refuse_code("--trust-remote-code")
+    return Hub(args.hub_endpoint, args.download_dir, args.offline)
 
 
 def _options(args: argparse.Namespace) -> Any:
@@ -201,9 +248,11 @@ def _options(args: argparse.Namespace) -> Any:
         tuning=args.tuning,
         max_num_batched_tokens=args.max_num_batched_tokens,
         pipeline=args.pipeline or "",
+        layers=args.layers,
         cache=None if args.no_cache else (args.cache or default_cache()),
         reuse=not args.no_reuse,
         weights=args.weights,
+        hub=_hub(args),
     )
 
 
@@ -217,7 +266,17 @@ def default_cache() -> Path:
 def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import Console, compile_model
 
+    if args.dry_run:
+        return _dry_run(args, out)
+    if not args.output:
+        args.refuse("name the artifact's folder with -o, or ask for a plan with --dry-run")
+    if args.memory is not None:
+        args.refuse("--memory is for --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
+    if args.report is not None:
+        from llmc.look.page import write_report
+
+        summary.facts["report"] = write_report(Path(args.output), args.report)
     if args.json:
         print(json.dumps(summary.as_json(), indent=2), file=out)
     else:
@@ -225,10 +284,19 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     return 0
 
 
+def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.console import Console
+    from llmc.dry_run import dry_run, render
+
+    plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
+    print(json.dumps(plan, indent=2) if args.json else render(plan, args.argv), file=out)
+    return 1 if plan["fits"] is False else 0
+
+
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import Console, pack_model
 
-    pack_model(Path(args.artifact), Path(args.checkpoint), Console(sys.stderr))
+    pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), _hub(args))
     return 0
 
 
@@ -267,6 +335,22 @@ def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
 
     found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
     print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    return 0
+
+
+def _diff(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.look.diff import diff, render
+
+    found = diff(args.a, args.b)
+    text = json.dumps(found, indent=2) if args.json else render(found, sys.maxsize if args.all else 60)
+    print(text, file=out)
+    return 0 if found["same"] else 1
+
+
+def _html(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.look.page import write_report
+
+    print(write_report(Path(args.artifact), args.output or Path()), file=out)
     return 0
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 from llmc_runtime.format.expr import parse as parse_size
@@ -18,9 +16,11 @@ from llmc import __version__
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
+from llmc.frontend.hub import PUBLIC, Hub, Located, locate
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.record import Record
 from llmc.passes.spec import override, parse_pipeline, run_pipeline
 from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
@@ -35,7 +35,8 @@ class Options:
     max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
     the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
     for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
-    "none" (to be packed later) or "random:SEED" (filled by the runtime)."""
+    "none" (to be packed later) or "random:SEED" (filled by the runtime); layers: a quick build of the
+    first ones alone (None: the model); hub: where ids of models are looked up."""
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -47,6 +48,8 @@ class Options:
     cache: Path | None = None
     reuse: bool = True
     weights: str = "packed"
+    layers: int | None = None
+    hub: Hub = PUBLIC
 
 
 def compile_model(
@@ -56,28 +59,42 @@ def compile_model(
     force: bool = False,
     console: Console | None = None,
 ) -> Summary:
-    """Compile the Hugging Face folder `model` into the artifact folder `output`.
+    """Compile `model`, a Hugging Face folder or a hub id (owner/name@revision), into the artifact folder `output`.
 
     Raises Diagnostic (E3xx model and checkpoint, E4xx passes, E5xx toolchain, E12x the folder); nothing is left behind
     then. An equal compile in the cache is linked instead of repeated.
     """
+    from llmc.artifact.inspect import facts_of
     from llmc.reuse import Reuse
 
-    registry = load()
-    target = parse_target((options or Options()).target, registry.targets)
-    settled = settle(options or Options(), target)
-    trip = _Trip(Path(model), Path(output), settled, registry, target, force, console or Quiet())
-    reuse = Reuse(settled.cache if settled.reuse else None, trip.model, _key_options(settled, target))
+    trip = start(model, Path(output), options or Options(), force, console or Quiet())
+    key = _key_options(trip.options, trip.target, trip.origin)
+    reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, key)
     found = reuse.find()
     if found is not None:
         reuse.place(found, trip.output, force)
         trip.done("reuse", f"an equal artifact from {found}")
-        trip.summary.facts |= facts_of(trip.output)
+        trip.summary.facts |= facts_of(Manifest.load((trip.output / "manifest.json").read_bytes()))
         return trip.summary
     manifest = trip.run()
     reuse.keep(trip.output)
-    trip.summary.facts |= facts_of(trip.output, manifest)
+    trip.summary.facts |= facts_of(manifest)
     return trip.summary
+
+
+def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
+    """A compile that has found its model, and made nothing yet."""
+    from llmc.codegen.scratch import check_cache
+    from llmc.codegen.tuning import read as read_records
+
+    registry = load()
+    target = parse_target(options.target, registry.targets)
+    settled = settle(options, target)
+    if settled.tuning:
+        read_records(settled.tuning)  # a bad one is told before the work
+    if settled.cache:
+        check_cache(settled.cache)
+    return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
 
 
 def settle(o: Options, target: Target) -> Options:
@@ -86,24 +103,35 @@ def settle(o: Options, target: Target) -> Options:
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
 
-def _key_options(o: Options, target: Target) -> Mapping[str, Any]:
+def found_at(model: str | Path, o: Options, console: Console) -> Located:
+    """The model's folder, fetched where `model` is a hub id (see `locate`)."""
+    at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
+    if at.commit:
+        console.note(f"{at.name} at commit {at.commit}: {at.folder}")
+    return at
+
+
+def _key_options(o: Options, target: Target, origin: Located) -> Mapping[str, Any]:
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
+    facts["origin"] = [origin.name, origin.commit]
     return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
-class _Trip:
+class Trip:
     """One compile: the stages in order, their seconds, and what each hands to the next."""
 
     def __init__(
-        self, model: Path, output: Path, options: Options, registry: Registry, target: Target, force: bool,
+        self, origin: Located, output: Path, options: Options, registry: Registry, target: Target, force: bool,
         console: Console,
     ):  # fmt: skip
-        self.model, self.output, self.options, self.force, self.console = model, output, options, force, console
+        self.model, self.output, self.options, self.force, self.console = origin.folder, output, options, force, console
+        self.origin = origin
         self.registry, self.target = registry, target
         self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
-        self.summary = Summary(str(output), next=next_of(model, output, options, target))
+        self.summary = Summary(str(output), next=next_of(origin.folder, output, options, target))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
+        self.reports: dict[str, Any] = {}
 
     def done(self, stage: str, detail: str) -> None:
         now = time.perf_counter()
@@ -133,6 +161,7 @@ class _Trip:
     def trace(self) -> Any:
         from llmc.frontend.hf import trace
 
+        self.console.begin("trace", self.model.name)
         wanted = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
@@ -141,6 +170,7 @@ class _Trip:
             o.max_model_len,
             self.tokens,
             self.rows,
+            o.layers,
         )
         if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
             self.note(
@@ -150,6 +180,11 @@ class _Trip:
             traced = replace(traced, facts=replace(traced.facts, max_positions=MOST_LEN))
         self.ir.append(("traced", show(traced.module)))
         f = traced.facts
+        if f.generation:
+            told = ", ".join(f"{k} {v}" for k, v in f.generation.items())
+            self.note(f"sampling defaults from generation_config.json: {told}; requests may say otherwise")
+        if f.layers:
+            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} alone; what it writes is not the model's")
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
@@ -174,35 +209,37 @@ class _Trip:
 
     def optimise(self, module: Module, max_len: int) -> None:
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
-        counts: list[str] = []
+        record = Record(module, ctx)
 
         def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
             self.ir.append((p.name, show(m)))
-            counts.append(f"{p.name} {changes}")
+            record.observe(p, changes, m)
+            self.console.part("passes", i + 1, len(passes))
 
-        run_pipeline(module, self.passes(max_len), ctx, observe)
-        self.done("passes", ", ".join(counts))
+        passes = self.passes(max_len)
+        run_pipeline(module, passes, ctx, observe)
+        self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
+        self.done("passes", record.words())
         for line in ctx.told:
             self.note(line)
 
     def build(self, module: Module) -> Any:
         from llmc.codegen.driver import build
+        from llmc.codegen.scratch import keep, scratch
 
         def progress(done: int, of: int, what: str) -> None:
             self.console.part("kernels", done, of)
 
+        self.console.begin("kernels")
+
         with ExitStack() as stack:
-            if self.options.cache:
-                cache = self.options.cache / "kernels"
-            else:
-                cache = Path(mkdtemp(prefix="llmc-"))
-                stack.callback(rmtree, cache, ignore_errors=True)
+            cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
             cache.mkdir(parents=True, exist_ok=True)
             try:
                 built = build(module, self.target, cache, self.registry.kernels, progress)
             except Diagnostic as error:
                 if error.code == "E502":
-                    stack.pop_all()  # the text that does not compile is in it, and the error says so
+                    keep(cache)  # the text that does not compile is in it, and the error says so
                 raise
         launches = sum(len(p.launches) for p in built.programs)
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
@@ -218,7 +255,7 @@ class _Trip:
         ]
         parts = Parts(
             compiler=f"llmc {__version__}",
-            source=source_of(traced),
+            source=source_of(traced, self.origin),
             target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
             limits=Limits(facts.max_positions, self.rows, self.tokens),
             vocab_size=facts.vocab_size,
@@ -232,7 +269,7 @@ class _Trip:
             generation=facts.generation,
             ir=self.ir,
             machine=target,
-            reports={"memory.json": built.memory, "compile.json": self.told()},
+            reports={**self.reports, "memory.json": built.memory, "compile.json": self.told()},
         )
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
@@ -242,7 +279,8 @@ class _Trip:
 
     def told(self) -> dict[str, Any]:
         """What was asked for and what was decided: nothing of time or place, so that equal compiles are equal."""
-        return {"options": fixed_options(self.options), "notes": self.summary.notes}
+        options, notes = fixed_options(self.options), self.summary.notes
+        return {"options": options, "notes": notes, "versions": versions(self.target)}
 
 
 def tools(target: Target) -> str:
@@ -252,17 +290,29 @@ def tools(target: Target) -> str:
     return TritonToolchain.find(target).version if "triton" in target.languages else ""
 
 
+def versions(target: Target) -> dict[str, str]:
+    """What an artifact is a function of beside model and options: our version, the tracer's, the compiler's."""
+    from importlib.metadata import version
+
+    from llmc.codegen.driver import find_toolchain
+
+    found = find_toolchain(target)
+    compiler = Path(getattr(found, "compiler", "triton")).name
+    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, compiler: found.version}
+
+
 def fixed_options(o: Options) -> dict[str, Any]:
     """The options that decide what an artifact is; not where anything is kept."""
-    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning")}
+    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning", "hub")}
 
 
-def source_of(traced: Any) -> Source:
-    """Name and hashes of the model's small files; the packed weights have hashes of their own."""
+def source_of(traced: Any, origin: Located) -> Source:
+    """Name, commit and hashes of the model's small files; the packed weights have hashes of their own."""
     from llmc_runtime.format.hashing import sha256
 
     small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
-    return Source("hf", traced.source.folder.resolve().name, "", small)
+    cut = traced.facts.layers or (0, 0)
+    return Source("hf", origin.name or traced.source.folder.resolve().name, origin.commit, small, *cut)
 
 
 def random_seed(weights: str) -> int | None:
@@ -275,8 +325,8 @@ def random_seed(weights: str) -> int | None:
     return None
 
 
-def pack_model(artifact: Path, model: Path, console: Console | None = None) -> Manifest:
-    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model`.
+def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
+    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model` (or its id).
 
     Raises LlmcError E1xx where the artifact does not open, Diagnostic E3xx where the checkpoint is not that model's.
     """
@@ -287,11 +337,15 @@ def pack_model(artifact: Path, model: Path, console: Console | None = None) -> M
     from llmc.frontend.hf import trace
 
     console = console or Quiet()
-    limits = Folder(artifact).manifest().limits
+    manifest = Folder(artifact).manifest()
+    limits = manifest.limits
     last = max((artifact / "ir").glob("*.llir"))
     graph = parse(last.read_text(), load().opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    traced = trace(model, max(set(dtypes), key=dtypes.count), limits.max_model_len)
+    at = found_at(model, Options(hub=hub), console)
+    traced = trace(
+        at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
+    )
     ours = {v.name: v.type for v in graph.inputs}
     theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
     for name in sorted(ours.keys() | theirs.keys()):
@@ -301,6 +355,8 @@ def pack_model(artifact: Path, model: Path, console: Console | None = None) -> M
     with Checkpoint(traced) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
+    if line := run_line(artifact, done.target.name, done.target.arch):
+        console.note(line)
     return done
 
 
@@ -324,24 +380,13 @@ def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
     """A line with the command that makes use of a finished artifact, and where; "" where no runtime can."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
-    if target.family == "hip":
+    return run_line(output, target.name, target.arch)
+
+
+def run_line(artifact: Path, target: str, arch: str) -> str:
+    """How to run an artifact with weights, and where; "" where no runtime can."""
+    family = target.partition(":")[0]
+    if family == "hip":
         return ""
-    where = f", where the GPU is {target.arch}" if target.family == "cuda" else ""
-    return f"next{where}: llmc-run {output} --prompt 'Hello'"
-
-
-def facts_of(output: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """What a person wants to know of a finished artifact."""
-    from llmc.artifact.inspect import size_text
-
-    m = manifest or Manifest.load((output / "manifest.json").read_bytes())
-    size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
-    per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
-    return {
-        "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
-        "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
-        "kernels": len(m.kernels),
-        "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
-        f"{m.limits.max_num_batched_tokens} tokens a step",
-        "kv_cache": f"{size_text(per_token)} a token, {size_text(per_token * m.limits.max_model_len)} a sequence",
-    }
+    where = f", where the GPU is {arch}" if family == "cuda" else ""
+    return f"next{where}: llmc-run {artifact} --prompt 'Hello'"

@@ -39,7 +39,7 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
 
     run_pipeline(m, passes, ctx, observe)
     print(show(m), end="", file=out)
-    for line in [f"// miss: {n}" for n in ctx.notes] if args.explain else []:
+    for line in [f"// miss: {n}" for n in ctx.misses] if args.explain else []:
         print(line, file=out)
     for line in lines if args.time else []:
         print(line, file=out)

@@ -17,6 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.names import parse as parse_target
 
 ROOFLINE = "report/roofline.json"
+COMPILE = "report/compile.json"
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
@@ -38,12 +39,13 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "digest": m.digest,
         "format": f"{m.format[0]}.{m.format[1]}",
         "compiler": m.compiler,
-        "source": {"kind": m.source.kind, "name": m.source.name, "revision": m.source.revision},
+        "source": {"kind": m.source.kind, "name": m.source.name, "revision": m.source.revision, "part": m.source.part},
         "target": {"name": m.target.name, "arch": m.target.arch, "features": list(m.target.features)},
         "limits": dict(vars(m.limits)),
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "canary": "canary.json" in m.files,
+        "compile": load_json(folder.read(COMPILE, m.files[COMPILE].bytes), COMPILE) if COMPILE in m.files else {},
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": weights + sum(i.bytes for i in m.files.values()),
         "folders": _folders(m),
@@ -72,6 +74,22 @@ def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
         "tokens": pages * m.kv.page_size,
         "full_sequences": round(pages / per_sequence, 2),
         "bytes_for_all_rows": useful * size,
+    }
+
+
+def facts_of(m: Manifest) -> dict[str, Any]:
+    """What a person wants to know of a finished artifact, in words."""
+    size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
+    per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
+    part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
+    return {
+        **part,
+        "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
+        "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
+        "kernels": len(m.kernels),
+        "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
+        f"{m.limits.max_num_batched_tokens} tokens a step",
+        "kv_cache": f"{size_text(per_token)} a token, {size_text(per_token * m.limits.max_model_len)} a sequence",
     }
 
 
@@ -125,8 +143,10 @@ def render(found: Mapping[str, Any]) -> str:
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
+    part = f", {source['part']} ALONE" if source["part"] else ""
     lines = [
-        f"{found['artifact']}: {source['name']}{revision}, {size_text(found['bytes'])}, digest {found['digest'][:16]}",
+        f"{found['artifact']}: {source['name']}{revision}{part}, {size_text(found['bytes'])}, "
+        f"digest {found['digest'][:16]}",
         f"  compiled by {found['compiler']}, format {found['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens a sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens a step; vocabulary {found['vocab_size']}",
@@ -138,6 +158,9 @@ def render(found: Mapping[str, Any]) -> str:
         f"{kv['full_sequences']:g} full sequences",
         f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
     ]
+    versions = found["compile"].get("versions", {})
+    lines += ["  made with " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
+    lines += [f"  note      {n}" for n in found["compile"].get("notes", ())]
     largest = found["kernels"]["largest"]
     told = ", of every program the largest by predicted time" if largest else ""
     lines.append(f"  kernels   {found['kernels']['count']}{told}")

@@ -14,14 +14,14 @@ from llmc_runtime.format.manifest import NAME, Manifest, Weights
 
 from llmc.artifact.blocks import WeightSource
 from llmc.artifact.files import Files
-from llmc.artifact.place import PART, locked, publish, sweep
+from llmc.artifact.place import CANARY, PART, locked, publish, sweep
 from llmc.artifact.weights import Progress, write_weights
 from llmc.ir.graph import Graph
 
 
 def link_folder(source: Path, out: Path) -> None:
     """Put every file of the artifact `source` at `out`, the manifest last; the caller holds the lock of `out`."""
-    with _linked(source, out, skip="") as files:
+    with _linked(source, out) as files:
         files.put(PART, (source / NAME).read_bytes())
         files.sync()
         publish(files, out)
@@ -36,9 +36,10 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
     with locked(path):
         sweep(path)
         manifest = Folder(path).manifest()
-        with _linked(path, path, skip="weights") as files:
+        with _linked(path, path, skip=("weights", CANARY)) as files:  # a canary is of the weights that it ran with
             written = write_weights(graph, source, files, progress=progress)
-            manifest = replace(manifest, weights=Weights("packed", written))
+            others = {n: i for n, i in manifest.files.items() if n != CANARY}
+            manifest = replace(manifest, weights=Weights("packed", written), files=others)
             files.put(PART, manifest.dump())
             files.sync()
             publish(files, path)
@@ -46,14 +47,14 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 
 
 @contextmanager
-def _linked(source: Path, out: Path, skip: str) -> Iterator[Files]:
-    """A folder beside `out` with links to the files of `source`, less its manifest and its folder `skip`."""
+def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
+    """A folder beside `out` with links to the files of `source`, less its manifest and what is named in `skip`."""
     files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     files.folder()
     try:
         for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
             name = path.relative_to(source)
-            if name.as_posix() in (NAME, PART) or (skip and name.parts[0] == skip):
+            if name.as_posix() in (NAME, PART) or name.parts[0] in skip:
                 continue
             (files.root / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, files.root / name)

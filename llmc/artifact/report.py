@@ -11,6 +11,7 @@ from llmc_runtime.format.program import Launch, Program
 from llmc.targets.target import Target
 
 CONTEXT = 1024
+PAGED = "paged_attention"  # ops of this name price every token over the whole pool
 
 
 def machine(target: Target) -> dict[str, Any]:
@@ -55,6 +56,8 @@ def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> d
 
 def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     flops, moved = (e(sizes) if e is not None else 0 for e in (x.flops, x.bytes))
+    if x.op.startswith(PAGED):  # a row's tokens see its own pages alone
+        flops //= max(1, sizes.get("R", 1))
     dtypes = [p.buffers[a].dtype for a in x.args]
     peak = next((peaks["flops"][d] for d in dtypes if d in peaks["flops"]), peaks["flops"]["f32"])
     us = max(flops / peak, moved / peaks["bandwidth"]) * 1e6 + peaks["launch_us"]

@@ -28,9 +28,8 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.blocks import WeightSource
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.page import report_page
 from llmc.artifact.place import PART, check_free, locked, publish, sweep
-from llmc.artifact.report import memory, roofline
+from llmc.artifact.report import roofline
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
@@ -67,7 +66,7 @@ class Parts:
     """Everything that an artifact is made of.
 
     `weights`: PackedWeights, an int (random, from this seed) or None (packed later). `ir`: (pass, text) in order.
-    `reports`: file name below report/ -> JSON data or text; `machine` adds roofline.json and index.html to them.
+    `reports`: file name below report/ -> JSON data or text; `machine` adds roofline.json to them.
     `tokenizer`: files to carry verbatim.
     """
 
@@ -180,16 +179,8 @@ class _Writer:
 
 
 def predictions(parts: Parts) -> dict[str, Any]:
-    """roofline.json and index.html of report/, where the target's record is known; nothing otherwise."""
-    target = parts.machine
-    if target is None:
-        return {}
-    told = roofline(parts.programs, target)
-    limits = ", ".join(f"{k} {v}" for k, v in vars(parts.limits).items())
-    facts: dict[str, Any] = {"source": parts.source.name, "revision": parts.source.revision, "compiler": parts.compiler}
-    facts |= {"target": parts.target.name, "limits": limits, "kernels": len(parts.kernels)}
-    page = report_page(facts, memory(parts.programs, parts.states, 0), told)
-    return {"roofline.json": told, "index.html": page}
+    """roofline.json of report/, where the target's record is known; nothing otherwise."""
+    return {"roofline.json": roofline(parts.programs, parts.machine)} if parts.machine else {}
 
 
 def kv_of(states: Sequence[State], page_size: int) -> Kv:

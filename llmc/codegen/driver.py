@@ -48,10 +48,7 @@ def build(
     known = our_kernels() if kernels is None else kernels
     toolchain = toolchain or find_toolchain(target)
     jobs = jobs or min(os.cpu_count() or 1, 16)
-    done: dict[Any, Source] = {}
-    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
-    emitted = [plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
-    placed = sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
+    placed = place_graphs(m, target, known)
     if isinstance(toolchain, TritonToolchain):
         made = gpu.build(placed, toolchain, cache, jobs, progress)
     else:
@@ -61,6 +58,14 @@ def build(
         for p, keys, step in zip(placed, made.keys, made.steps, strict=True)
     )
     return Built(programs, made.binaries, memory.report(m))
+
+
+def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list[plan.Placed]:
+    """Every launched graph with its sources and buffers, narrowest first."""
+    done: dict[Any, Source] = {}
+    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    emitted = [plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
+    return sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 
 def find_toolchain(target: Target) -> CppToolchain | TritonToolchain:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
-from llmc.codegen.tuning import Tuning
+from llmc.codegen.tuning import Tuning, node_text
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
@@ -86,6 +86,33 @@ def launched_graphs(m: Module) -> Iterator[Graph]:
     return (g for name, g in m.graphs.items() if name != WEIGHTS)
 
 
+class Choices:
+    """What was chosen, and among what, as data: one row for all nodes of a graph that are alike and chose alike.
+
+    A row is {"graph", "node": its text, "loc": of the first, "count", "kernel", "schedule", "us", "measured", "ways",
+    "sizes": that they were compared at, "others": the best ways not taken}; `us` is measured or by the cost rule.
+    """
+
+    OTHERS = 3
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+
+    def add(self, g: Graph, n: Node, best: Offer, offered: list[Offer], env: Mapping[str, int]) -> None:
+        key = (g.name, node_text(n), id(best))
+        if key not in self.rows:
+            rest = [_way(o) for o in offered if o is not best]
+            self.rows[key] = {
+                "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_way(best), "ways": len(offered),
+                "sizes": dict(env), "others": rest[: self.OTHERS],
+            }  # fmt: skip
+        self.rows[key]["count"] += 1
+
+
+def _way(o: Offer) -> dict[str, Any]:
+    return {"kernel": o.kernel.name, "schedule": dict(o.schedule), "us": round(o.us, 3), "measured": o.measured}
+
+
 @dataclass(frozen=True)
 class Select(Pass):
     """Write kernel and schedule on every node that runs. tuning: a file of measurements that decide where they can, in
@@ -98,6 +125,7 @@ class Select(Pass):
         target = _target(ctx)
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
         agreed: dict[str, str] = {}
+        told = Choices()
         count = measured = open_ = 0
         for g in launched_graphs(m):
             env = typical(m, g)
@@ -110,10 +138,12 @@ class Select(Pass):
                 if key not in cache:
                     cache[key] = offers(n, ctx.kernels, target, env, tuning)
                 best = _agreeing(n, cache[key], agreed, target)
+                told.add(g, n, best, cache[key], env)
                 n.choice = {"kernel": best.kernel.name, **best.schedule}
                 count, measured, open_ = count + 1, measured + best.measured, open_ + (len(cache[key]) > 1)
         if open_:
             ctx.told[tuning.decided(measured, count, target)] = None
+        ctx.choices += told.rows.values()
         return count
 
 
@@ -183,8 +213,3 @@ def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
     g.replace(n.result, new.result)
     g.erase(n)
     return True
-
-
-def explain(offered: list[Offer]) -> list[dict[str, Any]]:
-    """The offers as data, for people who ask why a kernel was chosen."""
-    return [{"kernel": o.kernel.name, **o.schedule, "us": o.us, "measured": o.measured} for o in offered]

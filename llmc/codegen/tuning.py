@@ -84,8 +84,8 @@ class Tuning:
     def decided(self, measured: int, nodes: int, target: Target) -> str:
         """One line for people: what chose the kernels of `nodes` nodes, `measured` of them by these measurements."""
         if not measured:
-            have = f"{self.name} has none of its nodes" if self.records else "nothing is measured"
-            return f"kernels are chosen by the cost rule: {have} for {machine(target)}"
+            what = f"the measurements of {self.name} hold none of this model's nodes" if self.records else ""
+            return f"kernels are chosen by the cost rule: {what or 'nothing is measured'} for {machine(target)}"
         rest = ", the others' by the cost rule" if measured < nodes else ""
         return f"kernels of {measured} of {nodes} nodes are chosen by the measurements of {self.name}{rest}"
 

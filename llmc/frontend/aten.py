@@ -39,8 +39,10 @@ def attention(
     return c.reshape(out, c.shape)
 
 
-def moe(c: Call, x: Value, idx: Value, weights: Value, gate_up: Value, down: Value, act: str) -> Value:
-    return c.b.moe(x, idx, weights, gate_up, down, act=act)
+def moe(
+    c: Call, x: Value, idx: Value, weights: Value, gate_up: Value, down: Value, body: str, *biases: Value | None
+) -> Value:
+    return c.b.moe(x, idx, weights, gate_up, down, *(b for b in biases if b is not None), body=body)
 
 
 def rope_tables(

@@ -12,6 +12,7 @@ import numpy as np
 from llmc.diagnostics import Diagnostic
 
 from .hf import Traced, WeightInfo
+from .layers import beyond
 from .names import resolve
 from .parts import Part
 from .tensors import NUMPY, STORED, TensorFiles, some
@@ -29,7 +30,11 @@ class Checkpoint:
     def __init__(self, traced: Traced, folder: Path | None = None):
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
-        parts = resolve(traced.model, self._tensors.tensors)
+        stored = self._tensors.tensors
+        if traced.facts.layers:
+            other = beyond(traced.model, traced.facts.layers[0])
+            stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
+        parts = resolve(traced.model, stored)
         self._parts = self._located(parts)
         self._check_extra(parts)
         for name, part in self._parts.items():

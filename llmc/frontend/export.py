@@ -19,11 +19,18 @@ import torch
 import transformers
 from torch.export.graph_signature import InputKind
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from llmc.diagnostics import Diagnostic
 
-from . import hooks, rope
+from . import hooks, kinds, rope
 from .source import KNOWN_TO_WORK, Source
 
 TORCH = types.MappingProxyType(
@@ -39,6 +46,15 @@ TORCH = types.MappingProxyType(
         "u8": torch.uint8,
         "bool": torch.bool,
     }
+)
+
+# What a type is that has no causal language model, by transformers' own tables.
+OTHERS = (
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "it sees images, too, and its language half is not offered alone"),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
+    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it hears"),
+    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
+    (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
 )
 
 TOKENS, ROWS = 24, 3  # of the example that is traced
@@ -78,17 +94,8 @@ def load_config(source: Source) -> Any:
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
-            raise Diagnostic(
-                "E304",
-                f"{name!r} comes with Python code of its own (auto_map), which is never run",
-                "use an architecture that transformers itself has",
-            )
-        what = "has no causal language model" if name in CONFIG_MAPPING_NAMES else "is not in this transformers"
-        raise Diagnostic(
-            "E303",
-            f"model_type {name!r} {what} ({transformers.__version__})",
-            KNOWN_TO_WORK,
-        )
+            raise kinds.refuse_code(f"model_type {name!r} is in auto_map alone")
+        raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     rope.check_config(dict(source.config))
     try:
         with quiet():
@@ -102,6 +109,14 @@ def load_config(source: Source) -> Any:
         ) from e
 
 
+def _what(name: str) -> str:
+    """Why transformers has no causal language model of a type, as far as its own tables tell."""
+    if name not in CONFIG_MAPPING_NAMES:
+        return "is not in this transformers"
+    told = next((what for table, what in OTHERS if name in table), "")
+    return f"has no causal language model: {told}" if told else "has no causal language model"
+
+
 def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with T and R dynamic.
 
@@ -109,6 +124,7 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
     hooks.register()
     with quiet():
         model = _build(config, dtype)
+        hooks.read_gates(model)
         computed = rope.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
         wanted = _computed_names(model, program)

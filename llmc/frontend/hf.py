@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Module
 from llmc.ir.types import Type
 
+from .layers import first_layers
 from .source import Source, open_source
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Facts:
     """What the rest of the compiler needs of a config.
 
     dtype: of the compiled weights and activations. stored_dtype: what config.json says. windows: the sliding window of
-    each attention layer in order (0: none). generation: the defaults that a user may override."""
+    each attention layer in order (0: none). generation: the defaults that a user may override. layers: (compiled, of
+    the model), where only the first ones were asked for."""
 
     model_type: str
     architecture: str
@@ -45,6 +47,7 @@ class Facts:
     generation: Mapping[str, Any]
     windows: tuple[int, ...]
     heads: tuple[tuple[int, int, int, int], ...]
+    layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,23 @@ def trace(
     max_positions: int | None = None,
     max_tokens: int = 131072,
     max_rows: int = 1024,
+    layers: int | None = None,
 ) -> Traced:
     """Trace the model of a folder. No weight is read.
 
     dtype: "f32", "bf16" or "f16" (default: config.json's). max_positions: the longest sequence to serve (default: the
     config's own limit); it decides which frequencies a longrope model gets. max_tokens, max_rows: bounds of T and R.
-    Raises Diagnostic E301-E311.
+    layers: trace a model of the first ones alone. Raises Diagnostic E301-E312.
     """
     from . import convert, export, tokens
 
     source = open_source(path)
     config = export.load_config(source)
+    cut = None
+    if layers is not None:
+        with export.quiet():
+            config, total = first_layers(config, layers)
+        cut = (layers, total)
     text = config.get_text_config()
     stored = _stored_dtype(source, text)
     dtype = dtype or stored
@@ -110,7 +119,9 @@ def trace(
     return Traced(
         source,
         converted.module,
-        _facts(source, text, converted.module, type(exported.model).__name__, dtype, stored, longest),
+        replace(
+            _facts(source, text, converted.module, type(exported.model).__name__, dtype, stored, longest), layers=cut
+        ),
         MappingProxyType(_weights(converted.module, exported.model)),
         exported.buffers,
         MappingProxyType(dict(converted.tied)),

@@ -1,6 +1,5 @@
 """Where attention, experts and rotary tables enter the trace: single opaque ops with fake results, never computed."""
 
-import types
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -11,6 +10,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 from llmc.diagnostics import Diagnostic
 
+from . import gates
+
+GATE = "llmc_gate"  # the attribute that holds an experts module's gate
 NAME = "llmc"
 
 # What models hand to the attention function besides its own arguments and what does not change its result.
@@ -50,13 +52,22 @@ def _(q, k, v, layer, scale, window, softcap, sinks=None):  # type: ignore[no-un
 
 
 @torch.library.custom_op("llmc::moe", mutates_args=())
-def moe(x: Tensor, idx: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
-    """x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i] -> [t,d]."""
+def moe(
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    body: str,
+    gate_bias: Optional[Tensor] = None,  # noqa: UP045
+    down_bias: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i], biases [e,2i] and [e,d] -> [t,d]."""
     raise NotImplementedError("llmc::moe is traced, never run")
 
 
 @moe.register_fake
-def _(x, idx, weights, gate_up, down, act):  # type: ignore[no-untyped-def]
+def _(x, idx, weights, gate_up, down, body, gate_bias=None, down_bias=None):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
@@ -122,40 +133,30 @@ def _attention_hook(
     return out, None
 
 
+def read_gates(model: torch.nn.Module) -> None:
+    """Note on every module of experts what it does between its products, before anything is traced; E305."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_apply_gate"):
+            try:
+                setattr(module, GATE, gates.read(module))
+            except Diagnostic as e:
+                raise Diagnostic(e.code, e.cause, e.remedy, loc=path) from e
+
+
 def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    name = type(module).__name__
-    plain = (("is_transposed", False), ("is_concatenated", True), ("has_bias", False), ("has_gate", True))
-    odd = [f"{flag}={not want}" for flag, want in plain if getattr(module, flag, want) != want]
-    if not getattr(type(module)._apply_gate, "__module__", "").endswith("integrations.moe"):
-        odd.append("a gate of its own")
-    if odd:
+    """Experts as the op wants them, [experts, out, in], gate rows first, turned by ordinary ops on weights."""
+    if not getattr(module, "has_gate", True):
         raise Diagnostic(
             "E305",
-            f"{name}: experts with {', '.join(odd)} are not supported yet",
-            "supported: gate_up_proj [experts, 2*inner, hidden], gate rows first, no bias, act(gate) * up",
+            f"{type(module).__name__}: experts without a gate are not supported",
+            "supported: experts with gate_up_proj and down_proj",
         )
-    kind = getattr(
-        module.act_fn, "__name__", type(module.act_fn).__name__
-    )  # a function's own name, or a module's class
-    act = ACTIVATIONS.get(kind)
-    if act is None:
-        raise Diagnostic(
-            "E305",
-            f"{name}: the experts' activation {kind} is not known",
-            "add it to ACTIVATIONS in llmc/frontend/hooks.py",
-        )
-    return torch.ops.llmc.moe(hidden, index, weights, module.gate_up_proj, module.down_proj, act)
-
-
-ACTIVATIONS = types.MappingProxyType(
-    {
-        "SiLUActivation": "silu",
-        "SiLU": "silu",
-        "GELUActivation": "gelu",
-        "GELUTanh": "gelu_tanh",
-        "PytorchGELUTanh": "gelu_tanh",
-        "ReLU": "relu",
-        "silu": "silu",
-        "relu": "relu",
-    }
-)
+    gate = getattr(module, GATE)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    if gate.interleaved:
+        gate_up, *turned = (None if w is None else torch.cat((w[:, ::2], w[:, 1::2]), 1) for w in (gate_up, biases[0]))
+        biases = (turned[0], biases[1])
+    return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, gate.body, *biases)

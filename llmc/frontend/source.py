@@ -11,6 +11,8 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
+from . import kinds
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,10 +30,14 @@ TOKENIZER_FILES = (
 # Architectures whose logits are compared with transformers' own in tests/models; others may work too.
 TESTED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "gpt_neox", "stablelm", "granite",
-    "smollm3", "starcoder2", "cohere", "cohere2", "glm", "glm4", "gemma", "gemma3_text", "opt", "phi", "mixtral",
-    "qwen3_moe", "olmo", "olmo3", "olmoe", "phimoe", "granitemoe", "nemotron", "persimmon", "ernie4_5", "exaone4",
-    "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3", "gpt_bigcode", "biogpt",
-    "afmoe", "gemma3", "gemma4_text", "diffllama", "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite",
+    "smollm3", "starcoder2", "cohere", "glm4", "gemma", "gemma3_text", "gemma3", "phi", "opt", "olmo", "glm",
+    "nemotron", "persimmon", "ernie4_5", "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3",
+    "cohere2", "exaone4", "olmo3", "gpt_bigcode", "biogpt", "mixtral", "granitemoe", "phimoe", "olmoe", "diffllama",
+    "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite", "afmoe", "gemma4_text", "gpt_oss", "qwen3_moe", "cwm",
+    "gemma4_unified_text", "granite_swa", "hrm_text", "hyperclovax", "jais2", "ministral", "modernbert-decoder",
+    "nanochat", "vaultgemma", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mimo_v2_flash",
+    "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
@@ -59,20 +65,20 @@ def open_source(path: str | Path) -> Source:
     """Read a local model folder. Diagnostic E301-E304, E307 where it is missing, unreadable or not ours to compile."""
     folder = Path(path)
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        if folder.exists():
+            raise kinds.refuse_file(folder)
         raise Diagnostic(
             "E301",
-            f"model folder {str(path)!r} {what}",
-            "give a local Hugging Face folder (config.json, tokenizer.json, *.safetensors); llmc downloads nothing",
+            f"model folder {str(path)!r} does not exist",
+            "give a local Hugging Face folder (config.json, tokenizer.json, *.safetensors), or a hub id: owner/name",
         )
-    if not (folder / "config.json").is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:4]) or "nothing"
-        raise Diagnostic(
-            "E302",
-            f"{folder} has no config.json (it holds {found})",
-            "copy config.json from the model's repository, or point at the folder that holds it",
-        )
+    names = {p.name for p in folder.iterdir()}
+    if "config.json" not in names:
+        raise kinds.refuse_without_config(names, str(folder))
     config = read_json(folder / "config.json")
+    if "adapter_config.json" in names and not any(n in names for n in (kinds.SINGLE, kinds.INDEX)):
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "not named")
+        raise kinds.refuse_adapter(str(folder), base)
     generation = folder / "generation_config.json"
     source = Source(
         folder,
@@ -81,6 +87,13 @@ def open_source(path: str | Path) -> Source:
     )
     _check(source)
     return source
+
+
+def check_weights(folder: Path) -> None:
+    """Diagnostic E320 where a folder holds no safetensors of a model; told before anything is traced."""
+    names = {p.name for p in folder.iterdir()}
+    if kinds.SINGLE not in names and kinds.INDEX not in names:
+        raise kinds.refuse_weights(names, str(folder))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -103,10 +116,4 @@ def _check(source: Source) -> None:
             f"{source.folder / 'config.json'} names no model_type",
             f"add the architecture's name, for example one of {', '.join(TESTED[:8])}",
         )
-    if quant := config.get("quantization_config"):
-        method = quant.get("quant_method", "unnamed") if isinstance(quant, dict) else quant
-        raise Diagnostic(
-            "E307",
-            f"{source.folder} holds quantised weights ({method}); this version reads float checkpoints",
-            "compile the original float32, bfloat16 or float16 checkpoint",
-        )
+    kinds.check_config(config, str(source.folder))

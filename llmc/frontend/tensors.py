@@ -15,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from llmc.diagnostics import Diagnostic
 
-from .source import read_json
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from .kinds import INDEX, SINGLE
+from .source import check_weights, read_json
 
 # safetensors' names of the dtypes that a float model's weights come in.
 STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
@@ -99,10 +98,9 @@ def _corrupt(file: Path, e: Exception) -> Diagnostic:
 
 def _listed(folder: Path) -> dict[str, Path]:
     """Tensor name -> file by the index; empty where the checkpoint is one file."""
-    if (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
-        return {}
+    check_weights(folder)
     if not (folder / INDEX).is_file():
-        raise _no_weights(folder)
+        return {}
     entries = read_json(folder / INDEX).get("weight_map")
     if not isinstance(entries, dict) or not all(isinstance(v, str) and v == Path(v).name for v in entries.values()):
         raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of plain file names", "fetch the index again")
@@ -114,17 +112,6 @@ def _listed(folder: Path) -> dict[str, Path]:
             "fetch the missing files into the folder",
         )
     return {name: folder / f for name, f in entries.items()}
-
-
-def _no_weights(folder: Path) -> Diagnostic:
-    old = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-    if old:
-        return Diagnostic(
-            "E320",
-            f"{folder} holds pickled weights only ({some(old)}), which are never opened: loading them runs code",
-            "convert: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) in an environment you trust",
-        )
-    return Diagnostic("E320", f"{folder} has neither {SINGLE} nor {INDEX}", "fetch the model's weights into the folder")
 
 
 def some(names: list[str]) -> str:

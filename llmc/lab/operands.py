@@ -65,6 +65,8 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "ids": lambda s, shape, rng: np.broadcast_to(np.arange(shape[-1]) % s.bound, shape),
         "emit": lambda s, shape, rng: np.ones(shape),
         "stops": lambda s, shape, rng: np.full(shape, -1),
+        "bias_ids": lambda s, shape, rng: np.zeros(shape),
+        "allowed": lambda s, shape, rng: np.full(shape, -1),
         "seen": lambda s, shape, rng: np.zeros(shape),
         "counts": lambda s, shape, rng: np.zeros(shape),
         "iparams": lambda s, shape, rng: np.zeros(shape),

@@ -7,7 +7,6 @@ in a model; nothing is ever timed on zeros. It chooses nothing and writes no rec
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from llmc import __version__
 from llmc.artifact.write import KernelBinary, Parts, write_artifact
 from llmc.codegen.driver import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.scratch import scratch
 from llmc.codegen.select import depends_on
 from llmc.codegen.tuning import sizes_of
 from llmc.extension import Registry
@@ -123,11 +123,16 @@ class Timer:
         self.rng = np.random.default_rng(0)
         self.tile = noise(_TILE, self.rng)
 
+    def reach(self) -> None:
+        """LlmcError where this machine lacks the target's device; nothing is compiled to find that out."""
+        with scratch() as folder:
+            open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
+
     def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
         """Of one launch of each. Diagnostic E5xx where one does not compile, LlmcError where the device refuses."""
         built = self._build(found, symbols)
-        with tempfile.TemporaryDirectory(prefix="llmc-tune-") as scratch:
-            artifact = self._artifact(built, Path(scratch) / "tune.llmc")
+        with scratch() as folder:
+            artifact = self._artifact(built, folder / "tune.llmc")
             device = open_device(artifact, None)
             try:
                 device.load(artifact)

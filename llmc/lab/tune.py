@@ -6,7 +6,6 @@ time limit ends the work. Every batch is kept as soon as it is measured.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 
 from llmc.codegen.kernel import roofline_us
+from llmc.codegen.scratch import scratch
 from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
 from llmc.codegen.tuning import Record, Sizes, Tuning, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
@@ -88,11 +88,12 @@ def tune(
     and E115 to E117 where this machine lacks the target's device.
     """
     known = registry or load()
-    with tempfile.TemporaryDirectory(prefix="llmc-") as scratch:
-        kept = settings.cache or Path(scratch)
-        path = source if (source / "manifest.json").is_file() else _compiled(source, Path(scratch), options)
+    with scratch() as folder:
+        kept = settings.cache or folder
+        path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
+        timer.reach()
         tuned = Tuned(str(output))
         work = works(m, known, target, tuned, settings.every)
         _measure(work, m, timer, output, settings, tuned)
@@ -188,12 +189,15 @@ def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) ->
     return [*_times(timer, found[:half], m, tuned), *_times(timer, found[half:], m, tuned)]
 
 
-def _compiled(model: Path, scratch: Path, options: Any) -> Path:
-    """The model as an artifact without weights."""
+def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
+    """The model as an artifact without weights; where this machine lacks the target's device, nothing is compiled."""
     from llmc.driver import Options, compile_model
 
+    settled = replace(options or Options(), weights="none", reuse=False)
+    target = parse_target(settled.target, registry.targets)
+    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
     out = scratch / "model.llmc"
-    compile_model(model, out, replace(options or Options(), weights="none", reuse=False))
+    compile_model(str(model), out, settled)
     return out
 
 

@@ -133,6 +133,7 @@ class _Maker:
         i[:, 1] = np.arange(shape[0]) + 11
         i[:, 4] = 5
         i[:, 5] = np.arange(shape[0]) % 2
+        i[:, 6], i[:, 7] = shape[0] % 2, np.arange(shape[0]) % 2
         return i
 
     def stops(self, n: Node, shape: tuple[int, ...]) -> Array:
@@ -169,8 +170,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "row_begin.tokens": lambda k, n, s: k.ids(n, s, 3),
         **dict.fromkeys(PAGES, lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s)),
         **_of(("row_penalize", "row_sample", *BLOCKS), "fparams", lambda k, n, s: k.fparams(n, s)),
-        **_of(("row_sample", "row_mask_stops", *BLOCKS), "iparams", lambda k, n, s: k.iparams(n, s)),
-        **_of(("row_mask_stops", *BLOCKS), "stops", lambda k, n, s: k.stops(n, s)),
+        **_of(("row_sample", "row_mask", "row_penalize", *BLOCKS), "iparams", lambda k, n, s: k.iparams(n, s)),
+        **_of(("row_mask", *BLOCKS), "stops", lambda k, n, s: k.stops(n, s)),
+        **_of(
+            ("row_penalize", *BLOCKS), "bias_ids", lambda k, n, s: np.tile(np.arange(s[1], dtype=np.int32), (s[0], 1))
+        ),
+        **_of(("row_mask", *BLOCKS), "allowed", lambda k, n, s: np.full(s, 0x5B6DB6DB, np.int32)),
         **_of(("row_commit", "row_finish"), "emit", lambda k, n, s: np.ones(s, np.int32)),
     }
 )

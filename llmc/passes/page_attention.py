@@ -14,7 +14,7 @@ from llmc.ir.types import Type, state, tensor
 
 from .base import Ctx, Pass
 
-STOPS = 32
+STOPS, BIASES = 32, 1024
 TOP_LOGPROBS = 20
 PAGES_MAX = 1 << 30
 ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
@@ -86,6 +86,9 @@ class _Rows:
         self.stops = g.input("row.stops", state("i32", n, STOPS))
         self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
         self.counts = g.input("row.counts", state("i32", n, vocab))
+        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
+        self.biases = g.input("row.biases", state("f32", n, BIASES))
+        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
         g.inputs += kept
         b = Builder(g, ops, before=g.nodes.head)
         self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
@@ -123,14 +126,15 @@ class _Rows:
         vocab = logits.type.shape[-1]
         if logits.type.rank != 2:
             logits = b.reshape(logits, shape=[D("R"), vocab])
-        x = b.row_penalize(logits, self.rows, self.fparams, self.seen, self.counts)
-        x = b.row_mask_stops(x, self.rows, self.qlens, self.length, self.iparams, self.stops)
-        ids = b.row_sample(x, self.rows, self.qlens, self.length, self.fparams, self.iparams)
+        params, where = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
+        x = b.row_penalize(logits, self.rows, *params, self.seen, self.counts, self.bias_ids, self.biases)
+        x = b.row_mask(x, *where, self.iparams, self.stops, self.allowed)
+        ids = b.row_sample(x, *where, self.tokens, *params)
         top = min(TOP_LOGPROBS, int(vocab))
         answers = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
         for v, name in zip(answers, ANSWERS, strict=True):
             v.name = name
-        operands = (self.tokens, self.length, self.counts, self.rows, self.qlens, self.emit, ids)
+        operands = (self.tokens, self.length, self.counts, *where, self.emit, ids)
         self.g.outputs = [*answers, *b.row_commit(*operands), *pools]
 
 

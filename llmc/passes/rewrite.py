@@ -328,6 +328,7 @@ def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) ->
             continue
         if not ctx.spend():
             return 0
+        ctx.hit(r.name, n)
         substitute(g, n, build(Builder(g, ctx.opset, before=n, loc=n.loc)), r.name)
         return 1
     return 0

@@ -22,7 +22,7 @@ class SplitMoe(Pass):
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node; note why not where it cannot be."""
-        x, idx, weights, gate_up, down = n.operands
+        x, idx, weights, gate_up, down, *biases = n.operands
         k, experts = idx.type.shape[1].const, down.type.shape[0].const
         if not ctx.allows(n):
             return False
@@ -33,7 +33,7 @@ class SplitMoe(Pass):
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         order, starts = b.moe_route(idx, experts=experts)
-        h = b.moe_up(x, order, starts, gate_up, k=k, act=n.attrs["act"])
-        y = b.sum(b.moe_down(h, order, starts, down, weights), axis=1)
+        h = b.moe_up(x, order, starts, gate_up, *biases[:1], k=k, body=n.attrs["body"])
+        y = b.sum(b.moe_down(h, order, starts, down, weights, *biases[1:]), axis=1)
         substitute(g, n, [y if x.type.dtype == "f32" else b.cast(y, dtype=x.type.dtype)], self.name)
         return True

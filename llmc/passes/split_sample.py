@@ -12,11 +12,14 @@ from .rewrite import Match, Pat, Rewrite, apply, substitute
 
 p = Pat()
 
-_STEP = (p.rows, p.qlens, p.length)
-_PENALIZED = p.row_penalize(p.logits, p.rows, p.fparams, p.seen, p.counts)
-_MASKED = p.row_mask_stops(_PENALIZED, *_STEP, p.iparams, p.stops)
-_DRAWN = p.row_sample(_MASKED, *_STEP, p.fparams, p.iparams)
-_OPERANDS = ("logits", "rows", "qlens", "length", "fparams", "iparams", "stops", "seen", "counts")
+_STEP, _PARAMS = (p.rows, p.starts, p.positions), (p.fparams, p.iparams)
+_PENALIZED = p.row_penalize(p.logits, p.rows, *_PARAMS, p.seen, p.counts, p.bias_ids, p.biases)
+_MASKED = p.row_mask(_PENALIZED, *_STEP, p.iparams, p.stops, p.allowed)
+_DRAWN = p.row_sample(_MASKED, *_STEP, p.tokens, *_PARAMS)
+_OPERANDS = (
+    "logits", "rows", "starts", "positions", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases",
+    "allowed",
+)  # fmt: skip
 
 
 def _fixed(m: Match) -> str | None:
@@ -26,7 +29,7 @@ def _fixed(m: Match) -> str | None:
 
 @dataclass(frozen=True)
 class SplitSample(Pass):
-    """Make row_block_max and row_sample_blocks of row_penalize, row_mask_stops and row_sample: no penalised logits are
+    """Make row_block_max and row_sample_blocks of row_penalize, row_mask and row_sample: no penalised logits are
     written, greedy rows read the raw ones once. Then row_finish of row_sample_blocks, and the row_logprobs and
     row_commit that read its ids. block: ids of a block, a power of two."""
 
@@ -42,7 +45,7 @@ class SplitSample(Pass):
     def _build(self, b: Any, m: Match) -> Value:
         operands = [m[name] for name in _OPERANDS]
         found = b.row_block_max(*operands, block=self.block)
-        out: Value = b.row_sample_blocks(*operands, *found, block=self.block)
+        out: Value = b.row_sample_blocks(*operands, m["tokens"], *found, block=self.block)
         return out
 
 
@@ -53,16 +56,16 @@ def _finish(g: Graph, n: Node, ctx: Ctx) -> int:
         ctx.miss("row-finish", n, "its ids are not read by row_logprobs and row_commit alone")
         return 0
     told, commit = readers["row_logprobs"], readers["row_commit"]
-    logits, rows, qlens, length, _, iparams, _, _, counts = n.operands[:9]
-    tokens, emit = commit.operands[0], commit.operands[5]
+    logits, rows, starts, positions, _, iparams, _, _, counts, _, _, _, tokens = n.operands[:13]
+    length, emit = commit.operands[1], commit.operands[6]
     same = told.operands == [logits, n.result, rows, iparams]
-    if not same or commit.operands != [tokens, length, counts, rows, qlens, emit, n.result]:
+    if not same or commit.operands != [tokens, length, counts, rows, starts, positions, emit, n.result]:
         ctx.miss("row-finish", n, "row_logprobs and row_commit are not of the rows that it draws")
         return 0
     if not ctx.allows(n) or not ctx.spend():
         return 0
     b = Builder(g, ctx.opset, before=commit, loc=n.loc)
-    new = b.row_finish(*n.operands, tokens, emit, block=n.attrs["block"], k=told.attrs["k"])
+    new = b.row_finish(*n.operands, length, emit, block=n.attrs["block"], k=told.attrs["k"])
     substitute(g, commit, new[5:], "row-finish")
     substitute(g, told, new[1:5], "row-finish")
     substitute(g, n, new[:1], "row-finish")

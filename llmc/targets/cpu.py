@@ -75,7 +75,8 @@ def native() -> Target:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    return detect(text, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    found = detect(text, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    return replace(found, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def detect(cpuinfo: str, threads: int) -> Target:

@@ -27,7 +27,8 @@ class Target:
     loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the
     text of the pass pipeline. `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page, `vector`
     the width of a vector register in bytes. `flags` are what the C++ compiler is told about the machine. `rows` and
-    `tokens` of a step are what an artifact allows when nobody says otherwise.
+    `tokens` of a step are what an artifact allows when nobody says otherwise. `memory`: bytes of the smallest device of
+    the kind that is common, for plans alone; 0 where that is not known.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Target:
     launch_us: float = 1.0
     rows: int = 16
     tokens: int = 512
+    memory: int = 0
 
     def has(self, *features: str) -> bool:
         """True where binaries for this target may use all the named features."""

@@ -5,19 +5,18 @@ Requests of open streams and of `generate`, from any thread, share the engine's 
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
-from llmc_runtime.outputs import Collector, Piece, RequestOutput
+from llmc_runtime.live import Live
+from llmc_runtime.outputs import Answer, RequestOutput
 from llmc_runtime.progress import Bar
 from llmc_runtime.prompts import (
     TOKENIZE,
@@ -32,7 +31,7 @@ from llmc_runtime.prompts import (
 )
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.sched.request import Request
+from llmc_runtime.streams import Stream
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import follow
@@ -135,8 +134,7 @@ class LLM:
         self.generation = generation
         self._chat_template = template
         self._templates: dict[str, ChatTemplate] = {}
-        self._live: dict[str, Collector] = {}
-        self._ids = itertools.count()
+        self._live = Live(engine, tokenizer)
         self._turns = Turns()
 
     @property
@@ -242,8 +240,7 @@ class LLM:
             self._close.detach()
             return
         with self._turns:
-            for request_id in list(self._live):
-                self._drop(request_id)
+            self._live.drop_all()
             self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
             self._close()
             if self.trace is not None:
@@ -258,111 +255,32 @@ class LLM:
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
-        mine: list[Collector] = []
+        mine: list[Answer] = []
         try:
             for i, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities)):
                 try:
                     with self._turns:
-                        mine.append(self._add(prompt, wanted, priority))
+                        mine.append(self._live.add(prompt, wanted, priority))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with Bar(len(prompts), use_tqdm) as bar:
-                for collector in mine:
-                    while not collector.finished:
+                for answer in mine:
+                    while not answer.finished:
                         with self._turns:
-                            self._step()
+                            self._live.step()
                         bar.show(mine)
                 bar.show(mine, last=True)
         finally:
             with self._turns:
-                for collector in mine:
-                    self._drop(collector.request_id)
+                for answer in mine:
+                    self._live.drop(answer)
         _raise_first(mine)
-        return [c.output() for c in mine]
+        return [answer.output() for answer in mine]
 
     def _stream(self, prompt: Prompt, given: SamplingParams | None, most: int | None) -> Stream:
         params = self._params(given, [prompt], most)
         with self._turns:
-            return Stream(self._add(prompt, params[0], 0), self._turns, self._step, self._drop)
-
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int) -> Collector:
-        if params.stop and self.tokenizer is None:
-            raise LlmcError("E620", "stop strings need the tokenizer, which the artifact lacks", "use stop_token_ids")
-        request_id = str(next(self._ids))
-        self.engine.add(Request(request_id, prompt.ids, params, priority))
-        collector = Collector(request_id, prompt.text, prompt.ids, params, self.tokenizer)
-        self._live[request_id] = collector
-        return collector
-
-    def _step(self) -> None:
-        """One step of the engine, for whoever has requests in it; like `_add` and `_drop`, it needs a turn."""
-        for delta in self.engine.step():
-            collector = self._live.get(delta.id)
-            if collector is None:
-                continue
-            if collector.take(delta):
-                self.engine.abort(delta.id)
-            if collector.finished:
-                del self._live[delta.id]
-
-    def _drop(self, request_id: str) -> None:
-        """Forget a request, finished or not."""
-        collector = self._live.pop(request_id, None)
-        if collector is not None:
-            self.engine.abort(request_id)
-            collector.abort()
-
-
-class Stream:
-    """One request in progress: iterate for its pieces. Closing it (or losing it) ends the request."""
-
-    def __init__(
-        self, collector: Collector, turns: Turns, step: Callable[[], None], drop: Callable[[str], None]
-    ) -> None:
-        self._collector, self._turns = collector, turns
-        self._step, self._drop = step, partial(drop, collector.request_id)
-        self._done = False
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        collector = self._collector
-        try:
-            while not self._done:
-                with self._turns:
-                    if not collector.finished and not collector.fresh:
-                        self._step()
-                    self._done = collector.finished
-                    _raise_first([collector])
-                    if self._done or collector.fresh:
-                        return collector.piece()
-        except BaseException:
-            self.close()
-            raise
-        raise StopIteration
-
-    @property
-    def output(self) -> RequestOutput:
-        """Everything so far, the prompt included."""
-        with self._turns:
-            return self._collector.output()
-
-    def close(self) -> None:
-        """End the request now."""
-        if not self._turns.elsewhere:
-            with self._turns:
-                self._drop()
-        self._done = True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._turns.soon(self._drop)
+            return Stream(self._live.add(prompt, params[0], 0), self._turns, self._live, self)
 
 
 def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:
@@ -389,10 +307,10 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     raise LlmcError("E101", cause, remedy)
 
 
-def _raise_first(collectors: Iterable[Collector]) -> None:
-    for collector in collectors:
-        if collector.error is not None:
-            raise collector.error
+def _raise_first(answers: Iterable[Answer]) -> None:
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
 
 
 def _to_stderr(line: str) -> None:

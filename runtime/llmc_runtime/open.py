@@ -86,7 +86,9 @@ def open_engine(
         device.close()
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
-    return Opened(engine, f"{where}, {executor.capacity}", executor.close)
+    part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
+    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
+    return Opened(engine, summary, executor.close)
 
 
 def whole(name: str, value: Any) -> int | None:

@@ -46,7 +46,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache."""
+    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
+    per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing."""
 
     request_id: str
     prompt: str | None
@@ -54,6 +55,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,15 @@ class Piece:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    index: int = 0
 
 
 @dataclass
 class Collector:
-    """Follows one request: takes the engine's deltas, gives out pieces or the whole."""
+    """Follows one output of a request: takes the engine's deltas, gives out pieces or the whole."""
 
     request_id: str
-    prompt: str | None
+    index: int
     prompt_ids: Sequence[int]
     params: SamplingParams
     tokenizer: Tokenizer | None
@@ -82,6 +85,7 @@ class Collector:
     stop_reason: int | str | None = None
     error: LlmcError | None = None
     num_cached: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __post_init__(self) -> None:
         params = self.params
@@ -110,6 +114,9 @@ class Collector:
         if self.finished:
             return False
         self.num_cached = delta.num_cached
+        if delta.prompt_logprobs is not None:
+            scored = zip(self.prompt_ids[1:], delta.prompt_logprobs, strict=True)
+            self.prompt_logprobs = [None, *(self._candidates(token, row) for token, row in scored)]
         rows: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.new_token_ids)
         last = len(delta.new_token_ids) - 1
         for i, (token, row) in enumerate(zip(delta.new_token_ids, rows, strict=True)):
@@ -136,13 +143,13 @@ class Collector:
         self._given = len(self.token_ids)
         logprobs = None if self.params.logprobs is None else self.logprobs[new]
         text = self._text.take(final=self.finished)
-        return Piece(text, self.token_ids[new], logprobs, self.finish_reason, self.stop_reason)
+        return Piece(text, self.token_ids[new], logprobs, self.finish_reason, self.stop_reason, self.index)
 
-    def output(self) -> RequestOutput:
+    def output(self) -> CompletionOutput:
         """Everything so far."""
         wanted = self.params.logprobs is not None
-        completion = CompletionOutput(
-            0,
+        return CompletionOutput(
+            self.index,
             self._text.text,
             list(self.token_ids),
             sum(row[t].logprob for row, t in zip(self.logprobs, self.token_ids)) if wanted else None,
@@ -150,8 +157,6 @@ class Collector:
             self.finish_reason,
             self.stop_reason,
         )
-        ids = list(self.prompt_ids)
-        return RequestOutput(self.request_id, self.prompt, ids, [completion], self.finished, self.num_cached)
 
     def _end(self, reason: str, stop: int | str | None) -> None:
         late = self._text.finish()
@@ -170,3 +175,35 @@ class Collector:
         if self.tokenizer is None or not self.params.detokenize:
             return None
         return self.tokenizer.spelled(token)
+
+
+@dataclass
+class Answer:
+    """A request and its n outputs, by index; the engine knows each by an id of its own."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: Sequence[int]
+    parts: Sequence[Collector]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will be added to any of them."""
+        return all(part.finished for part in self.parts)
+
+    @property
+    def error(self) -> LlmcError | None:
+        """Why the request failed, where it did."""
+        return next((part.error for part in self.parts if part.error is not None), None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(part.token_ids) for part in self.parts)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        outputs = [part.output() for part in self.parts]
+        first, ids = self.parts[0], list(self.prompt_ids)
+        cached, scores = first.num_cached, first.prompt_logprobs
+        return RequestOutput(self.request_id, self.prompt, ids, outputs, self.finished, cached, scores)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from llmc_runtime.outputs import Collector
+from llmc_runtime.outputs import Answer
 
 
 class Bar:
@@ -22,16 +22,16 @@ class Bar:
 
             self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
 
-    def show(self, collectors: Sequence[Collector], *, last: bool = False) -> None:
+    def show(self, answers: Sequence[Answer], *, last: bool = False) -> None:
         """Bring the bar up to date, ten times a second at most."""
         now = time.perf_counter()
         if self._bar is None or (now - self._shown < 0.1 and not last):
             return
         self._shown = now
-        done = sum(c.finished for c in collectors)
+        done = sum(a.finished for a in answers)
         seconds = max(now - self._began, 1e-9)
-        read = sum(len(c.prompt_ids) for c in collectors if c.token_ids)
-        written = sum(len(c.token_ids) for c in collectors)
+        read = sum(len(a.prompt_ids) for a in answers if a.num_tokens)
+        written = sum(a.num_tokens for a in answers)
         speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)
         self._bar.update(done - self._done)

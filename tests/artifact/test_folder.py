@@ -187,11 +187,11 @@ def test_no_manifest_is_an_incomplete_artifact(toy: Path, tmp_path: Path) -> Non
     assert "is not a folder" in refused(tmp_path / "file", "E101").cause
 
 
-@pytest.mark.parametrize(("major", "remedy"), [(2, "upgrade"), (0, "recompile")])
+@pytest.mark.parametrize(("major", "remedy"), [(3, "upgrade"), (1, "recompile")])
 def test_another_format_version(toy: Path, major: int, remedy: str) -> None:
-    redigest(toy, '"major": 1', f'"major": {major}')
+    redigest(toy, '"major": 2', f'"major": {major}')
     error = refused(toy, "E102")
-    assert f"format version {major}.0; this runtime reads version 1" in error.cause and remedy in error.remedy
+    assert f"format version {major}.0; this runtime reads version 2" in error.cause and remedy in error.remedy
 
 
 def test_the_version_is_read_before_all_else(toy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
+from llmc.artifact.linked import pack_weights
 from llmc.artifact.report import typical
-from llmc.artifact.write import write_artifact
+from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
 from llmc.lab import verify as verifying
 from llmc.lab.verify import verify_artifact
@@ -48,10 +50,7 @@ def test_inspect_says_what_is_inside(toy: Path) -> None:
     assert "KV pool   512 B: 128 tokens in 32 pages of 4" in text and "x toy" in text and "not recorded" in text
 
 
-def test_the_build_report_is_one_page(toy: Path) -> None:
-    page = (toy / "report/index.html").read_text()
-    assert page.startswith("<!doctype html>") and "<td>model.toy</td>" in page and "Program decode" in page
-    assert "<script" not in page and "http" not in page
+def test_the_predictions_name_the_machine(toy: Path) -> None:
     assert json.loads((toy / "report/roofline.json").read_text())["machine"]["name"] == "cpu:portable"
 
 
@@ -108,42 +107,111 @@ def test_the_canary_is_recorded_and_compared(toy: Path) -> None:
     assert [p["code"] for p in verify_artifact(toy, canary=True)["problems"]] == ["E126"]
     found = verify_artifact(toy, record=True)
     assert found["ok"] and found["canary"]["state"] == "recorded" and found["digest"] != before
-    prompt = [(i * 7919 + 11) % tiny.V for i in range(16)]
     recorded = canaries.Canary.load((toy / "canary.json").read_bytes())
-    assert list(recorded.prompt) == prompt and recorded.tokens[0] == tiny.expected(prompt)
-    assert len(recorded.tokens) == 16 and set(recorded.margins) == {1.0}
+    assert [len(r.prompt) for r in recorded.runs] == [16, 16, 1] and recorded.device["name"]
+    for run in recorded.runs:  # each of its tokens follows from those before it, alone or beside other rows
+        text = [*run.prompt, *run.tokens]
+        for i, token in enumerate(run.tokens):
+            assert token == tiny.expected(text[: len(run.prompt) + i], run.tokens[:i].count(1))
+        assert run.top_ids[0] == tuple((run.tokens[0] + k) % tiny.V for k in range(5)) and run.margin(0) == 1.0
     found = verify_artifact(toy, canary=True)
-    assert found["ok"] and found["canary"]["state"] == "passed" and found["canary"]["checked"] == 16
+    assert found["ok"] and found["canary"]["state"] == "passed" and found["canary"]["checked"] == 48
     assert verify_artifact(toy, record=True)["ok"]  # again
     assert "canary recorded" in verifying.render(verify_artifact(toy))
+    out = io.StringIO()
+    assert main(["verify", str(toy), "--canary", "--json"], out) == 0
+    assert json.loads(out.getvalue())["canary"]["worst"] == 0
 
 
-def test_a_wrong_token_is_seen_and_a_near_tie_excused(toy: Path) -> None:
+def changed(c: canaries.Canary, run: int, **changes: object) -> canaries.Canary:
+    runs = list(c.runs)
+    runs[run] = replace(runs[run], **changes)  # type: ignore[arg-type]
+    return replace(c, runs=tuple(runs))
+
+
+def test_a_wrong_token_is_seen_and_a_near_tie_excused(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_artifact(toy, record=True)
     good = canaries.Canary.load((toy / "canary.json").read_bytes())
-    tokens = list(good.tokens)
-    tokens[3] = (tokens[3] + 1) % tiny.V  # the toy's second choice
-    wrong = replace(good, tokens=tuple(tokens))
+    tokens = list(good.runs[1].tokens)
+    tokens[-1] = (tokens[-1] + 1) % tiny.V  # the toy's second choice
+    wrong = changed(good, 1, tokens=tuple(tokens))
     put_file(toy, "canary.json", wrong.dump())
-    found = verify_artifact(toy, canary=True)
-    assert not found["ok"] and found["problems"][0]["code"] == "E125" and "token 3 is" in found["problems"][0]["cause"]
-    margins = list(good.margins)
-    margins[3] = 0.01
+    assert main(["verify", str(toy), "--canary"]) == 4
+    told = capsys.readouterr().out
+    assert "LLMC-E125: the canary fails at 1 of 48 tokens on " in told and "recorded on " in told
+    assert f"prompt 2, token 15: it is {good.runs[1].tokens[-1]}, recorded was {tokens[-1]}" in told
+    tops = [*good.runs[1].top_logprobs[:-1], (-1.0, -1.06, -2.0, -3.0, -4.0)]
     executor = load_executor(toy)
-    verdict = canaries.check(executor, replace(wrong, margins=tuple(margins)))
-    assert verdict.ties == 1 and not any("token 3" in p for p in verdict.problems)
-    logprobs = list(good.logprobs)
-    logprobs[5] += 0.2
-    verdict = canaries.check(executor, replace(good, logprobs=tuple(logprobs)))
-    assert len(verdict.problems) == 1 and verdict.worst == pytest.approx(0.2)
+    verdict = canaries.check(executor, changed(wrong, 1, top_logprobs=tuple(tops)))
+    assert (verdict.ties, verdict.problems) == (1, ())
     executor.close()
 
 
+def test_log_probabilities_are_compared_within_the_tolerance(toy: Path) -> None:
+    """Of the token and of the likeliest others; an id that is not told any more is at most as likely as the least."""
+    verify_artifact(toy, record=True)
+    good = canaries.Canary.load((toy / "canary.json").read_bytes())
+    executor = load_executor(toy)
+
+    def worst(**changes: object) -> tuple[float, tuple[str, ...]]:
+        verdict = canaries.check(executor, changed(good, 2, **changes))
+        return verdict.worst, verdict.problems
+
+    run = good.runs[2]
+    logprobs = [*run.logprobs[:5], run.logprobs[5] + 0.04, *run.logprobs[6:]]
+    assert worst(logprobs=tuple(logprobs)) == (pytest.approx(0.04), ())
+    logprobs[5] += 0.16
+    off, problems = worst(logprobs=tuple(logprobs))
+    assert off == pytest.approx(0.2) and len(problems) == 1
+    assert (
+        f"prompt 3, token 5: log-probability of {run.tokens[5]} is" in problems[0] and "tolerance 0.05" in problems[0]
+    )
+    tops = [list(t) for t in run.top_logprobs]
+    tops[0][3] -= 1
+    assert "token 0: log-probability of" in worst(top_logprobs=tuple(map(tuple, tops)))[1][0]
+    ids = [list(t) for t in run.top_ids]
+    ids[0][4] = (ids[0][0] - 1) % tiny.V  # told by nobody; as likely as the least that is
+    assert worst(top_ids=tuple(map(tuple, ids)))[1] == ()
+    ids[0][2] = (ids[0][0] - 2) % tiny.V  # recorded as likelier than that
+    assert "below" in worst(top_ids=tuple(map(tuple, ids)))[1][0]
+    loose = replace(changed(good, 2, logprobs=tuple(logprobs)), tolerance=0.3)
+    assert canaries.check(executor, loose).problems == ()
+    executor.close()
+
+
+def test_a_canary_without_room_is_told(toy: Path) -> None:
+    verify_artifact(toy, record=True)
+    good = canaries.Canary.load((toy / "canary.json").read_bytes())
+    executor = load_executor(toy, kv_bytes=16 * 9)
+    with pytest.raises(LlmcError, match=r"E202.*need 13 pages of KV, there are 9"):
+        canaries.check(executor, good)
+    small = canaries.record(executor)  # of what there is
+    assert canaries.check(executor, small).problems == () and max(len(r.prompt) for r in small.runs) == 6
+    executor.close()
+
+
+def test_packing_other_weights_drops_the_canary(toy: Path) -> None:
+    verify_artifact(toy, record=True)
+    parts = tiny.parts(toy.parent)
+    assert isinstance(parts.weights, PackedWeights)
+    pack_weights(toy, parts.weights.graph, tiny.Checkpoint(table=tiny.table()[::-1].copy()))
+    found = verify_artifact(toy)
+    assert found["ok"] and found["canary"] == {"state": "absent"} and not (toy / "canary.json").exists()
+
+
 def test_a_canary_file_that_is_none(toy: Path) -> None:
-    for data in (b"{}", b'{"prompt": [], "tokens": [], "logprobs": [], "margins": [], "device": {}}',
-                 b'{"prompt": [1], "tokens": [1], "logprobs": [], "margins": [], "device": {}}'):  # fmt: skip
+    verify_artifact(toy, record=True)
+    doc = json.loads((toy / "canary.json").read_bytes())
+    canaries.Canary.load(json.dumps(doc).encode())
+    run = doc["runs"][0]
+    for wrong in (
+        {}, {**doc, "runs": []}, {**doc, "tolerance": 0}, {**doc, "tolerance": "0.1"}, {**doc, "more": 1},
+        {**doc, "runs": [{**run, "tokens": run["tokens"][:-1]}]}, {**doc, "runs": [{**run, "prompt": []}]},
+        {**doc, "runs": [{**run, "logprobs": ["x"] * 16}]}, {**doc, "runs": [{**run, "top_ids": [[1]] * 16}]},
+        {**doc, "runs": [run, {k: v if k == "prompt" else [] for k, v in run.items()}]},
+    ):  # fmt: skip
         with pytest.raises(LlmcError, match="E103"):
-            canaries.Canary.load(data)
+            canaries.Canary.load(json.dumps(wrong).encode())
 
 
 def test_recording_killed_at_every_operation(toy: Path) -> None:

@@ -28,8 +28,9 @@ NODES = {
     "positions": ("%x: i64[T], %y: i64[]", "le(%x, %y) : bool[T]"),
     "transpose": ("%x: bf16[T, 14, 64]", "transpose(%x) {perm=[1, 0, 2]} : bf16[14, T, 64]"),
     "sample": (
-        "%l: f32[R, 320], %r: i32[R], %q: i32[R], %n: state i32[8], %f: state f32[8, 8], %i: state i32[8, 8]",
-        "row_sample(%l, %r, %q, %n, %f, %i) : i32[R]",
+        "%l: f32[R, 320], %r: i32[R], %s: i32[R+1], %n: i32[T], %t: state i32[8, 64], %f: state f32[8, 8],"
+        " %i: state i32[8, 8]",
+        "row_sample(%l, %r, %s, %n, %t, %f, %i) : i32[R]",
     ),
     "product": (
         "%x: bf16[T, 66], %w: weight bf16[5, 33, 32, 2], %b: f32[70], %r: bf16[T, 70]",

@@ -19,7 +19,7 @@ from llmc.codegen.triton import toolchain as module
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, _Trip
+from llmc.driver import Options, Trip
 from llmc.ir.graph import Module
 from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
 
@@ -123,7 +123,7 @@ def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Pa
 
         monkeypatch.setattr(codegen, "build", build)
         with pytest.raises(Diagnostic, match=code):
-            _Trip.build(trip, Module())
+            Trip.build(trip, Module())
         assert len(list(tmp_path.iterdir())) == left
 
 

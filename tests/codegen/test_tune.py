@@ -94,3 +94,12 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
 
     with pytest.raises(Diagnostic, match="E115"):  # of the machine: no kernel would fare better
         tuning._times(Away(), [good, good], m, told)  # type: ignore[arg-type]
+
+
+def test_a_missing_device_is_told_before_anything_is_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even the model is opened: the folder that is named does not exist."""
+    code = main(["tune", str(tmp_path / "nowhere"), "-o", str(tmp_path / "t.jsonl"), "--target", "hip:gfx942"])
+    told = capsys.readouterr().err
+    assert code == 3 and "E115" in told and "AMD" in told and "nowhere" not in told

@@ -106,6 +106,7 @@ def test_what_decided_is_told() -> None:
         "of 9 nodes are chosen by the measurements of h200, the others' by the cost rule"
     )
     assert "cost rule: nothing is measured for cuda+sm_80" in Tuning().decided(0, 9, sm_80())
+    assert "of h200 hold none of this model's nodes" in tuning.decided(0, 9, sm_80())
 
 
 def test_the_cost_rule_chooses_products_nearly_as_well_as_measurements() -> None:

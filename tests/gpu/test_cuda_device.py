@@ -99,7 +99,7 @@ def test_random_weights_are_those_of_the_cpu(device: CudaDevice) -> None:
 
 
 def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) -> None:
-    """The second time the file is surely in the page cache; the rate is printed."""
+    """Both ways, which are printed with their rates; the second time the file is surely in the page cache."""
     block, sizes = 16 << 20, {"a": (1 << 30) + 12345, "b": (5 << 20) + 3}
     files, datas = [], {}
     for name, size in sizes.items():
@@ -110,13 +110,14 @@ def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) ->
     memories = {f.file: device._alloc(f.bytes) for f in files}
     bases = {name: m.address for name, m in memories.items()}
 
-    def send(check: bool) -> Any:
+    def send(check: bool, way: str = device._way) -> Any:
         given = (device._cuda, device._enter, Folder(tmp_path), files, bases)
-        return cuda_upload.upload(*given, check=check, threads=device.threads)
+        return cuda_upload.upload(*given, check=check, threads=device.threads, way=way)
 
-    for check in (True, True, False):
-        report = send(check)
-        print(f"checked {check}: {report.rate / 1e9:.1f} GB/s with {report.threads} threads")
+    for check, way in [(c, w) for w in (device._way, cuda_upload.PINNED) for c in (True, True, False)]:
+        report = send(check, way)
+        print(f"checked {check}: {report}")
+        assert report.way == way or report.why
         for name, data in datas.items():
             assert np.array_equal(device.read(memories[name]), data)
             device.zero(memories[name], 0, memories[name].nbytes)
@@ -207,12 +208,35 @@ def test_steps_of_an_artifact(tmp_path: Path, rng: np.random.Generator, weights:
     gpu.close()
 
 
-def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Generator) -> None:
-    cupy = pytest.importorskip("cupy")
-    memory, data = device.alloc(4096), rng.integers(0, 256, 4096, np.uint8)
-    device.write(memory, 0, data)
-    device.wait(device.mark())
-    np.testing.assert_array_equal(cupy.asnumpy(cupy.asarray(memory)), data)
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Generator, name: str) -> None:
+    """As bytes by the array interface; as arrays by DLPack, behind a copy that has only been asked for."""
+    other = pytest.importorskip(name)
+    view: Any = other.asarray if name == "cupy" else lambda x: other.as_tensor(x, device="cuda")
+    host: Any = other.asnumpy if name == "cupy" else lambda x: x.cpu().numpy()
+    if name == "torch" and not other.cuda.is_available():
+        pytest.skip("torch without CUDA")
+    for size in (4096, 64 << 20):
+        memory, data = device.alloc(size), rng.integers(0, 1 << 14, size // 4, np.int32)
+        device.write(memory, 0, data)
+        if name == "torch":  # which does not look at the interface's stream
+            device.wait(device.mark())
+        np.testing.assert_array_equal(host(view(memory)), data.view(np.uint8))
+        data += 1
+        device.write(memory, 0, data)
+        shape = (4, -1, 128)
+        for dtype, bits in (("i32", data), ("f32", data.view(np.float32)), ("u8", data.view(np.uint8))):
+            found = other.from_dlpack(memory.array(dtype, bits.reshape(shape).shape))
+            np.testing.assert_array_equal(host(found), bits.reshape(shape))
+        found[:] = 7
+        other.cuda.get_current_stream().synchronize() if name == "cupy" else other.cuda.synchronize()
+        assert (device.read(memory) == 7).all()
+    if name == "torch":
+        memory = device.alloc(64)
+        device.write(memory, 0, np.full(32, 0x3FC0, np.uint16))
+        found = other.from_dlpack(memory.array("bf16", (4, 8)))
+        assert found.dtype == other.bfloat16 and found.shape == (4, 8) and (found == 1.5).all()
+    del found
 
 
 def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:

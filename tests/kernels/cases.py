@@ -62,6 +62,8 @@ class Text:
         return out
 
 
+# gpt_oss's experts, with limits that drawn values reach.
+CLAMPED = "mul(add(max(min(a1, 0.7), -0.7), 1.0), mul(min(a0, 0.7), sigmoid(mul(min(a0, 0.7), 1.702))))"
 SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), add(a1, 1.0))"
 TEXTS = (
@@ -143,7 +145,16 @@ TEXTS = (
     Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
     Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]", ints=5),
     Text(
-        "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]", 'moe {act="gelu"}', "bf16[T, 33]", ints=4
+        "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]",
+        'moe {body="mul(max(a0, 0.0), a1)"}',
+        "bf16[T, 33]",
+        ints=4,
+    ),
+    Text(
+        "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]; bf16[4, 10]; bf16[4, 33]",
+        f'moe {{body="{CLAMPED}"}}',
+        "bf16[T, 33]",
+        ints=4,
     ),
     Text("f32[T, 4, 10]; f32[T, 2, 10]; f32[T, 2, 6]; i32[T]", "attention {layer=0, scale=0.3}", "f32[T, 4, 6]"),
     Text(

@@ -9,8 +9,11 @@ from kernels.cases import Text
 
 V = 128256
 B = -(-V // 1024)
-ROWS = "i32[R]; i32[R]; state i32[256]; state f32[256, 8]; state i32[256, 8]"
-STATES = f"state i32[256, 32]; state i32[256, {V // 32}]; state i32[256, {V}]"
+ROWS = "i32[R]; i32[R+1]; i32[T]"
+PARAMS = "state f32[256, 8]; state i32[256, 8]"
+BIASES = "state i32[256, 1024]; state f32[256, 1024]"
+SEEN = f"state i32[256, {V // 32}]; state i32[256, {V}]"
+STATES = f"{PARAMS}; state i32[256, 32]; {SEEN}; {BIASES}; state i32[256, {V // 32}]"
 KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
 BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
@@ -112,26 +115,25 @@ _ROWS = {
 _SAMPLING = {
     "row_penalize": (
         Text(
-            f"bf16[R, {V}]; i32[R]; state f32[256, 8]; state i32[256, {V // 32}]; state i32[256, {V}]", "row_penalize",
-            f"f32[R, {V}]",
+            f"bf16[R, {V}]; i32[R]; {PARAMS}; {SEEN}; {BIASES}", "row_penalize", f"f32[R, {V}]",
         ),
     ),
-    "row_mask_stops": (
+    "row_mask": (
         Text(
-            f"f32[R, {V}]; i32[R]; i32[R]; state i32[256]; state i32[256, 8]; state i32[256, 32]", "row_mask_stops",
+            f"f32[R, {V}]; {ROWS}; state i32[256, 8]; state i32[256, 32]; state i32[256, {V // 32}]", "row_mask",
             f"f32[R, {V}]",
         ),
     ),
-    "row_sample": (Text(f"f32[R, {V}]; {ROWS}", "row_sample", "i32[R]"),),
+    "row_sample": (Text(f"f32[R, {V}]; {ROWS}; {TOKENS}; {PARAMS}", "row_sample", "i32[R]"),),
     "row_block_max": (
         Text(f"bf16[R, {V}]; {ROWS}; {STATES}", "row_block_max {block=1024}", f"f32[R, {B}], i32[R, {B}], f32[R, {B}]"),
     ),
     "row_sample_blocks": (
-        Text(f"bf16[R, {V}]; {ROWS}; {STATES}; {BLOCKS}", "row_sample_blocks {block=1024}", "i32[R]"),
+        Text(f"bf16[R, {V}]; {ROWS}; {STATES}; {TOKENS}; {BLOCKS}", "row_sample_blocks {block=1024}", "i32[R]"),
     ),
     "row_finish": (
         Text(
-            f"bf16[R, {V}]; {ROWS}; {STATES}; {BLOCKS}; {TOKENS}; i32[R]", "row_finish {block=1024}",
+            f"bf16[R, {V}]; {ROWS}; {STATES}; {TOKENS}; {BLOCKS}; state i32[256]; i32[R]", "row_finish {block=1024}",
             f"i32[R], f32[R], i32[R], i32[R, 20], f32[R, 20], {TOKENS}, state i32[256], state i32[256, {V}]",
         ),
     ),
@@ -157,7 +159,7 @@ _SAMPLING = {
     "row_last": (Text("i32[R+1]", "row_last", "i32[R]"),),
     "row_commit": (
         Text(
-            f"{TOKENS}; state i32[256]; state i32[256, {V}]; i32[R]; i32[R]; i32[R]; i32[R]", "row_commit",
+            f"{TOKENS}; state i32[256]; state i32[256, {V}]; {ROWS}; i32[R]; i32[R]", "row_commit",
             f"{TOKENS}, state i32[256], state i32[256, {V}]",
         ),
     ),

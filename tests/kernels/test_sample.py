@@ -21,7 +21,8 @@ V, ROWS = 997, 64
 def operands(logits: np.ndarray, fparams: np.ndarray, iparams: np.ndarray) -> list[np.ndarray]:
     i32 = np.int32
     n = len(logits)
-    return [logits, np.arange(n, dtype=i32), np.ones(n, i32), np.arange(n, dtype=i32) * 7, fparams, iparams]
+    rows, starts = np.arange(n, dtype=i32), np.arange(n + 1, dtype=i32)
+    return [logits, rows, starts, np.arange(n, dtype=i32) * 7, np.zeros((n, 1), i32), fparams, iparams]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,11 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Any:
     nbytes = source.scratch.const or 0
 
     def run(logits: np.ndarray, fparams: np.ndarray, iparams: np.ndarray) -> np.ndarray:
-        dtypes = (np.float32, np.int32, np.int32, np.int32, np.float32, np.int32)
+        dtypes = (np.float32, *[np.int32] * 4, np.float32, np.int32)
         arrays = [np.ascontiguousarray(a, d) for a, d in zip(operands(logits, fparams, iparams), dtypes)]
         out = np.full(ROWS, -1, np.int32)
         scratch = np.zeros(nbytes + 64, np.uint8)
-        args = (ctypes.c_void_p * 7)(*(a.ctypes.data for a in [*arrays, out]))
+        args = (ctypes.c_void_p * 8)(*(a.ctypes.data for a in [*arrays, out]))
         ctx = Ctx(0, 1, scratch.ctypes.data + -scratch.ctypes.data % 64, nbytes)
         function(ctypes.byref(ctx), args, (ctypes.c_int64 * 1)())
         return out

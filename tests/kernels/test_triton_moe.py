@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
@@ -15,13 +16,21 @@ from llmc.codegen.triton.moe import DOWN, ROUTE, UP
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
-from llmc.ir.ops.moe import moe_route
+from llmc.ir.ops.moe import SWIGLU, moe_route
+from llmc.ir.scalar import arg
 from llmc.ir.types import tensor
 from llmc.targets.gpu import sm_90
 from llmc.targets.target import Target
 
 # tokens, experts of each, experts
 ROUTINGS = ((1, 1, 1), (1, 3, 5), (7, 2, 6), (40, 4, 9), (33, 2, 130))
+
+
+def gated(name: str) -> str:
+    """The body that multiplies up by an activation of the gate."""
+    activation = OPS[name].scalar
+    assert activation is not None
+    return str(activation({}) * arg(1))
 
 
 def graph(op: str, types: list[Any], attrs: dict[str, Any]) -> Graph:
@@ -36,16 +45,18 @@ def route(t: Any, k: int, experts: int, dtype: str = "i32") -> Graph:
     return graph("moe_route", [tensor(dtype, t, k)], {"experts": experts})
 
 
-def up(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", act: str = "silu") -> Graph:
+def up(
+    t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", body: str = SWIGLU, bias: str = ""
+) -> Graph:
     pairs = tensor("i32", t, k).numel
     types = [tensor(x, t, d), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, 2 * n, d)]
-    return graph("moe_up", types, {"k": k, "act": act})
+    return graph("moe_up", types + ([tensor(bias, experts, 2 * n)] if bias else []), {"k": k, "body": body})
 
 
-def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16") -> Graph:
+def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", bias: str = "") -> Graph:
     pairs = tensor("i32", t, k).numel
     types = [tensor(x, pairs, n), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, d, n)]
-    return graph("moe_down", [*types, tensor(x, t, k)], {})
+    return graph("moe_down", [*types, tensor(x, t, k)] + ([tensor(bias, experts, d)] if bias else []), {})
 
 
 def chosen(t: int, k: int, experts: int) -> np.ndarray:
@@ -87,9 +98,17 @@ def test_products(t: int, k: int, experts: int) -> None:
 
 @pytest.mark.parametrize(("x", "w"), (("f32", "f32"), ("f16", "f16"), ("f32", "bf16")))
 def test_dtypes_and_activations(x: str, w: str) -> None:
-    for act in ("gelu", "gelu_tanh", "relu"):
-        check(UP, up("T", 2, 5, 9, 20, x, w, act), 6, 2, 5)
+    for name in ("gelu", "gelu_tanh", "relu"):
+        check(UP, up("T", 2, 5, 9, 20, x, w, gated(name)), 6, 2, 5)
     check(DOWN, down("T", 2, 5, 9, 20, x, w), 6, 2, 5)
+
+
+@pytest.mark.parametrize(("w", "bias"), (("bf16", "bf16"), ("f32", "f32"), ("bf16", "f32")))
+def test_biases_and_a_clamped_gate(w: str, bias: str) -> None:
+    """Columns beyond the last block of columns have no bias, and experts without rows none either."""
+    for t, k, experts in ROUTINGS[1:4]:
+        check(UP, up("T", k, experts, 21, 20, w, w, CLAMPED, bias), t, k, experts)
+        check(DOWN, down("T", k, experts, 21, 34, w, w, bias), t, k, experts)
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
@@ -114,8 +133,9 @@ def test_what_is_offered_first() -> None:
 def test_binaries(target: Target, tmp_path: Path) -> None:
     graphs = (
         (ROUTE, route("T", 8, 128)), (ROUTE, route(1, 8, 128, "i64")), (UP, up("T", 8, 128, 768, 2048)),
-        (UP, up(1, 8, 128, 768, 2048, act="gelu_tanh")), (DOWN, down("T", 8, 128, 768, 2048)),
+        (UP, up(1, 8, 128, 768, 2048, body=gated("gelu_tanh"))), (DOWN, down("T", 8, 128, 768, 2048)),
         (DOWN, down("T", 8, 128, 768, 2048, "f32", "bf16")),
+        (UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")), (DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
     )  # fmt: skip
     sources = []
     for kernel, g in graphs:

@@ -15,14 +15,14 @@ from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_cas
 from llmc.codegen.triton.base import TritonKernel
 from llmc.codegen.triton.draw import UNIFORM
 from llmc.codegen.triton.logprobs import LOGPROBS
-from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK_STOPS, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK, PENALIZE, SAMPLE, SAMPLE_BLOCKS
 from llmc.codegen.triton.toolchain import load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import kept, uniform
 
 KERNELS: Mapping[str, TritonKernel] = {
-    "row_penalize": PENALIZE, "row_mask_stops": MASK_STOPS, "row_block_max": BLOCK_MAX,
+    "row_penalize": PENALIZE, "row_mask": MASK, "row_block_max": BLOCK_MAX,
     "row_sample_blocks": SAMPLE_BLOCKS, "row_sample": SAMPLE, "row_logprobs": LOGPROBS,
     "row_finish": FINISH,
 }  # fmt: skip
@@ -54,6 +54,7 @@ class Step:
         self.logits = rng.standard_normal((r, v)).astype(F32) * 3 if logits is None else logits
         self.rows, self.qlens = rng.permutation(m)[:r].astype(I32), rng.integers(1, 4, r).astype(I32)
         self.length = rng.integers(0, 30, m).astype(I32)
+        self.history = rng.integers(0, v, (m, 33)).astype(I32)
         self.f, self.i = np.zeros((m, 8), F32), np.zeros((m, 8), I32)
         self.f[:, 0] = rng.choice([0.0, 0.4, 1.0, 2.5], m)
         self.f[:, 1] = rng.choice([1.0, 0.9, 0.3, 1e-6], m)
@@ -62,7 +63,15 @@ class Step:
         self.f[:, 4:6] = rng.choice([0.0, 0.0, 0.7, -0.4], (m, 2))
         self.i[:, 0] = rng.choice([0, 1, 7, 40, v, v + 9], m)
         self.i[:, 1:3] = rng.integers(-(2**31), 2**31, (m, 2))
-        self.i[:, 4], self.i[:, 5] = rng.integers(0, 40, m), rng.integers(0, 2, m)
+        self.i[:, 3], self.i[:, 4] = rng.choice([0, 0, 0, 33], m), rng.integers(0, 40, m)
+        self.i[:, 5], self.i[:, 6], self.i[:, 7] = (
+            rng.integers(0, 2, m),
+            rng.choice([0, 5, 11], m),
+            rng.integers(0, 2, m),
+        )
+        self.bias_ids = np.stack([np.sort(rng.permutation(v)[:11]) for _ in range(m)]).astype(I32)
+        self.biases = rng.choice([-100.0, -2.5, 0.5, 3.0], (m, 11)).astype(F32)
+        self.allowed = rng.integers(-(2**31), 2**31, (m, -(-v // 32))).astype(I32)
         self.stops = np.full((m, 32), -1, I32)
         self.stops[:, :3] = rng.integers(-1, v, (m, 3))
         self.seen = rng.integers(-(2**31), 2**31, (m, -(-v // 32))).astype(I32)
@@ -70,28 +79,44 @@ class Step:
 
     def blocks(self) -> list[Any]:
         """Operands of row_block_max."""
-        states = [self.length, self.f, self.i, self.stops, self.seen, self.counts]
-        return [self.logits, self.rows, self.qlens, *states]
+        states = [self.f, self.i, self.stops, self.seen, self.counts, self.bias_ids, self.biases, self.allowed]
+        return [self.logits, *self.where(), *states]
+
+    def where(self) -> list[Any]:
+        """rows, starts and positions, as row_spans lays them out."""
+        self.qlens[self.rows < 0] = 0
+        tokens = int(self.qlens.sum()) + 1
+        starts, _, positions = OPS["row_spans"].ref(self.rows, self.qlens, self.length, tokens=tokens)
+        return [self.rows, starts, positions]
 
     def plain(self, x: np.ndarray) -> list[Any]:
         """Operands of row_sample."""
-        return [x, self.rows, self.qlens, self.length, self.f, self.i]
+        return [x, *self.where(), self.history, self.f, self.i]
+
+    def penalties(self) -> list[Any]:
+        """Operands of row_penalize."""
+        return [self.logits, self.rows, self.f, self.i, self.seen, self.counts, self.bias_ids, self.biases]
+
+    def unaltered(self) -> None:
+        """Rows draw from the raw logits, and none of them is inside its prompt."""
+        self.f[:, 3:6], self.i[:, 3:5], self.i[:, 6:] = [1.0, 0.0, 0.0], 0, 0
 
     def masked(self) -> np.ndarray:
         """The logits that are drawn from, by the references."""
-        x = OPS["row_penalize"].ref(self.logits, self.rows, self.f, self.seen, self.counts)
-        return OPS["row_mask_stops"].ref(x, self.rows, self.qlens, self.length, self.i, self.stops)
+        x = OPS["row_penalize"].ref(*self.penalties())
+        return OPS["row_mask"].ref(x, *self.where(), self.i, self.stops, self.allowed)
 
     def check(self, got: np.ndarray, x: np.ndarray) -> None:
         """Every id is the reference's, or the draw fell on a boundary between two ids up to rounding."""
         want = OPS["row_sample"].ref(*self.plain(x))
         for n in np.nonzero(got != want)[0]:
             row, id = self.rows[n], int(got[n])
-            assert row >= 0 and self.f[row, 0] > 0, f"row {n}: {id}, not {want[n]}"
+            end = int(self.length[row] + self.qlens[n])
+            assert row >= 0 and self.f[row, 0] > 0 and end >= self.i[row, 3], f"row {n}: {id}, not {want[n]}"
             p, mask = kept(x[n], self.f[row], int(self.i[row, 0]))
             cum = np.cumsum(np.where(mask, p, 0))
             lo, hi = (int(s) & 0xFFFFFFFF for s in self.i[row, 1:3])
-            at = uniform(lo | hi << 32, int(self.length[row] + self.qlens[n])) * cum[-1]
+            at = uniform(lo | hi << 32, end) * cum[-1]
             before = cum[id - 1] if id else 0.0
             assert before - 1e-5 <= at <= cum[id] + 1e-5, f"row {n}: {id}, not {want[n]}"
 
@@ -131,15 +156,14 @@ def test_penalties(dtype: str) -> None:
     rng, _ = fresh()
     s = Step(rng, 5, 700)
     s.rows[3] = -1
-    arrays = [s.logits, s.rows, s.f, s.seen, s.counts]
-    run_case(case("row_penalize", arrays, {}, {"block": 256, "warps": 4}, dtype))
+    run_case(case("row_penalize", s.penalties(), {}, {"block": 256, "warps": 4}, dtype))
 
 
-def test_stop_ids() -> None:
+def test_stop_ids_and_allowed_ids() -> None:
     rng, _ = fresh()
     s = Step(rng, 6, 5000)
     s.rows[3] = -1
-    run_case(case("row_mask_stops", [s.logits, s.rows, s.qlens, s.length, s.i, s.stops], {}, {}))
+    run_case(case("row_mask", [s.logits, *s.where(), s.i, s.stops, s.allowed], {}, {}))
 
 
 @pytest.mark.parametrize("per", [1, 4])
@@ -150,13 +174,14 @@ def test_block_maxima(v: int, per: int) -> None:
     s.rows[2] = -1
     s.f[:, 3:6] = [1.0, 0.0, 0.0]
     s.f[s.rows[0], 3:6] = [1.25, 0.5, 0.25]  # exact in float32
+    s.i[s.rows[0], 6:], s.i[s.rows[1], 6:] = [11, 1], [5, 0]
     run_case(case("row_block_max", s.blocks(), {"block": 128}, {"per": per, "warps": 4}))
 
 
 def drawn(s: Step, block: int = 128) -> np.ndarray:
     """Ids by both kernels of the split op."""
     found = results(case("row_block_max", s.blocks(), {"block": block}, {"per": 1, "warps": 4}))
-    return results(case("row_sample_blocks", [*s.blocks(), *found], {"block": block}, SMALL))[0]
+    return results(case("row_sample_blocks", [*s.blocks(), s.history, *found], {"block": block}, SMALL))[0]
 
 
 @pytest.mark.parametrize(("v", "kind"), [(41, "normal"), (600, "normal"), (600, "ties")])
@@ -185,7 +210,7 @@ def test_odd_rows(kind: str) -> None:
     else:
         logits[:, ::2] -= 1e30
     s = Step(rng, 8, 300, logits)
-    s.f[:, 3:6], s.i[:, 4] = [1.0, 0.0, 0.0], 0
+    s.unaltered()
     s.check(results(case("row_sample", s.plain(logits), {}, SMALL))[0], logits)
     s.check(drawn(s), logits)
 
@@ -195,7 +220,8 @@ def test_greedy_takes_the_lowest_of_equals_and_the_first_nan() -> None:
     logits[0, [31, 300, 650]], logits[1, :], logits[2, [500, 20]] = 2.0, -np.inf, np.nan
     logits[3, :], logits[3, 100:] = -0.0, 0.0
     s = Step(np.random.default_rng(), 4, 700, logits)
-    s.f[:, 0], s.f[:, 3:6], s.i[:, 4] = 0.0, [1.0, 0.0, 0.0], 0
+    s.unaltered()
+    s.f[:, 0] = 0.0
     assert drawn(s).tolist() == [31, 0, 20, 0]
     assert results(case("row_sample", s.plain(logits), {}, SMALL))[0].tolist() == [31, 0, 20, 0]
 
@@ -204,9 +230,34 @@ def test_rows_without_penalties_read_neither_counts_nor_seen() -> None:
     """Their states may hold anything: poison that would change every logit changes nothing."""
     rng, _ = fresh()
     s = Step(rng, 4, 300)
-    s.f[:, 0], s.f[:, 3:6] = 0.0, [1.0, 0.0, 0.0]
-    s.counts[:], s.seen[:] = 1 << 30, -1
-    s.check(drawn(s), s.masked())
+    s.unaltered()
+    s.f[:, 0] = 0.0
+    s.counts[:], s.seen[:], s.allowed[:] = 1 << 30, -1, 0
+    s.bias_ids[:], s.biases[:] = np.arange(11), np.inf
+    assert drawn(s).tolist() == s.logits.argmax(-1).tolist()
+
+
+def test_one_allowed_id_is_drawn_whatever_the_filters() -> None:
+    """Fewer ids than top_k keeps, masses of zero everywhere else."""
+    rng, _ = fresh()
+    s = Step(rng, 8, 600)
+    s.unaltered()
+    ids = rng.integers(0, 600, 8)
+    s.i[:, 7], s.allowed[:] = 1, 0
+    s.allowed[s.rows, ids // 32] = (1 << (ids % 32).astype(np.uint32)).astype(np.uint32).view(I32)
+    assert drawn(s).tolist() == ids.tolist()
+    x = s.masked()
+    assert results(case("row_sample", s.plain(x), {}, SMALL))[0].tolist() == ids.tolist()
+
+
+def test_inside_its_prompt_a_row_gives_the_prompts_next_id() -> None:
+    rng, _ = fresh()
+    s = Step(rng, 6, 300)
+    s.i[:, 3] = 33
+    s.length[:] = rng.integers(0, 29, len(s.length))
+    want = s.history[s.rows, s.length[s.rows] + s.qlens].tolist()
+    assert drawn(s).tolist() == want
+    assert results(case("row_sample", s.plain(s.masked()), {}, SMALL))[0].tolist() == want
 
 
 @pytest.mark.parametrize(("top_p", "min_p", "top_k"), some(FILTERS))
@@ -215,6 +266,7 @@ def test_the_draw_has_the_distribution_of_what_is_kept(top_p: float, min_p: floa
     n, v = 2000, 11
     row = np.random.default_rng(5).standard_normal(v).astype(F32) * 1.5
     s = Step(np.random.default_rng(6), n, v, np.tile(row, (n, 1)))
+    s.unaltered()
     s.f[:, :6], s.i[:, :5] = [0.9, top_p, min_p, 1.0, 0.0, 0.0], [top_k, 0, 0, 0, 0]
     s.i[:, 1] = np.arange(len(s.i)) + 1000
     p, mask = kept(row, s.f[0], top_k)
@@ -245,9 +297,11 @@ def test_finish() -> None:
     """Greedy rows, so that ids are exact: log-probabilities where wanted, full rows, rows that do not emit, padding."""
     rng, _ = fresh()
     s = Step(rng, 7, 700)
-    s.f[:, 0], s.rows[5] = 0.0, -1
+    s.f[:, 0], s.rows[5], s.rows[4] = 0.0, -1, s.rows[3]
     s.i[s.rows[:5], 5] = [1, 0, 1, 0, 1]
-    tokens, emit = rng.integers(0, 99, (len(s.f), 33)).astype(I32), np.array([1, 1, 0, 1, 1, 1, 0], I32)
+    emit = np.array([1, 1, 0, 0, 1, 1, 0], I32)
     s.length[s.rows[1]], s.qlens[1] = 32, 1
+    s.length[s.rows[3]] = 7
     found = [x.astype(d) for x, d in zip(OPS["row_block_max"].ref(*s.blocks(), block=128), (F32, I32, F32))]
-    run_case(case("row_finish", [*s.blocks(), *found, tokens, emit], {"block": 128, "k": 20}, SMALL))
+    operands = [*s.blocks(), s.history, *found, s.length, emit]
+    run_case(case("row_finish", operands, {"block": 128, "k": 20}, SMALL))

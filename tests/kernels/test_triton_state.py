@@ -27,11 +27,11 @@ def case(op: str, arrays: list[Any], attrs: dict[str, Any]) -> Case:
 
 
 def drawn_rows(rng: np.random.Generator, r: int, most: int, padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, qlens, length): distinct rows, some without tokens, and `padding` rows of -1 at the end."""
-    rows = rng.permutation(M)[:r].astype(I32)
+    """(rows, qlens, length): rows of one to three entries each, some without tokens, and `padding` rows of -1."""
+    rows = np.repeat(rng.permutation(M)[:r], rng.choice([1, 1, 3], r))[:r].astype(I32)
     qlens = rng.integers(0, most + 1, r).astype(I32)
     rows[r - padding :], qlens[r - padding :] = -1, 0
-    return rows, qlens, rng.integers(0, LENGTH - most, M).astype(I32)
+    return rows, qlens, rng.integers(0, LENGTH - 3 * most, M).astype(I32)
 
 
 @pytest.mark.parametrize("op", KERNELS)
@@ -44,10 +44,12 @@ def test_examples(op: str) -> None:
 )
 @pytest.mark.parametrize("op", ["row_spans", "row_begin"])
 def test_spans(op: str, r: int, most: int, padding: int, spare: int) -> None:
-    """More rows than one look takes, rows without tokens, padding rows, tokens behind the last row."""
+    """More entries than one look takes, entries without tokens, padding, tokens behind the last entry, and a row whose
+    entries begin in one look and end in the next."""
     rng = np.random.default_rng()
     rows, qlens, length = drawn_rows(rng, r, most, padding)
     qlens[0] = max(qlens[0], 1)
+    rows[254:259] = rows[254:255]
     arrays: list[Any] = [rows, qlens, length]
     attrs: dict[str, Any] = {"tokens": int(qlens.sum()) + spare}
     if op == "row_begin":
@@ -73,11 +75,12 @@ def test_last() -> None:
 
 
 def test_commit() -> None:
-    """Full rows drop the id; rows that do not emit only grow."""
+    """Full rows drop the id; rows that do not emit only grow; of a row's entries the last one counts."""
     rng = np.random.default_rng()
     r = 150
     rows, qlens, length = drawn_rows(rng, r, 5, 20)
-    length[rows[:10]], qlens[:10] = LENGTH - 1, 1
+    length[rows[:10]], qlens[:10] = LENGTH - 3, 1
+    starts, _, positions = OPS["row_spans"].ref(rows, qlens, length, tokens=int(qlens.sum()) + 3)
     tokens, counts = rng.integers(0, 99, (M, LENGTH)).astype(I32), rng.integers(0, 9, (M, VOCAB)).astype(I32)
     emit, ids = rng.integers(0, 2, r).astype(I32), rng.integers(0, VOCAB, r).astype(I32)
-    run_case(case("row_commit", [tokens, length, counts, rows, qlens, emit, ids], {}))
+    run_case(case("row_commit", [tokens, length, counts, rows, starts, positions, emit, ids], {}))

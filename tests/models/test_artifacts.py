@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, SEED, Case, sample
+from models.hub_stand_in import COMMIT, HubStandIn, serving
 from models.kit import loaded, save
 
 from llmc.driver import Options, compile_model
+from llmc.frontend.hub import Hub
 
 STEPS = 10
 LENGTHS = (1, 7, 45)
@@ -111,3 +114,21 @@ def test_small_limits(tokens: int, rows: int, tmp_path: Path, cache: Path) -> No
     """Fewer tokens a step than rows, and fewer of both than the example that is traced."""
     limits = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
     run_case(LISTED[4], tmp_path, cache, torch.float32, 1e-3, **limits)
+
+
+def test_a_model_by_id(tmp_path: Path, cache: Path) -> None:
+    """Its artifact says which commit it is of, also where an equal one was found, and what it samples with."""
+    save(LISTED[0], tmp_path / "model", SEED)
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    limits = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    out = tmp_path / "out.llmc"
+    with serving(HubStandIn({"someone/tiny": tmp_path / "model"})) as hub:
+        options = Options(cache=cache, hub=Hub(hub.url, tmp_path / "hub"), **limits)
+        for _ in range(2):
+            summary = compile_model("someone/tiny@v1", out, options, force=True)
+            source = json.loads((out / "manifest.json").read_text())["source"]
+            assert (source["name"], source["revision"]) == ("someone/tiny", COMMIT)
+    assert "reuse" in summary.seconds
+    assert "temperature 0.5" in json.loads((out / "report" / "compile.json").read_text())["notes"][0]
+    with LLM(out, say=lambda text: None) as llm:
+        assert llm.get_default_sampling_params().temperature == 0.5

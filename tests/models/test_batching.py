@@ -103,7 +103,8 @@ def test_a_canary_is_required_on_request(artifact: Path, tmp_path: Path) -> None
         with LLM(artifact, say=quiet) as plain:
             assert tokens(llm, prompts[:4], params[:4]) == tokens(plain, prompts[:4], params[:4])
     recorded = Canary.load((folder / "canary.json").read_bytes())
-    wrong = replace(recorded, tokens=tuple((t + 1) % 320 for t in recorded.tokens))
+    runs = tuple(replace(r, tokens=tuple((t + 1) % 320 for t in r.tokens)) for r in recorded.runs)
+    wrong = replace(recorded, runs=runs)
     put_file(folder, "canary.json", wrong.dump())
     with pytest.raises(LlmcError, match="the canary fails"):
         LLM(folder, say=quiet, canary=True)

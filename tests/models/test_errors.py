@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from models.cases import EXPERTS, LISTED, ROPES, SEED, SMALL, UNLISTED, rope
+from models.cases import EXPERTS, FURTHER, LISTED, ROPES, SEED, SMALL, UNLISTED, rope
 from models.kit import save
 from safetensors.numpy import load_file, save_file
 
@@ -22,6 +22,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.hf import Traced, trace
 from llmc.frontend.source import TESTED
+from llmc.ir.ops.moe import SWIGLU
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
 FILE = "model.safetensors"
@@ -90,7 +91,15 @@ def test_architecture(tmp_path: Path) -> None:
     custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
     fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
+    fails("E303", "'t5'", "an encoder and a decoder", do=lambda: trace(config(tmp_path, model_type="t5")))
+    fails("E303", "'qwen2_vl'", "sees images", do=lambda: trace(config(tmp_path, model_type="qwen2_vl")))
+    fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
+    fails("E303", "a classifier", do=lambda: trace(config(tmp_path, architectures=["LlamaForSequenceClassification"])))
     fails("E307", "gptq", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "gptq"})))
+    fails(
+        "E307", "mxfp4", "dequantize", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "mxfp4"}))
+    )
+    fails("E307", "MLX", do=lambda: trace(config(tmp_path, quantization={"bits": 4, "group_size": 64})))
     fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
     fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))
 
@@ -139,7 +148,6 @@ VOCAB = {"vocab_size": 320}
 ODD = {
     "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 256}, "position_ids"),
     "falcon": (SMALL, "AttentionInterface"),
-    "gpt_oss": (SMALL | {"head_dim": 16, "num_local_experts": 4}, "GptOssExperts"),
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "rotary"),
     "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256, "rotary_dim": 8}, "it bypasses"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
@@ -169,7 +177,7 @@ def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:
     entries = {"model_type": "lfm2_moe", **SMALL, **EXPERTS, **layers}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     (moe,) = (n for n in trace(tmp_path).module.graphs["main"].nodes if n.op.name == "moe")
-    assert moe.attrs["act"] == "silu"
+    assert moe.attrs["body"] == SWIGLU
 
 
 def test_an_op_we_lack(tmp_path: Path) -> None:
@@ -332,8 +340,8 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
 
 
 def test_every_tested_architecture_has_a_case_and_a_line_in_the_docs() -> None:
-    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED)}
+    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER)}
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES)]
+    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER)]
     assert len(set(names)) == len(names)
     assert [n for n in names if f"| {n} |" not in page] == [], "run: python tests/models/table.py"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.triton_harness import INTERPRETED
-from llmc_runtime import LLM
+from llmc_runtime import LLM, SamplingParams
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
 from models.kit import save
@@ -72,3 +72,23 @@ def test_float32(case: Case, tmp_path: Path, device: InterpretDevice) -> None:
 
 def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
+
+
+def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice) -> None:
+    """A prompt whose tokens are entries of one row, beside a row with a mask and a bias."""
+    model = save(SHALLOW, tmp_path / "model", SEED).float()
+    options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    ids = np.random.default_rng(SEED).integers(3, 320, 4).tolist()
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=2, allowed_token_ids=[9, 300], logit_bias={9: -100}),
+    ]
+    with LLM(tmp_path / "model.llmc", say=lambda text: None) as llm:
+        scored, masked = llm.generate([ids, ids[:1]], params, use_tqdm=False)
+    with torch.no_grad():
+        want = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+    for i, row in enumerate((scored.prompt_logprobs or [])[1:]):
+        assert row is not None and set(row) == {ids[i + 1], *np.argsort(-want[i])[:2].tolist()}
+        assert all(abs(found.logprob - want[i, token]) < 1e-3 for token, found in row.items())
+    assert scored.outputs[0].token_ids == [int(want[-1].argmax())] and masked.outputs[0].token_ids == [300, 300]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.cases import LISTED, ROPES, UNLISTED, Case
+from models.cases import LISTED, ROPES, SEED, UNLISTED, Case, further
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 
 from llmc.frontend.checkpoint import Checkpoint
@@ -16,11 +16,12 @@ from llmc.ir import text
 from llmc.ir.ops import OPS
 from llmc.ir.verify import verify
 
-EVERY = tuple(pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *ROPES))
+EVERY = tuple(pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *ROPES, *further(6)))
 
 
 @pytest.mark.parametrize("case", EVERY)
 def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
+    print(f"seed {SEED}")
     model = save(case, tmp_path)
     traced = trace(tmp_path, **case.trace)
     verify(traced.module)

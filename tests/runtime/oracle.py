@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from llmc_runtime.device.fake import ROOT, draw, link
+from llmc_runtime.device.fake import ROOT, draw, link, score
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.request import Request
+
+from tests.runtime.guides import allowed, ends
 
 
 class Expected:
     """The answer of one request on the fake device, token by token."""
 
-    __slots__ = ("chain", "config", "num_prompt", "request", "tokens")
+    __slots__ = ("chain", "config", "guided", "num_prompt", "request", "tokens")
 
-    def __init__(self, request: Request, config: SchedulerConfig) -> None:
-        self.request, self.config = request, config
+    def __init__(self, request: Request, config: SchedulerConfig, guided: bool = False) -> None:
+        """`guided`: the request was added with a Wandering guide."""
+        self.request, self.config, self.guided = request, config, guided
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.chain = list(accumulate(self.tokens, link, initial=ROOT))  # one more than tokens: chain[0] is the root
@@ -25,10 +28,19 @@ class Expected:
         chain, length, request = self.chain, len(self.tokens), self.request
         head = chain[length]
         earlier = chain[head % length + 1]
-        token = draw(head, earlier, self.num_prompt, length, request.row_params, self.config.vocab_size)
+        mask = allowed(request, self.guided, self.tokens[self.num_prompt :], self.config.vocab_size)
+        token = draw(head, earlier, self.num_prompt, length, request.row_params, mask, self.config.vocab_size)
         self.tokens.append(token)
         chain.append(link(head, token))
         return (token, *self._finish(token))
+
+    def scores(self) -> list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] | None:
+        """What is told of the prompt's tokens with the first new one."""
+        most = self.request.params.prompt_logprobs
+        if most is None or len(self.tokens) != self.num_prompt + 1:
+            return None
+        told = [score(self.chain[i], self.tokens[i], self.config.vocab_size) for i in range(1, self.num_prompt)]
+        return [(value, rank, tuple(ids[:most]), tuple(tops[:most])) for value, rank, ids, tops in told]
 
     def _finish(self, token: int) -> tuple[str | None, int | None]:
         params, config = self.request.params, self.config
@@ -40,7 +52,7 @@ class Expected:
                 return "stop", token
         if generated == params.max_tokens or len(self.tokens) == self.longest():
             return "length", None
-        return None, None
+        return (ends(self.tokens[self.num_prompt :]) if self.guided else None), None
 
     def longest(self) -> int:
         """Tokens that the sequence may have at most."""

@@ -62,11 +62,12 @@ class Watch:
         """What every plan promises."""
         episode = self.episode
         config, scheduler = episode.world.config, episode.engine.scheduler
-        scheduled = 0
+        scheduled = rows = 0
         for work in step.work:
             scheduled += work.num_tokens
+            rows += work.rows
         assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
-        assert len(step.work) <= config.max_num_seqs, f"{len(step.work)} rows in a step"
+        assert rows <= config.max_num_seqs, f"{rows} rows of logits in a step"
         assert all(r.num_total <= r.limit for r in scheduler.running), "work behind the last token"
         # No starvation: the first in line runs in every step, unless its last token is under way by length, and under
         # fcfs it is the oldest request alive.
@@ -103,7 +104,7 @@ class Episode:
         self.backlog = 0  # tokens that live requests may still ask for
         self.steps = self.submitted = 0
         self.ended: Counter[str] = Counter()
-        self.generated = 0
+        self.generated = self.guided = self.scored = 0
         self.device = make_device(config, self.depth, random.Random(seed))
         executor: Any = self.device
         if self.world.kind == "interrupts":
@@ -146,11 +147,12 @@ class Episode:
                 pass
             else:
                 raise AssertionError("a request that cannot run was accepted")
-        request = self.world.request(self.submitted)
-        self.engine.add(request)
-        expected = self.expected[request.id] = Expected(request, self.world.config)
-        self.backlog += expected.longest()
-        self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
+        for request in self.world.family(self.submitted):
+            guided = request.guide is not None
+            self.engine.add(request)
+            expected = self.expected[request.id] = Expected(request, self.world.config, guided)
+            self.backlog += expected.longest()
+            self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
 
     def abort(self) -> None:
         """End some live request; it must be gone."""
@@ -186,7 +188,11 @@ class Episode:
         assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
         if most is not None and delta.logprobs is not None:
             assert len(delta.logprobs) == 1 and len(delta.logprobs[0].top_ids) == most, f"{delta.id}: {delta.logprobs}"
+        assert delta.prompt_logprobs == expected.scores(), f"{delta.id}: scores of the prompt"
+        self.scored += len(delta.prompt_logprobs or ())
         self.generated += 1
+        self.guided += expected.guided
+        assert (delta.error is not None) == (finish == "error"), f"{delta.id}: {delta.error}"
         if finish is not None:
             if self.world.config.policy == "fcfs" and self.world.kind == "calm":
                 assert self.steps <= self.deadline[delta.id], f"{delta.id} starved"
@@ -263,6 +269,8 @@ def summary(episode: Episode) -> Counter[str]:
         episodes=1,
         steps=episode.steps,
         overlapped=episode.steps if episode.depth > 1 else 0,
+        guided=episode.guided,
+        scored=episode.scored,
         requests=episode.submitted,
         computed=counters.num_scheduled_tokens,
         generated=episode.generated,

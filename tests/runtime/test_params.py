@@ -17,7 +17,7 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("n", 2), ("n", True),
+        ("n", 0), ("n", 65), ("n", True),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
         ("temperature", None), ("temperature", True), ("temperature", 101),
         ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", math.nan),
@@ -33,7 +33,15 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
         ("stop", b"x"), ("stop", {"a": 1}), ("stop", "é" * 600),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", range(33)), ("stop_token_ids", 5),
         ("stop_token_ids", [True]), ("stop_token_ids", [2**31]),
-        ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
+        ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
+        ("logit_bias", [1]), ("logit_bias", {-1: 1}), ("logit_bias", {"a": 1}), ("logit_bias", {1: "1"}),
+        ("logit_bias", {1: math.nan}), ("logit_bias", {1: True}), ("logit_bias", {2**31: 1}), ("logit_bias", {1.5: 1}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("logit_bias", {"\u00b2": 1}),
+        ("allowed_token_ids", []), ("allowed_token_ids", 5), ("allowed_token_ids", [-1]), ("allowed_token_ids", [1.0]),
+        ("allowed_token_ids", range(65537)), ("allowed_token_ids", "12"),
+        ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", [1]),
+        ("bad_words", ["x"] * 129),
+        ("bad_words", ["x" * 1025]), ("bad_words", 3),
         ("ignore_eos", 1), ("include_stop_str_in_output", None), ("skip_special_tokens", "yes"), ("detokenize", 0),
     ],
 )  # fmt: skip
@@ -57,6 +65,8 @@ def test_the_message_names_field_value_and_range() -> None:
     assert str(caught.value) == "LLMC-E601: top_p = 1.5 is not allowed\n  Try: top_p: a number above 0, up to 1"
     with pytest.raises(LlmcError, match=r"min_tokens = 9 .*\n.*0 to max_tokens, 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(LlmcError, match=r"n = 2 .*\n.*1 where temperature is 0"):
+        SamplingParams(n=2, temperature=0)
     with pytest.raises(LlmcError, match="detokenize = False"):
         SamplingParams(stop="x", detokenize=False)
 
@@ -77,6 +87,13 @@ def test_values_are_brought_into_one_form() -> None:
     assert SamplingParams(stop="end").stop == ("end",) and SamplingParams(stop=None).stop == ()
     assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (3,)
     assert isinstance(SamplingParams(temperature=1).temperature, float)
+    assert SamplingParams(logit_bias={"7": 250, 8: -1e9, np.int64(9): 1}).logit_bias == {7: 100.0, 8: -100.0, 9: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None and SamplingParams().allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=[9, 3, 9]).allowed_token_ids == (3, 9)
+    assert (
+        SamplingParams(bad_words=["a", "b c"]).bad_words == ("a", "b c")
+        and SamplingParams(bad_words=None).bad_words == ()
+    )
     assert SamplingParams(max_tokens=None, min_tokens=50).max_tokens is None
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
     with pytest.raises(FrozenInstanceError):

@@ -15,10 +15,12 @@ import pytest
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.sched.guide import Banned
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import Step, Work
+from llmc_runtime.sched.step import RowMask, Step, Work
 
+from tests.runtime.guides import Wandering
 from tests.runtime.simulator import SimulationFailure, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +31,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
+    assert total["guided"] and total["scored"] and total["ended by error"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
@@ -174,6 +177,40 @@ def stops_that_the_row_does_not_mask(self: Scheduler, step: Step) -> None:
         init.params = replace(init.params, stops=())
 
 
+def masks_of_the_step_before(right: Any) -> Any:
+    def mask(self: Any) -> bytes:
+        before = getattr(self, "before", right(self))
+        self.before = right(self)
+        return before
+
+    return mask
+
+
+def planned_without_its_last_token(right: Any) -> Any:
+    def next(self: Scheduler) -> Step:
+        guided, self.guided = self.guided, set()
+        step = right(self)
+        self.guided = guided
+        for request, work in zip(self._under_way[-1][1] if step.work else (), step.work):
+            if request.guide is not None and work.emit:
+                step.masks.append(RowMask(work.row, request.guide.mask()))
+        return step
+
+    return next
+
+
+def scored_without_rows_for_it(right: Any) -> Any:
+    def chunk(self: Scheduler, request: Request, missing: int, most: int) -> Work:
+        self._spare += 1
+        return right(self, request, missing, most)
+
+    return chunk
+
+
+def a_guide_that_is_not_told(right: Any) -> Any:
+    return lambda self, token: False
+
+
 def ends_one_token_late(right: Any) -> Any:
     def finish_of(self: Request, token: int) -> Any:
         self.tokens.pop()
@@ -273,6 +310,7 @@ OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (Scheduler, "_admit", resumed_with_tokens_under_way, 3),
     (Scheduler, "commit", output_after_the_end, 2),
     (Scheduler, "next", published_while_under_way, 2),
+    (Scheduler, "next", planned_without_its_last_token, 2),
     (FakeExecutor, "_go", steps_that_overtake, 2),
     (FakeExecutor, "launch", tokens_that_come_late, 2),
 )
@@ -294,6 +332,9 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_preempt", preempted_but_still_computed),
     (Scheduler, "add", last_come_first_served),
     (Scheduler, "next", after_planning(stops_that_the_row_does_not_mask)),
+    (Wandering, "mask", masks_of_the_step_before),
+    (Banned, "accept", a_guide_that_is_not_told),
+    (Scheduler, "_chunk", scored_without_rows_for_it),
     (Request, "finish_of", ends_one_token_late),
     (Scheduler, "rollback", rollback_that_keeps_the_row),
 )

@@ -9,6 +9,8 @@ from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 
+from tests.runtime.guides import Wandering
+
 KINDS = ("calm",) * 17 + ("interrupts",) * 2 + ("failure",)
 
 
@@ -23,6 +25,7 @@ class World:
     crowd: int  # most live requests that are aimed at
     longest: int  # tokens of a prompt or an output, mostly
     depth: int = 1  # most steps under way
+    guides: float = 0.0  # share of requests that have one
     stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
 
     def request(self, number: int) -> Request:
@@ -33,7 +36,28 @@ class World:
         left = room - len(prompt)
         most = None if rng.random() < 0.05 else min(left, rng.randint(1, self.longest))
         salt = "" if rng.random() < 0.9 else "other"
-        return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt)
+        return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt, *self._bans())
+
+    def family(self, number: int) -> list[Request]:
+        """A request, now and then with others of its prompt behind it."""
+        first = self.request(number)
+        if self.rng.random() > 0.03:
+            return [first]
+        room = min(self.config.max_model_len, self.config.pool_tokens + 1) - len(first.prompt_token_ids)
+        others = [
+            Request(
+                f"r{number}.{i}", first.prompt_token_ids, self._params(min(room, self.rng.randint(1, self.longest))),
+                first.priority, first.cache_salt, leader=first,
+            )
+            for i in range(1, self.rng.randint(2, 5))
+        ]  # fmt: skip
+        return [first, *others]
+
+    def _bans(self) -> tuple[list[list[int]], Wandering | None]:
+        """Bad words, and a guide, of few requests."""
+        rng, vocab = self.rng, self.config.vocab_size
+        words = [rng.choices(range(vocab), k=rng.choice((1, 1, 2, 3))) for _ in range(rng.choice((0,) * 19 + (1, 4)))]
+        return words, Wandering(vocab) if rng.random() < self.guides else None
 
     def _prompt(self, room: int) -> list[int]:
         rng = self.rng
@@ -50,7 +74,8 @@ class World:
         if rng.random() < 0.6:
             return replace(_PLAIN, max_tokens=most)
         low = rng.randint(0, min(most if most is not None else 8, 8)) if rng.random() < 0.5 else 0
-        ids = rng.choices(range(self.config.vocab_size), k=rng.randint(0, 4))
+        vocab = self.config.vocab_size
+        ids, first = rng.choices(range(vocab), k=rng.randint(0, 4)), rng.randrange(vocab - 24)
         return SamplingParams(
             temperature=rng.choice((0.0, 1.0)),
             max_tokens=most,
@@ -59,6 +84,9 @@ class World:
             ignore_eos=rng.random() < 0.3,
             seed=rng.randrange(1 << 64) if rng.random() < 0.5 else None,
             logprobs=rng.choice((None, None, None, 0, 2)),
+            prompt_logprobs=rng.choice((None,) * 12 + (0, 2)),
+            logit_bias={rng.randrange(vocab): rng.uniform(-9, 9)} if rng.random() < 0.1 else None,
+            allowed_token_ids=range(first, first + 24) if rng.random() < 0.1 else None,
         )
 
     def impossible(self, number: int) -> Request:
@@ -99,7 +127,7 @@ def draw_world(seed: int) -> World:
         context=f"artifact {seed}",
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
-    world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)))
+    world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)), guides=rng.choice((0, 0, 0.05, 0.3)))
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))

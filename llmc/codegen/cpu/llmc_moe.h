@@ -20,9 +20,11 @@ LLMC_INLINE void dots(float* out, const W* w, const float* x, int64_t stride, in
   for (int64_t j = 0; j < m; j++) out[j] = hsum(acc[j]);
 }
 static inline int64_t padded(int64_t n) { return (n + VN - 1) / VN * VN; }
-template <class T, class I, class F, class W, class Act>
+// bg [experts, 2 * inner] and bd [experts, d]: added to the products of gate_up and of down; null where there are none.
+template <class T, class I, class F, class W, class B, class Body>
 static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, const F* weights, const W* gate_up,
-                       const W* down, int64_t t, int64_t k, int64_t d, int64_t inner, int64_t experts, Act act) {
+                       const W* down, const B* bg, const B* bd, int64_t t, int64_t k, int64_t d, int64_t inner,
+                       int64_t experts, Body body) {
   int64_t lo, hi;
   llmc_split(ctx, t, 1, &lo, &hi);
   const int64_t pd = padded(d), pi = padded(inner);
@@ -49,12 +51,15 @@ static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, cons
         float g[GROUP], u[GROUP];
         dots(g, gu + i * d, xs, pd, m, d);
         dots(u, gu + (inner + i) * d, xs, pd, m, d);
-        for (int64_t j = 0; j < m; j++) hs[j * pi + i] = act(splat(g[j]))[0] * u[j];
+        const float cg = bg ? scalar(bg[e * 2 * inner + i]) : 0.0f;
+        const float cu = bg ? scalar(bg[(e * 2 + 1) * inner + i]) : 0.0f;
+        for (int64_t j = 0; j < m; j++) hs[j * pi + i] = body(splat(g[j] + cg), splat(u[j] + cu))[0];
       }
       for (int64_t i = 0; i < d; i++) {
         float o[GROUP];
         dots(o, dn + i * inner, hs, pi, m, inner);
-        for (int64_t j = 0; j < m; j++) sum[who[j] * pd + i] += o[j] * scale[j];
+        const float c = bd ? scalar(bd[e * d + i]) : 0.0f;
+        for (int64_t j = 0; j < m; j++) sum[who[j] * pd + i] += (o[j] + c) * scale[j];
       }
     }
     for (int64_t j = 0; j < count; j++)

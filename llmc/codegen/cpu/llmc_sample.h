@@ -9,39 +9,52 @@
 #include "llmc_store.h"
 namespace llmc {
 enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
-enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN, WANT_LOGPROBS };
+enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN, WANT_LOGPROBS, NUM_BIASES, MASKED };
+static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // of an entry's tokens
+  return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
+}
 
 template <class T>
 static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
-                                const int32_t* seen, const int32_t* counts, int64_t r, int64_t v, int64_t words) {
+                                const int32_t* iparams, const int32_t* seen, const int32_t* counts,
+                                const int32_t* bias_ids, const float* biases, int64_t r, int64_t v, int64_t words,
+                                int64_t width) {
   int64_t lo, hi;
   llmc_split(ctx, v, 256, &lo, &hi);
   for (int64_t i = 0; i < r; i++) {
     const T* from = x + i * v;
     float* to = y + i * v;
-    const float* f = fparams + (rows[i] < 0 ? 0 : rows[i]) * 8;
-    if (rows[i] < 0 || (f[REPETITION] == 1.0f && f[PRESENCE] == 0.0f && f[FREQUENCY] == 0.0f)) {
-      for (int64_t j = lo; j < hi; j++) to[j] = scalar(from[j]);
-      continue;
+    for (int64_t j = lo; j < hi; j++) to[j] = scalar(from[j]);
+    if (rows[i] < 0) continue;
+    int64_t some = iparams[rows[i] * 8 + NUM_BIASES];
+    for (int64_t s = 0; s < some; s++) {
+      int64_t id = bias_ids[rows[i] * width + s];
+      if (id >= lo && id < hi) to[id] += biases[rows[i] * width + s];
     }
+    const float* f = fparams + rows[i] * 8;
+    if (f[REPETITION] == 1.0f && f[PRESENCE] == 0.0f && f[FREQUENCY] == 0.0f) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
     for (int64_t j = lo; j < hi; j++) {
-      float a = scalar(from[j]);
+      float a = to[j];
       int32_t n = count[j];
       if (((uint32_t)bits[j / 32] >> (j % 32) & 1u) || n > 0) a = a > 0 ? a / f[REPETITION] : a * f[REPETITION];
       to[j] = a - f[FREQUENCY] * (float)n - (n > 0 ? f[PRESENCE] : 0.0f);
     }
   }
 }
-static inline void row_mask_stops(const llmc_ctx* ctx, float* y, const float* x, const int32_t* rows,
-                                  const int32_t* qlens, const int32_t* length, const int32_t* iparams,
-                                  const int32_t* stops, int64_t r, int64_t v, int64_t width) {
+static inline void row_mask(const llmc_ctx* ctx, float* y, const float* x, const int32_t* rows, const int32_t* starts,
+                            const int32_t* positions, const int32_t* iparams, const int32_t* stops,
+                            const int32_t* allowed, int64_t r, int64_t v, int64_t width, int64_t words) {
   int64_t lo, hi;
   llmc_split(ctx, v, 256, &lo, &hi);
   for (int64_t i = 0; i < r; i++) {
     if (y != x) memcpy(y + i * v + lo, x + i * v + lo, (hi - lo) * sizeof(float));
     int64_t row = rows[i];
-    if (row < 0 || length[row] + qlens[i] >= iparams[row * 8 + MIN_LEN]) continue;
+    if (row < 0) continue;
+    if (iparams[row * 8 + MASKED])
+      for (int64_t j = lo; j < hi; j++)
+        if (!((uint32_t)allowed[row * words + j / 32] >> (j % 32) & 1u)) y[i * v + j] = -INFINITY;
+    if (end_of(starts, positions, i) >= iparams[row * 8 + MIN_LEN]) continue;
     for (int64_t s = 0; s < width; s++) {
       int64_t id = stops[row * width + s];
       if (id >= lo && id < hi) y[i * v + id] = -INFINITY;
@@ -152,7 +165,7 @@ struct Draw {
     for (int64_t j = 0; j < v; j++)
       if (kept(cut, e[j], j)) {
         at += e[j];
-        last = j;
+        if (e[j] > 0) last = j;
         if (at > u * total) return j;
       }
     return last;
@@ -177,14 +190,18 @@ static inline int64_t sample_row(const float* x, int64_t v, const float* f, cons
   return d.draw(uniform(seed, (uint64_t)position));
 }
 static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x, const int32_t* rows,
-                              const int32_t* qlens, const int32_t* length, const float* fparams,
-                              const int32_t* iparams, int64_t r, int64_t v) {
+                              const int32_t* starts, const int32_t* positions, const int32_t* tokens,
+                              const float* fparams, const int32_t* iparams, int64_t r, int64_t v, int64_t width) {
   int64_t lo, hi;
   llmc_split(ctx, r, 1, &lo, &hi);
   for (int64_t i = lo; i < hi; i++) {
-    int64_t row = rows[i];
-    ids[i] = row < 0 ? 0 : (int32_t)sample_row(x + i * v, v, fparams + row * 8, iparams + row * 8,
-                                               (int64_t)length[row] + qlens[i], ctx->scratch);
+    int64_t row = rows[i], end = end_of(starts, positions, i);
+    if (row < 0)
+      ids[i] = 0;
+    else if (end < iparams[row * 8 + PROMPT_LEN])
+      ids[i] = tokens[row * width + end];
+    else
+      ids[i] = (int32_t)sample_row(x + i * v, v, fparams + row * 8, iparams + row * 8, end, ctx->scratch);
   }
 }
 template <class T>

@@ -8,13 +8,14 @@ static inline void row_spans(const llmc_ctx* ctx, int32_t* starts, int32_t* toke
                              const int32_t* rows, const int32_t* qlens, const int32_t* length, int64_t r, int64_t t) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < t; i++) token_row[i] = positions[i] = -1;
-  int32_t at = 0;
+  int32_t at = 0, first = 0;  // first: where the tokens of the entry's row begin
   for (int64_t i = 0; i < r; i++) {
     starts[i] = at;
+    if (!i || rows[i] != rows[i - 1]) first = at;
     if (rows[i] >= 0)
-      for (int32_t j = 0; j < qlens[i] && at + j < t; j++) {
-        token_row[at + j] = rows[i];
-        positions[at + j] = length[rows[i]] + j;
+      for (int32_t j = at; j < at + qlens[i] && j < t; j++) {
+        token_row[j] = rows[i];
+        positions[j] = length[rows[i]] + j - first;
       }
     at += qlens[i];
   }
@@ -39,13 +40,13 @@ static inline void row_last(const llmc_ctx* ctx, int32_t* last, const int32_t* s
   for (int64_t i = 0; i < r; i++) last[i] = starts[i + 1] > starts[i] ? starts[i + 1] - 1 : -1;
 }
 static inline void row_commit(const llmc_ctx* ctx, int32_t* tokens, int32_t* length, int32_t* counts,
-                              const int32_t* rows, const int32_t* qlens, const int32_t* emit, const int32_t* ids,
-                              int64_t r, int64_t width, int64_t vocab) {
+                              const int32_t* rows, const int32_t* starts, const int32_t* positions,
+                              const int32_t* emit, const int32_t* ids, int64_t r, int64_t width, int64_t vocab) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < r; i++) {
     int64_t row = rows[i];
-    if (row < 0) continue;
-    length[row] += qlens[i];
+    if (row < 0 || starts[i] == starts[i + 1] || (i + 1 < r && rows[i + 1] == row)) continue;
+    length[row] = positions[starts[i + 1] - 1] + 1;
     if (!emit[i]) continue;
     if (length[row] < width) tokens[row * width + length[row]] = ids[i];
     if (ids[i] >= 0 && ids[i] < vocab) counts[row * vocab + ids[i]]++;

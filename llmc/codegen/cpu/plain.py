@@ -8,7 +8,7 @@ from llmc.codegen.kernel import Schedule
 from llmc.codegen.spell import inline
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.graph import Node
-from llmc.ir.ops.moe import activation
+from llmc.ir.ops.moe import gate
 from llmc.targets.target import Target
 
 
@@ -58,6 +58,8 @@ class Moe(CppKernel):
         types = [v.type.dtype for v in node.operands]
         if types[3] != types[4]:
             return "gate_up and down have different dtypes"
+        if types[5:6] != types[6:7]:
+            return "the biases have different dtypes"
         return unsupported(node, (*FLOATS, *INTS))
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
@@ -65,11 +67,12 @@ class Moe(CppKernel):
         return (d * 2 + inner + 48) * 32 + D(64)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        x, idx, _, _, down = (v.type for v in node.operands)
+        x, idx, _, _, down = (v.type for v in node.operands[:5])
         dims = (x.shape[0], idx.shape[1], x.shape[1], down.shape[2], down.shape[0])
-        act = f"const auto act = [](vf a) {{ return {inline(activation(node.attrs['act']), ['a'])}; }};"
-        call = f"moe(ctx, y0, x0, x1, x2, x3, x4, {', '.join(sizes(d) for d in dims)}, act);"
-        return f"{pointers(node)}\n{act}\n{call}"
+        biases = "x5, x6" if len(node.operands) > 5 else "(const float*)nullptr, (const float*)nullptr"
+        body = f"const auto body = [](vf a, vf b) {{ return {inline(gate(node.attrs['body']), ['a', 'b'])}; }};"
+        call = f"moe(ctx, y0, x0, x1, x2, x3, x4, {biases}, {', '.join(sizes(d) for d in dims)}, body);"
+        return f"{pointers(node)}\n{body}\n{call}"
 
 
 MATMUL = Matmul("cpu/matmul", ("matmul",))

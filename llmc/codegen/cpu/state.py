@@ -99,7 +99,7 @@ class Sampling(CppKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        writes = node.op.name in ("row_penalize", "row_mask_stops") and node.operands[0].type.dtype == "f32"
+        writes = node.op.name in ("row_penalize", "row_mask") and node.operands[0].type.dtype == "f32"
         return ((0, 0),) if writes else ()
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
@@ -107,12 +107,15 @@ class Sampling(CppKernel):
         return v * 12 + (2048 * 16 + 256) if node.op.name == "row_sample" else D(0)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        def widths(*operands: int) -> str:
+            return "".join(f", {sizes(node.operands[i].type.shape[1])}" for i in operands)
+
         r, v = (sizes(s) for s in node.operands[0].type.shape)
         more = {
-            "row_penalize": lambda: f", {sizes(node.operands[3].type.shape[1])}",
-            "row_mask_stops": lambda: f", {sizes(node.operands[5].type.shape[1])}",
+            "row_penalize": lambda: widths(4, 6),
+            "row_mask": lambda: widths(5, 6),
             "row_logprobs": lambda: f", {node.attrs['k']}",
-            "row_sample": lambda: "",
+            "row_sample": lambda: widths(4),
         }[node.op.name]()
         ins = ", ".join(f"x{i}" for i in range(len(node.operands)))
         if node.op.name == "row_logprobs" and len(node.operands) == 2:
@@ -125,4 +128,4 @@ ROPE = Rope("cpu/rope", ("rope",))
 ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
 KV_APPEND = KvAppend("cpu/kv_append", ("kv_append",))
 STATES = States("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit"))
-SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask_stops", "row_sample", "row_logprobs"))
+SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask", "row_sample", "row_logprobs"))

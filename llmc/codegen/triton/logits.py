@@ -1,12 +1,26 @@
-"""The text that reads a row of logits as sampling sees it: raw, penalised, masked; and the row's parameters."""
+"""The text that reads a row of logits as sampling sees it: raw, biased, penalised, masked; and the row's parameters."""
 
 from __future__ import annotations
 
+from llmc.codegen.triton.tiles import power
 from llmc.ir.graph import Node
 
-# A row of raw logits with its penalties and its stop mask: `logits_of(ROW, j, ok)` gives masked(penalised(raw)).
-ROW = "x, bits, counts, stops, penal, masks, repetition, presence, frequency"
+# A row of raw logits with all that a request may change of them: `logits_of(ROW, j, ok)` gives
+# masked(penalised(biased(raw))).
+ROW = "x, bits, counts, stops, bias_ids, biases, allowed, penal, masks, some, masked, repetition, presence, frequency"
 PENALISED = """\
+@triton.jit
+def biased(v, bias_ids, biases, some, lanes: tl.constexpr, j):
+    # The list ascends: those of its ids that lie in this tile are next to one another.
+    s = tl.arange(0, lanes)
+    id = tl.load(bias_ids + s, mask=s < some, other=2147483647)
+    first = tl.sum((id < tl.min(j, 0)).to(tl.int32), 0)
+    behind = tl.sum((id <= tl.max(j, 0)).to(tl.int32), 0)
+    for n in range(first, behind):
+        v += tl.where(j == tl.load(bias_ids + n), tl.load(biases + n), 0.0)
+    return v
+
+
 @triton.jit
 def penalised(v, bits, counts, repetition, presence, frequency, j, ok):
     n = tl.load(counts + j, mask=ok, other=0)
@@ -17,15 +31,22 @@ def penalised(v, bits, counts, repetition, presence, frequency, j, ok):
 """
 _LOGITS = """\
 STOPS = tl.constexpr({stops})
+BIASES = tl.constexpr({biases})
+BIAS_LANES = tl.constexpr({lanes})
 
 
 @triton.jit
 def finished(v, ROW, j, ok):
+    if some > 0:
+        v = biased(v, bias_ids, biases, some, BIAS_LANES, j)
     if penal:
         v = penalised(v, bits, counts, repetition, presence, frequency, j, ok)
     if masks:
         for s in range(STOPS):
             v = tl.where(j == tl.load(stops + s), float("-inf"), v)
+    if masked:
+        word = tl.load(allowed + (j >> 5), mask=ok, other=0)
+        v = tl.where(((word >> (j & 31)) & 1) != 0, v, float("-inf"))
     return v
 
 
@@ -49,12 +70,17 @@ t = tl.load(f)
 repetition = tl.load(f + 3)
 presence = tl.load(f + 4)
 frequency = tl.load(f + 5)
-position = tl.load(x3 + live) + tl.load(x2 + i)
+position = tl.load(x3 + tl.maximum(tl.load(x2 + i + 1) - 1, 0)) + 1
 penal = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
 masks = (row >= 0) & (position < tl.load(n + 4))
 bits = x7 + live * {words}
 counts = x8 + live * {v}
-stops = x6 + live * STOPS"""
+stops = x6 + live * STOPS
+some = tl.where(row >= 0, tl.load(n + 6), 0)
+masked = (row >= 0) & (tl.load(n + 7) != 0)
+bias_ids = x9 + live * BIASES
+biases = x10 + live * BIASES
+allowed = x11 + live * {words}"""
 
 DRAW_PARAMETERS = """\
 top_p = tl.load(f + 1)
@@ -69,7 +95,9 @@ def _width(node: Node, operand: int) -> int:
 
 def logits(node: Node) -> str:
     """Module-level text for a node whose operands begin as row_block_max's do."""
-    return f"{PENALISED}\n\n{_LOGITS.replace('ROW', ROW).format(stops=_width(node, 6))}"
+    stops, biases = _width(node, 6), _width(node, 9)
+    text = _LOGITS.replace("ROW", ROW).format(stops=stops, biases=biases, lanes=power(biases))
+    return f"{PENALISED}\n\n{text}"
 
 
 def parameters(node: Node) -> str:

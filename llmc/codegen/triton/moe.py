@@ -17,7 +17,7 @@ from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
-from llmc.ir.ops.moe import activation
+from llmc.ir.ops.moe import gate
 from llmc.ir.scalar import walk
 from llmc.ir.types import Type
 from llmc.targets.target import Target
@@ -166,7 +166,7 @@ class Grouped(TritonKernel):
         p, s = self.experts(u.node), u.schedule
         lines = [*search(u, p, s["bm"]), "if expert < " + str(p.count) + ":"]
         lines += [f"    {x}" for x in [*self.product(u, p), *self.finish(u, p)]]
-        fns = [e.fn for e in walk(activation(u.node.attrs["act"]))] if "act" in u.node.attrs else []
+        fns = [e.fn for e in walk(gate(u.node.attrs["body"]))] if "body" in u.node.attrs else []
         grid = (D(-(-p.n // s["bn"])), p.blocks(s["bm"]))
         return Code("\n".join(lines), grid, helpers(fns), s["warps"], s["stages"])
 
@@ -215,6 +215,16 @@ def search(u: Unit, p: Experts, bm: int) -> list[str]:
     ]
 
 
+def biased(p: Experts, operand: int) -> list[str]:
+    """The sums with the expert's bias, where the node has that operand."""
+    if len(p.node.operands) <= operand:
+        return []
+    at = f"x{operand} + expert.to(tl.int64) * {p.parts * p.n} + n"
+    return [
+        f"a{j} += tl.load({at} + {j * p.n}, mask=n < {p.n}, other=0).to(tl.float32)[:, None]" for j in range(p.parts)
+    ]
+
+
 def _fits(p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
     bm, bn, bk, warps, stages = s
     kept = stages if target.family == "cuda" else stages - 1
@@ -232,9 +242,10 @@ class Up(Grouped):
         return f"pair // {p.node.attrs['k']}"
 
     def finish(self, u: Unit, p: Experts) -> list[str]:
-        lines, value = inline(activation(u.node.attrs["act"]), ["a0"])
+        lines, value = inline(gate(u.node.attrs["body"]), ["a0", "a1"])
         at = f"y0 + r.to(tl.int64)[None, :] * {p.n} + n[:, None]"
-        return [*lines, f"tl.store({at}, ({value} * a1).to({element(u.node.result.type)}), mask=mask)"]
+        store = f"tl.store({at}, ({value}).to({element(u.node.result.type)}), mask=mask)"
+        return [*biased(p, 4), *lines, store]
 
 
 class Down(Grouped):
@@ -248,6 +259,7 @@ class Down(Grouped):
 
     def finish(self, u: Unit, p: Experts) -> list[str]:
         return [
+            *biased(p, 5),
             "scale = tl.load(x4 + pair).to(tl.float32)",
             f"tl.store(y0 + pair[None, :] * {p.n} + n[:, None], a0 * scale[None, :], mask=mask)",
         ]

@@ -1,5 +1,5 @@
-"""Sampling kernels: penalties, stop masks, the draw; a row's draw is one program, its largest logits are many. The text
-of the draw itself is in draw.py, log-probabilities are in logprobs.py."""
+"""Sampling kernels: biases, penalties, masks, the draw; a row's draw is one program, its largest logits are many.
+The text of the draw itself is in draw.py, log-probabilities are in logprobs.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ j = tl.program_id(0) * {block} + tl.arange(0, {block})
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
 f = x2 + tl.maximum(row, 0) * 8
+some = tl.where(row >= 0, tl.load(x3 + tl.maximum(row, 0) * 8 + 6), 0)
 repetition = tl.load(f + 3)
 presence = tl.load(f + 4)
 frequency = tl.load(f + 5)
@@ -31,8 +32,10 @@ penal = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.
 """
 _PENALIZED = """\
 v = tl.load(x0 + at + j, mask=j < {v}, other=0.0).to(tl.float32)
+if some > 0:
+    v = biased(v, x6 + row * {biases}, x7 + row * {biases}, some, {lanes}, j)
 if penal:
-    v = penalised(v, x3 + row * {words}, x4 + row * {v}, repetition, presence, frequency, j, j < {v})
+    v = penalised(v, x4 + row * {words}, x5 + row * {v}, repetition, presence, frequency, j, j < {v})
 tl.store(y0 + at + j, v, mask=j < {v})"""
 
 _MASK = """\
@@ -40,7 +43,9 @@ i = tl.program_id(0)
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
 live = tl.maximum(row, 0)
-masks = (row >= 0) & (tl.load(x3 + live) + tl.load(x2 + i) < tl.load(x4 + live * 8 + 4))
+end = tl.load(x3 + tl.maximum(tl.load(x2 + i + 1) - 1, 0)) + 1
+masks = (row >= 0) & (end < tl.load(x4 + live * 8 + 4))
+masked = (row >= 0) & (tl.load(x4 + live * 8 + 7) != 0)
 x = x0 + i.to(tl.int64) * {v}
 y = y0 + i.to(tl.int64) * {v}
 s = tl.arange(0, {lanes})
@@ -50,6 +55,11 @@ if x0.to(tl.int64) != y0.to(tl.int64):
         j = at + tl.arange(0, {tile})
         tl.store(y + j, tl.load(x + j, mask=j < {v}, other=0.0), mask=j < {v})
     tl.debug_barrier()
+if masked:
+    for at in range(0, {v}, {tile}):
+        j = at + tl.arange(0, {tile})
+        word = tl.load(x6 + live * {words} + (j >> 5), mask=j < {v}, other=-1)
+        tl.store(y + j, tl.full([{tile}], float("-inf"), tl.float32), mask=((word >> (j & 31)) & 1) == 0)
 tl.store(y + stop, tl.full([{lanes}], float("-inf"), tl.float32), mask=stop >= 0)"""
 
 _BLOCKS = """\
@@ -94,18 +104,19 @@ block = tl.arange(0, {lanes})
 at = i.to(tl.int64) * {blocks} + block
 {wait}
 row = tl.load(x1 + i).to(tl.int64)
-best = tl.load(x9 + at, mask=block < {blocks}, other=0.0)
-id = tl.load(x10 + at, mask=block < {blocks}, other=0)
+best = tl.load(x13 + at, mask=block < {blocks}, other=0.0)
+id = tl.load(x14 + at, mask=block < {blocks}, other=0)
 {parameters}
 most = tl.max(packed(tl.where(block < {blocks}, key_of(best), LOWEST), id), 0)
 out = tl.where(row >= 0, packed_id(most), 0)
-if (row >= 0) & (t > 0):
+prompt = (row >= 0) & (position < tl.load(n + 3))
+if (row >= 0) & (t > 0) & (prompt == 0):
 {draw}
     top = value_of(packed_key(most))
     if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < V)):
         out = filtered({ROW}, top, t, top_p, min_p, top_k, u)
     else:
-        mass = tl.load(x11 + at, mask=block < {blocks}, other=0.0)
+        mass = tl.load(x15 + at, mask=block < {blocks}, other=0.0)
         w = tl.where(block < {blocks}, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
         target = u * tl.sum(w, 0)
         where, before = find(w, block, target)
@@ -114,14 +125,16 @@ if (row >= 0) & (t > 0):
         e = tl.where(j < V, tl.exp((v - top) / t), 0.0).to(tl.float64)
         lane, _ = find(e, tl.arange(0, {block}), target - before)
         out = where * {block} + lane
+out = tl.where(prompt, tl.load(x12 + live * {length} + position, mask=prompt, other=0), out)
 tl.store(y0 + i, out)"""
 
 # The rest of row_finish: log-probabilities of the raw logits, and the commit.
 _FINISH = """
 logprob, rank, ids, tops = told(x, out, (row >= 0) & (tl.load(n + 5) != 0))
 {stores}
-emits = tl.load(x13 + i) != 0
-if row >= 0:
+emits = tl.load(x17 + i) != 0
+follows = tl.load(x1 + i + 1, mask=i + 1 < {r}, other=-1) == row
+if (row >= 0) & (follows == 0) & (tl.load(x2 + i) < tl.load(x2 + i + 1)):
     tl.store(y6 + row, position)
     if emits:
         tl.store(y7 + row * {v} + out, tl.load(x8 + row * {v} + out) + 1)
@@ -134,10 +147,10 @@ x = x0 + i.to(tl.int64) * V
 row = tl.load(x1 + i).to(tl.int64)
 out = tl.zeros([], tl.int32)
 if row >= 0:
-    f = x4 + row * 8
-    n = x5 + row * 8
+    f = x5 + row * 8
+    n = x6 + row * 8
     t = tl.load(f)
-    position = tl.load(x3 + row) + tl.load(x2 + i)
+    position = tl.load(x3 + tl.maximum(tl.load(x2 + i + 1) - 1, 0)) + 1
     most = tl.full([TILE], -9223372036854775808, tl.int64)
     for at in range(0, V, TILE):
         j = at + tl.arange(0, TILE)
@@ -145,9 +158,11 @@ if row >= 0:
         most = tl.maximum(most, packed(key, j))
     first = tl.max(most, 0)
     out = packed_id(first)
-    if t > 0:
+    prompt = position < tl.load(n + 3)
+    if (t > 0) & (prompt == 0):
 {draw}
         out = filtered(x, value_of(packed_key(first)), t, top_p, min_p, top_k, u)
+    out = tl.where(prompt, tl.load(x4 + row * {length} + position, mask=prompt, other=0), out)
 tl.store(y0 + i, out)"""
 
 
@@ -193,25 +208,26 @@ class Penalize(Sampling):
         block = u.schedule.get("block", 1024)
         text = _PENALIZED
         if self.inplace(u.node, u.schedule):
-            text = f"if penal | (x0.to(tl.int64) != y0.to(tl.int64)):\n{_indent(text, 4)}"
-        words = u.sizes(u.node.operands[3].type.shape[1])
-        body = (_PENALIZE + text).format(block=block, v=int(v), words=words, wait=u.wait)
+            text = f"if penal | (some > 0) | (x0.to(tl.int64) != y0.to(tl.int64)):\n{_indent(text, 4)}"
+        words, biases = (int(u.node.operands[n].type.shape[1]) for n in (4, 6))
+        sizes = {"block": block, "v": int(v), "words": words, "biases": biases, "lanes": power(biases)}
+        body = (_PENALIZE + text).format(**sizes, wait=u.wait)
         return Code(body, (v.ceildiv(block), rows), PENALISED, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, schedule["block"], 1, target, env)
 
 
-class MaskStops(Sampling):
-    """row_mask_stops: one program a row, which writes the stop ids alone where it works in place."""
+class Mask(Sampling):
+    """row_mask: one program a row, which writes the masked ids alone where it works in place."""
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((0, 0),)
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
-        stops = int(u.node.operands[5].type.shape[1])
-        body = _MASK.format(v=int(v), stops=stops, lanes=power(stops), tile=4096, wait=u.wait)
+        stops, words = (int(u.node.operands[n].type.shape[1]) for n in (5, 6))
+        body = _MASK.format(v=int(v), stops=stops, words=words, lanes=power(stops), tile=4096, wait=u.wait)
         return Code(body, (rows,), warps=4)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -265,10 +281,10 @@ class SampleBlocks(Draws):
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
-        blocks = int(u.node.operands[9].type.shape[1])
+        blocks, length = int(u.node.operands[13].type.shape[1]), u.sizes(u.node.operands[12].type.shape[1])
         body = _PICK.format(
             v=int(v), lanes=power(blocks), blocks=blocks, block=u.node.attrs["block"], ROW=ROW, wait=u.wait,
-            parameters=parameters(u.node), draw=_indent(DRAW_PARAMETERS, 4),
+            length=length, parameters=parameters(u.node), draw=_indent(DRAW_PARAMETERS, 4),
         )  # fmt: skip
         text = helpers(int(v), self.tile(u), ROW, logits(u.node))
         return Code(body, (rows,), text, u.schedule.get("warps", 16))
@@ -285,7 +301,8 @@ class Finish(SampleBlocks):
     def code(self, u: Unit) -> Code:
         c = super().code(u)
         v, length, k = vocabulary(u.node), u.sizes(u.node.operands[12].type.shape[1]), int(u.node.attrs["k"])
-        body = c.body + _FINISH.format(v=v, length=length, stores=stores(1, k))
+        r = u.sizes(u.node.operands[1].type.shape[0])
+        body = c.body + _FINISH.format(v=v, r=r, length=length, stores=stores(1, k))
         return replace(c, body=body, helpers=f"{c.helpers}\n\n\n{told(v, k, min(8192, power(v)))}")
 
 
@@ -296,12 +313,13 @@ class Sample(Draws):
 
     def code(self, u: Unit) -> Code:
         rows, v = u.node.operands[0].type.shape
-        body = _SAMPLE.format(wait=u.wait, draw=_indent(DRAW_PARAMETERS, 8))
+        length = u.sizes(u.node.operands[4].type.shape[1])
+        body = _SAMPLE.format(wait=u.wait, draw=_indent(DRAW_PARAMETERS, 8), length=length)
         return Code(body, (rows,), helpers(int(v), self.tile(u), "x", PLAIN), u.schedule.get("warps", 16))
 
 
 PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
-MASK_STOPS = MaskStops("triton/row_mask_stops", ("row_mask_stops",), "triton")
+MASK = Mask("triton/row_mask", ("row_mask",), "triton")
 BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
 SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
 FINISH = Finish("triton/row_finish", ("row_finish",), "triton")

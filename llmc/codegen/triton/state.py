@@ -16,11 +16,17 @@ TOKENS = 32  # flat tokens of one program of row_spans
 ROWS = 256  # rows that it looks at together
 LATENCY_US = 0.6  # of a load whose address another load gives
 
+_LATEST = """\
+@triton.jit
+def latest(a, b):
+    return tl.maximum(a, b)
+"""
 _SPANS = """\
 t = tl.program_id(0) * {tokens} + tl.arange(0, {tokens})
 token_row = tl.full([{tokens}], -1, tl.int32)
 position = tl.full([{tokens}], -1, tl.int32)
 done = tl.full([], 0, tl.int32)
+run = tl.full([], 0, tl.int32)
 {wait}
 for first in range(0, {r}, {rows}):
     i = first + tl.arange(0, {rows})
@@ -29,12 +35,15 @@ for first in range(0, {r}, {rows}):
     length = tl.load(x2 + row, mask=row >= 0, other=0)
     ends = done + tl.cumsum(q, 0)
     begins = ends - q
+    again = (i > 0) & (tl.load(x0 + i - 1, mask=(i > 0) & (i < {r}), other=-1) == row)
+    firsts = tl.maximum(tl.associative_scan(tl.where(again, 0, begins), 0, latest), run)
     if tl.program_id(0) == 0:
         tl.store(y0 + 1 + i, ends, mask=i < {r})
     mine = (begins[None, :] <= t[:, None]) & (t[:, None] < ends[None, :]) & (row >= 0)[None, :]
     token_row += tl.sum(tl.where(mine, row[None, :] + 1, 0), 1)
-    position += tl.sum(tl.where(mine, (length - begins)[None, :] + t[:, None] + 1, 0), 1)
+    position += tl.sum(tl.where(mine, (length - firsts)[None, :] + t[:, None] + 1, 0), 1)
     done += tl.sum(q, 0)
+    run = tl.max(firsts, 0)
 if tl.program_id(0) == 0:
     tl.store(y0, 0)
 tl.store(y1 + t, token_row, mask=t < {t})
@@ -69,11 +78,12 @@ _COMMIT = """\
 i = tl.program_id(0) * {lanes} + tl.arange(0, {lanes})
 {wait}
 row = tl.load(x3 + i, mask=i < {r}, other=-1)
-q = tl.load(x4 + i, mask=i < {r}, other=0)
-emits = tl.load(x5 + i, mask=i < {r}, other=0) != 0
-id = tl.load(x6 + i, mask=i < {r}, other=0)
-live = row >= 0
-length = tl.load(x1 + row, mask=live, other=0) + q
+start = tl.load(x4 + i, mask=i < {r}, other=0)
+end = tl.load(x4 + i + 1, mask=i < {r}, other=0)
+emits = tl.load(x6 + i, mask=i < {r}, other=0) != 0
+id = tl.load(x7 + i, mask=i < {r}, other=0)
+live = (row >= 0) & (start < end) & (tl.load(x3 + i + 1, mask=i + 1 < {r}, other=-1) != row)
+length = tl.load(x5 + end - 1, mask=live, other=0) + 1
 at = row.to(tl.int64) * {vocab} + id
 n = tl.load(x2 + at, mask=live & emits, other=0)
 tl.store(y1 + row, length, mask=live)
@@ -98,7 +108,7 @@ class Spans(Integers):
 
     def code(self, u: Unit) -> Code:
         body, tokens = spans(u)
-        return Code(body, (tokens.ceildiv(TOKENS),))
+        return Code(body, (tokens.ceildiv(TOKENS),), _LATEST)
 
 
 class Begin(Integers):
@@ -111,7 +121,7 @@ class Begin(Integers):
         n, history, table = u.sizes(tokens), *(u.sizes(u.node.operands[i].type.shape[1]) for i in (3, 4))
         ids = _IDS.format(t=n, tokens="x3", length=history, out="y3")
         slots = _SLOTS.format(t=n, pages="x4", length=table, page=u.node.attrs["page"], out="y4")
-        return Code(f"{body}\n{ids}\n{slots}", (tokens.ceildiv(TOKENS),))
+        return Code(f"{body}\n{ids}\n{slots}", (tokens.ceildiv(TOKENS),), _LATEST)
 
 
 def spans(u: Unit) -> tuple[str, Dim]:
@@ -146,7 +156,7 @@ class Last(Integers):
 
 
 class Commit(Integers):
-    """row_commit: a lane a row; no two lanes have the same row."""
+    """row_commit: a lane an entry; the last of a row alone writes."""
 
     def code(self, u: Unit) -> Code:
         history, _, counts, rows = (v.type.shape for v in u.node.operands[:4])

@@ -29,7 +29,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/kv_append": f"{_HERE}.rope:KV_APPEND",
         "triton/rows": f"{_HERE}.rows:ROWS",
         "triton/row_penalize": f"{_HERE}.sample:PENALIZE",
-        "triton/row_mask_stops": f"{_HERE}.sample:MASK_STOPS",
+        "triton/row_mask": f"{_HERE}.sample:MASK",
         "triton/row_block_max": f"{_HERE}.sample:BLOCK_MAX",
         "triton/row_sample_blocks": f"{_HERE}.sample:SAMPLE_BLOCKS",
         "triton/row_finish": f"{_HERE}.sample:FINISH",

@@ -20,6 +20,7 @@ from types import CodeType, MappingProxyType
 from typing import Any
 
 from llmc.codegen.kernel import Source
+from llmc.codegen.scratch import scratch
 from llmc.codegen.toolchain import Progress, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
@@ -139,8 +140,8 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
     unknown = [k for k, _ in source.options if k not in OPTIONS]
     if unknown:
         return key, f"unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
-    with tempfile.TemporaryDirectory(prefix="llmc-triton-") as scratch, knobs.cache.scope(), knobs.compilation.scope():
-        knobs.cache.dir = scratch
+    with scratch() as folder, knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(folder)
         knobs.compilation.disable_line_info = True  # file names would make equal compiles differ
         try:
             fn = load_entry(source.text, source.entry)

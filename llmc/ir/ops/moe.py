@@ -1,5 +1,8 @@
 """Mixture of experts: the experts are one op, or three that work on the pairs of a token and an expert in the order of
-the experts (`moe_route`, `moe_up`, `moe_down`); choosing the experts is ordinary ops before them."""
+the experts (`moe_route`, `moe_up`, `moe_down`); choosing the experts is ordinary ops before them.
+
+What an expert does between its products is the attribute `body`: a scalar expression of the gate's value a0 and of up's
+value a1, as in `fused`. Biases are one row an expert, of both products or of none."""
 
 from __future__ import annotations
 
@@ -9,25 +12,29 @@ from typing import Any
 import numpy as np
 
 from ..opdef import OpDef, op
-from ..scalar import E, evaluate
+from ..scalar import E, evaluate, parse_expr, walk
 from ..signature import Mismatch
 from ..types import Type, tensor
 from .common import NUMPY
-from .pointwise import OPS as POINTWISE
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+SWIGLU = "mul(mul(a0, sigmoid(a0)), a1)"
 
 
-def activation(name: str) -> E:
-    """The expression of an expert's activation; Mismatch for an unknown name."""
-    for o in POINTWISE:
-        if o.name == name and name in ACTIVATIONS and o.scalar:
-            return o.scalar({})
-    raise Mismatch(f"activation {name!r}; known: {', '.join(ACTIVATIONS)}")
+def gate(text: str) -> E:
+    """The expression of a `body`; Mismatch where the text is none, or is not one of a0 and a1 alone."""
+    try:
+        e = parse_expr(text)
+    except ValueError as error:
+        raise Mismatch(str(error)) from None
+    if odd := [x for x in walk(e) if x.fn.startswith("row_") or (x.fn == "arg" and x.args[0] > 1)]:
+        raise Mismatch(f"body {text!r} uses {odd[0]}; it may use the gate a0 and up a1, element by element")
+    return e
 
 
 def _moe_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    activation(attrs["act"])
+    gate(attrs["body"])
+    if ("gate_bias" in env) != ("down_bias" in env):
+        raise Mismatch("a bias of one product alone; biases are of both or of none")
     if env["m"] != env["i"] * 2:
         raise Mismatch(f"gate_up has {env['m']} rows an expert, down {env['i']} columns: it must be twice as many")
     return [env["x"]]
@@ -37,23 +44,33 @@ def _moe_example(rng: Any) -> Any:
     shapes = ((7, 8), (4, 12, 8), (4, 8, 6))
     x, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
     idx = np.stack([rng.permutation(4)[:2] for _ in range(7)])
-    return [x, idx, rng.random((7, 2)).astype(np.float32), gate_up, down], {}
+    biases = [rng.standard_normal(s).astype(np.float32) for s in ((4, 12), (4, 8))]
+    return [x, idx, rng.random((7, 2)).astype(np.float32), gate_up, down, *biases], {}
 
 
 @op(
-    "(x: f[t, d], idx: i[t, k], weights: f[t, k], gate_up: fq[e, m, d], down: fq[e, d, i]) -> x[t, d]",
+    "(x: f[t, d], idx: i[t, k], weights: f[t, k], gate_up: fq[e, m, d], down: fq[e, d, i], gate_bias?: f[e, m],"
+    " down_bias?: f[e, d]) -> x[t, d]",
     infer=_moe_type, flops="6*t*k*i*d", example=_moe_example,
 )  # fmt: skip
-def moe(x: Any, idx: Any, weights: Any, gate_up: Any, down: Any, *, act: str = "silu") -> Any:
-    """Sum over a token's k experts of weight * down(act(gate(x)) * up(x)); the first i rows of gate_up are the gate."""
+def moe(
+    x: Any, idx: Any, weights: Any, gate_up: Any, down: Any, gate_bias: Any = None, down_bias: Any = None, *,
+    body: str = SWIGLU,
+) -> Any:  # fmt: skip
+    """Sum over a token's k experts of weight * down(body(gate(x), up(x))); the first i rows of gate_up are the gate."""
     out = np.zeros_like(x)
-    e = activation(act)
     for expert in np.unique(idx):
         t, j = np.nonzero(idx == expert)
-        gate, up = np.split(x[t] @ gate_up[expert].T, 2, axis=-1)
-        y = (evaluate(e, NUMPY, [gate]) * up) @ down[expert].T
+        h = _gated(x[t], gate_up, gate_bias, expert, body)
+        y = h @ down[expert].T + (0 if down_bias is None else down_bias[expert])
         np.add.at(out, t, y * weights[t, j, None])
     return out
+
+
+def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
+    """What goes into an expert's second product, for rows x."""
+    a0, a1 = np.split(x @ gate_up[expert].T + (0 if bias is None else bias[expert]), 2, axis=-1)
+    return evaluate(gate(body), NUMPY, [a0, a1])
 
 
 def _route_example(rng: Any) -> Any:
@@ -75,7 +92,7 @@ def moe_route(idx: Any, *, experts: int) -> Any:
 
 
 def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    activation(attrs["act"])
+    gate(attrs["body"])
     inner = env["m"].divide(2)
     if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(
@@ -88,22 +105,22 @@ def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 def _up_example(rng: Any) -> Any:
     [idx], attrs = _route_example(rng)
     order, starts = moe_route.ref(idx, **attrs)
-    x, gate_up = (rng.standard_normal(s).astype(np.float32) for s in ((7, 8), (6, 10, 8)))
-    return [x, order, starts, gate_up], {"k": 2}
+    x, gate_up, bias = (rng.standard_normal(s).astype(np.float32) for s in ((7, 8), (6, 10, 8), (6, 10)))
+    return [x, order, starts, gate_up, bias], {"k": 2}
 
 
 @op(
-    "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d]) -> x[...]", infer=_up_type, flops="2*p*m*d",
-    example=_up_example,
+    "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d], bias?: f[e, m]) -> x[...]", infer=_up_type,
+    flops="2*p*m*d", example=_up_example,
 )  # fmt: skip
-def moe_up(x: Any, order: Any, starts: Any, gate_up: Any, *, k: int, act: str = "silu") -> Any:
-    """act(gate(x)) * up(x) of every pair, in `order`; token order[r] // k is the pair's. See moe_route."""
+def moe_up(
+    x: Any, order: Any, starts: Any, gate_up: Any, bias: Any = None, *, k: int, body: str = SWIGLU
+) -> Any:  # fmt: skip
+    """body(gate(x), up(x)) of every pair, in `order`; token order[r] // k is the pair's. See moe_route."""
     out = np.zeros((len(order), gate_up.shape[1] // 2), x.dtype)
-    e = activation(act)
-    for expert, w in enumerate(gate_up):
+    for expert in range(len(gate_up)):
         r = slice(starts[expert], starts[expert + 1])
-        gate, up = np.split(x[order[r] // k] @ w.T, 2, axis=-1)
-        out[r] = evaluate(e, NUMPY, [gate]) * up
+        out[r] = _gated(x[order[r] // k], gate_up, bias, expert, body)
     return out
 
 
@@ -116,20 +133,21 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 def _down_example(rng: Any) -> Any:
     [idx], attrs = _route_example(rng)
     order, starts = moe_route.ref(idx, **attrs)
-    h, down, weights = (rng.standard_normal(s).astype(np.float32) for s in ((14, 5), (6, 8, 5), (7, 2)))
-    return [h, order, starts, down, weights], {}
+    shapes = ((14, 5), (6, 8, 5), (7, 2), (6, 8))
+    h, down, weights, bias = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+    return [h, order, starts, down, weights, bias], {}
 
 
 @op(
-    "(h: f[p, i], order: i[p], starts: i[s], down: fq[e, d, i], weights: f[t, k]) -> h[...]", infer=_down_type,
-    flops="2*p*d*i", example=_down_example,
+    "(h: f[p, i], order: i[p], starts: i[s], down: fq[e, d, i], weights: f[t, k], bias?: f[e, d]) -> h[...]",
+    infer=_down_type, flops="2*p*d*i", example=_down_example,
 )  # fmt: skip
-def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any) -> Any:
+def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:
     """weight * down(h) of every pair, put where the pair's token and place are (f32)."""
     out = np.zeros((len(order), down.shape[1]), h.dtype)
     for expert, w in enumerate(down):
         r = slice(starts[expert], starts[expert + 1])
-        out[order[r]] = h[r] @ w.T
+        out[order[r]] = h[r] @ w.T + (0 if bias is None else bias[expert])
     return out.reshape(*weights.shape, -1) * weights[..., None]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..opdef import OpDef, op
 from ..signature import Mismatch
 from ..types import Type
-from .state import row_commit
+from .state import ends, row_commit
 
 _MASK64 = (1 << 64) - 1
 
@@ -41,56 +41,103 @@ def _iparams(rng: Any, rows: int) -> Any:
     i = np.zeros((rows, 8), np.int32)
     i[:, 0] = rng.choice([0, 5], rows)
     i[:, 1], i[:, 2] = rng.integers(-(2**31), 2**31, (2, rows))
-    i[:, 3], i[:, 4] = 2, rng.integers(2, 12, rows)
+    i[:, 3], i[:, 4] = rng.choice([2, 6], rows), rng.integers(2, 12, rows)
+    i[:, 6], i[:, 7] = rng.integers(0, 4, rows), rng.integers(0, 2, rows)
     return i
 
 
-def _penalize_example(rng: Any) -> Any:
-    rows = np.array([2, 0, -1], np.int32)
-    seen = rng.integers(-(2**31), 2**31, (3, 2)).astype(np.int32)
-    counts = rng.integers(0, 3, (3, 41)).astype(np.int32)
-    return [rng.standard_normal((3, 41)).astype(np.float32), rows, _fparams(rng, 3), seen, counts], {}
+def _states(rng: Any, rows: int, v: int) -> dict[str, Any]:
+    """The states of `rows` rows that sampling over v ids reads."""
+    i32 = np.int32
+    words = (rows, -(-v // 32))
+    stops = np.full((rows, 32), -1, i32)
+    stops[:, :2] = rng.integers(0, v, (rows, 2))
+    return {
+        "fparams": _fparams(rng, rows),
+        "iparams": _iparams(rng, rows),
+        "stops": stops,
+        "seen": rng.integers(-(2**31), 2**31, words).astype(i32),
+        "counts": rng.integers(0, 3, (rows, v)).astype(i32),
+        "bias_ids": np.sort(rng.permuted(np.tile(np.arange(v), (rows, 1)), axis=1)[:, :8], 1).astype(i32),
+        "biases": rng.standard_normal((rows, 8)).astype(np.float32) * 4,
+        "allowed": rng.integers(-(2**31), 2**31, words).astype(i32),
+        "tokens": rng.integers(0, v, (rows, 12)).astype(i32),
+    }
+
+
+def _entries(rng: Any) -> dict[str, Any]:
+    """Three entries over 41 ids: two rows of three, and padding."""
+    i32 = np.int32
+    return {
+        "logits": rng.standard_normal((3, 41)).astype(np.float32) * 3,
+        "rows": np.array([2, 0, -1], i32),
+        "starts": np.array([0, 3, 4, 4], i32),
+        "positions": np.array([1, 2, 3, 5, -1], i32),
+        **_states(rng, 3, 41),
+    }
+
+
+_PENALIZED = ("logits", "rows", "fparams", "iparams", "seen", "counts", "bias_ids", "biases")
+_MASKED = ("logits", "rows", "starts", "positions", "iparams", "stops", "allowed")
+_SAMPLED = ("logits", "rows", "starts", "positions", "tokens", "fparams", "iparams")
+_BLOCKS = (
+    "logits", "rows", "starts", "positions", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases",
+    "allowed",
+)  # fmt: skip
+
+
+def _example(names: tuple[str, ...]) -> Any:
+    def example(rng: Any) -> Any:
+        entries = _entries(rng)
+        return [entries[name] for name in names], {}
+
+    return example
 
 
 @op(
-    "(logits: f[r, v], rows: i32[r], fparams: state f32[m, 8], seen: state i32[m, w], counts: state i32[m, v])"
-    " -> f32[r, v]", flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", example=_penalize_example,
+    "(logits: f[r, v], rows: i32[r], fparams: state f32[m, 8], iparams: state i32[m, 8], seen: state i32[m, w],"
+    " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b]) -> f32[r, v]",
+    flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", example=_example(_PENALIZED),
 )  # fmt: skip
-def row_penalize(logits: Any, rows: Any, fparams: Any, seen: Any, counts: Any) -> Any:
-    """Repetition (Keskar et al. 2019, arXiv 1909.05858; over prompt and output), frequency and presence penalties
-    (output alone). `seen` is a bitmap of the prompt's ids, bit id % 32 of word id // 32."""
+def row_penalize(
+    logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any
+) -> Any:
+    """logit_bias (the row's first iparams[row, 6] ids, ascending, and their biases), then repetition (Keskar et al.
+    2019, arXiv 1909.05858; over prompt and output), frequency and presence penalties (output alone). `seen` is a bitmap
+    of the prompt's ids, bit id % 32 of word id // 32."""
     out = np.array(logits)
     v = out.shape[1]
     for i, row in enumerate(rows):
         if row < 0:
             continue
+        some = iparams[row, 6]
+        out[i, bias_ids[row, :some]] += biases[row, :some]
         rep, presence, frequency = fparams[row, 3:6]
-        bits = (seen[row, np.arange(v) // 32].view(np.uint32) >> (np.arange(v) % 32).astype(np.uint32)) & 1
-        n = counts[row]
+        bits, n = _bits(seen[row], v), counts[row]
         x = out[i]
-        x = np.where((bits > 0) | (n > 0), np.where(x > 0, x / rep, x * rep), x)
+        x = np.where(bits | (n > 0), np.where(x > 0, x / rep, x * rep), x)
         out[i] = x - frequency * n - presence * (n > 0)
     return out
 
 
-def _stops_example(rng: Any) -> Any:
-    i32 = np.int32
-    stops = np.full((3, 32), -1, i32)
-    stops[:, :2] = rng.integers(0, 41, (3, 2))
-    rows, qlens = np.array([2, 0, -1], i32), np.array([3, 1, 0], i32)
-    return [rng.standard_normal((3, 41)), rows, qlens, np.array([5, 3, 1], i32), _iparams(rng, 3), stops], {}
+def _bits(words: Any, v: int) -> Any:
+    """The first v bits of a bitmap."""
+    return (words[np.arange(v) // 32].view(np.uint32) >> (np.arange(v) % 32).astype(np.uint32)) & 1 != 0
 
 
 @op(
-    "(logits: f32[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], iparams: state i32[m, 8],"
-    " stops: state i32[m, s]) -> f32[r, v]", bytes="8*r*v", example=_stops_example,
+    "(logits: f32[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], iparams: state i32[m, 8],"
+    " stops: state i32[m, s], allowed: state i32[m, w]) -> f32[r, v]", bytes="8*r*v", example=_example(_MASKED),
 )  # fmt: skip
-def row_mask_stops(logits: Any, rows: Any, qlens: Any, length: Any, iparams: Any, stops: Any) -> Any:
-    """min_tokens: the row's stop ids (-1: none) are -inf until its length reaches min_len."""
+def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
+    """min_tokens: the row's stop ids (-1: none) are -inf until its length reaches min_len. Where iparams[row, 7] is not
+    0, so are ids that `allowed` lacks (bit id % 32 of word id // 32)."""
     out = np.array(logits)
-    for i, row in enumerate(rows):
-        if row >= 0 and length[row] + qlens[i] < iparams[row, 4]:
+    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
+        if row >= 0 and end < iparams[row, 4]:
             out[i, stops[row][stops[row] >= 0]] = -np.inf
+        if row >= 0 and iparams[row, 7]:
+            out[i, ~_bits(allowed[row], out.shape[1])] = -np.inf
     return out
 
 
@@ -113,24 +160,21 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
     return p, mask
 
 
-def _sample_example(rng: Any) -> Any:
-    i32 = np.int32
-    rows, qlens = np.array([2, 0, 1, -1], i32), np.array([3, 1, 1, 0], i32)
-    logits = rng.standard_normal((4, 41)).astype(np.float32) * 3
-    return [logits, rows, qlens, np.array([5, 3, 1], i32), _fparams(rng, 3), _iparams(rng, 3)], {}
-
-
 @op(
-    "(logits: f32[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
-    " iparams: state i32[m, 8]) -> i32[r]", flops="8*r*v", bytes="4*r*v", example=_sample_example,
+    "(logits: f32[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], tokens: state i32[m, l],"
+    " fparams: state f32[m, 8], iparams: state i32[m, 8]) -> i32[r]", flops="8*r*v", bytes="4*r*v",
+    example=_example(_SAMPLED),
 )  # fmt: skip
-def row_sample(logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any) -> Any:
-    """One id a row. Temperature 0: the largest logit, the lowest id among equals. Otherwise the ids that temperature,
-    min_p, top_k and top_p keep, in id order, are drawn from by inverting their cumulative probability at
-    uniform(seed, position of the new token). Padding rows give 0."""
+def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any, fparams: Any, iparams: Any) -> Any:
+    """One id an entry. Inside the prompt (iparams[row, 3] tokens): the prompt's next. Temperature 0: the largest logit,
+    the lowest id among equals. Otherwise the ids that temperature, min_p, top_k and top_p keep, in id order, are drawn
+    from by inverting their cumulative probability at uniform(seed, position of the new token). Padding rows give 0."""
     out = np.zeros(len(rows), np.int32)
-    for i, row in enumerate(rows):
+    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row < 0:
+            continue
+        if end < iparams[row, 3]:
+            out[i] = tokens[row, end]
             continue
         if fparams[row, 0] == 0:
             out[i] = np.argmax(logits[i])
@@ -138,8 +182,8 @@ def row_sample(logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, ip
         p, mask = kept(logits[i], fparams[row], int(iparams[row, 0]))
         lo, hi = (int(s) & 0xFFFFFFFF for s in iparams[row, 1:3])
         cum = np.cumsum(np.where(mask, p, 0))
-        at = int(np.searchsorted(cum, uniform(lo | hi << 32, int(length[row] + qlens[i])) * cum[-1], "right"))
-        out[i] = min(at, int(np.nonzero(mask)[0][-1]))
+        at = int(np.searchsorted(cum, uniform(lo | hi << 32, int(end)) * cum[-1], "right"))
+        out[i] = min(at, int(np.nonzero(mask & (p > 0))[0][-1]))
     return out
 
 
@@ -151,28 +195,24 @@ def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
 
 
 def _blocks_example(rng: Any) -> Any:
-    i32 = np.int32
-    logits, rows, _, seen, counts = _penalize_example(rng)[0]
-    stops = np.full((3, 32), -1, i32)
-    stops[:, :2] = rng.integers(0, 41, (3, 2))
-    states = [np.array([5, 3, 1], i32), _fparams(rng, 3), _iparams(rng, 3), stops, seen, counts]
-    return [logits, rows, np.array([3, 1, 0], i32), *states], {"block": 16}
+    return _example(_BLOCKS)(rng)[0], {"block": 16}
 
 
 @op(
-    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
-    " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v])"
-    " -> (best: f32[r, b], ids: i32[r, b], sums: f32[r, b])",
+    "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
+    " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w])"
+    " -> (best: f32[r, n], ids: i32[r, n], sums: f32[r, n])",
     flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, example=_blocks_example,
 )  # fmt: skip
 def row_block_max(
-    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
-    *, block: int,
+    logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
+    counts: Any, bias_ids: Any, biases: Any, allowed: Any, *, block: int,
 ) -> Any:  # fmt: skip
-    """The first part of row_sample over row_mask_stops over row_penalize. Of each block of ids: the largest logit, its
+    """The first part of row_sample over row_mask over row_penalize. Of each block of ids: the largest logit, its
     lowest id, and in rows with a temperature the sum of exp((logit - largest) / temperature). Padding rows give 0."""
-    x = row_penalize.ref(logits, rows, fparams, seen, counts)
-    x = row_mask_stops.ref(x, rows, qlens, length, iparams, stops)
+    x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
+    x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
     r, v = x.shape
     n = -(-v // block)
     x = np.concatenate([x, np.full((r, n * block - v), -np.inf, x.dtype)], 1).reshape(r, n, block)
@@ -186,26 +226,29 @@ def row_block_max(
 
 
 def _picks_example(rng: Any) -> Any:
-    operands, attrs = _blocks_example(rng)
-    best, ids, sums = row_block_max.ref(*operands, **attrs)
-    return [*operands, best.astype(np.float32), ids.astype(np.int32), sums.astype(np.float32)], attrs
+    entries = _entries(rng)
+    operands = [entries[name] for name in _BLOCKS]
+    best, ids, sums = row_block_max.ref(*operands, block=16)
+    found = [best.astype(np.float32), ids.astype(np.int32), sums.astype(np.float32)]
+    return [*operands, entries["tokens"], *found], {"block": 16}
 
 
 @op(
-    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
+    "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
-    " best: f32[r, b], ids: i32[r, b], sums: f32[r, b]) -> i32[r]",
-    flops="8*r*v", bytes="12*r*b + r*v*bytes_logits", example=_picks_example,
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
+    " best: f32[r, n], ids: i32[r, n], sums: f32[r, n]) -> i32[r]",
+    flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", example=_picks_example,
 )  # fmt: skip
 def row_sample_blocks(
-    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
-    best: Any, ids: Any, sums: Any, *, block: int,
+    logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
+    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, *, block: int,
 ) -> Any:  # fmt: skip
     """The second part: the id that row_sample gives for the penalised and masked logits, with what row_block_max found
     in blocks of `block` ids. Greedy rows read no logits."""
-    x = row_penalize.ref(logits, rows, fparams, seen, counts)
-    x = row_mask_stops.ref(x, rows, qlens, length, iparams, stops)
-    return row_sample.ref(x, rows, qlens, length, fparams, iparams)
+    x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
+    x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
+    return row_sample.ref(x, rows, starts, positions, tokens, fparams, iparams)
 
 
 def _logprobs_example(rng: Any) -> Any:
@@ -237,27 +280,29 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
 
 def _finish_example(rng: Any) -> Any:
     operands, attrs = _picks_example(rng)
-    return [*operands, rng.integers(0, 9, (3, 8)).astype(np.int32), np.array([1, 0, 1], np.int32)], {**attrs, "k": 5}
+    return [*operands, np.array([1, 5, 4], np.int32), np.array([1, 0, 1], np.int32)], {**attrs, "k": 5}
 
 
 @op(
-    "(logits: f[r, v], rows: i32[r], qlens: i32[r], length: state i32[m], fparams: state f32[m, 8],"
+    "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
-    " best: f32[r, b], ids: i32[r, b], sums: f32[r, b], tokens: state i32[m, l], emit: i32[r])"
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
+    " best: f32[r, n], ids: i32[r, n], sums: f32[r, n], length: state i32[m], emit: i32[r])"
     " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
-    " t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
-    writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*b + r*v*bytes_logits", example=_finish_example,
+    " history: state i32[m, l], lengths: state i32[m], c: state i32[m, v])",
+    writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", example=_finish_example,
 )  # fmt: skip
 def row_finish(
-    logits: Any, rows: Any, qlens: Any, length: Any, fparams: Any, iparams: Any, stops: Any, seen: Any, counts: Any,
-    best: Any, ids: Any, sums: Any, tokens: Any, emit: Any, *, block: int, k: int = 20,
+    logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
+    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, length: Any,
+    emit: Any, *, block: int, k: int = 20,
 ) -> Any:  # fmt: skip
     """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that a step does with its rows
     behind row_block_max."""
-    states = (length, fparams, iparams, stops, seen, counts)
-    drawn = row_sample_blocks.ref(logits, rows, qlens, *states, best, ids, sums, block=block)
+    states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
+    drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
     told = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
-    return drawn, *told, *row_commit.ref(tokens, length, counts, rows, qlens, emit, drawn)
+    return drawn, *told, *row_commit.ref(tokens, length, counts, rows, starts, positions, emit, drawn)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

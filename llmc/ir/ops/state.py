@@ -1,7 +1,8 @@
 """Device rows and KV pages: what a step reads and writes in place.
 
 A request owns one row of every row state. A state is read many times and written once; the writing op's result is
-its next version. Rows of -1 are padding: they read nothing and write nothing.
+its next version. Rows of -1 are padding: they read nothing and write nothing. Entries of a step that name the same row
+are next to one another, and their tokens follow one another: each has logits of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from ..dim import Dim
 from ..opdef import OpDef, op
 
 FPARAMS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-IPARAMS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs")
+IPARAMS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs", "num_biases", "masked")
 
 
 def _spans_example(rng: Any) -> Any:
     i32 = np.int32
-    rows, qlens = np.array([2, 0, -1], i32), np.array([3, 1, 0], i32)
-    return [rows, qlens, np.array([6, 0, 2, 0], i32)], {"tokens": 5}
+    rows, qlens = np.array([2, 0, 0, -1], i32), np.array([3, 1, 2, 0], i32)
+    return [rows, qlens, np.array([6, 0, 2, 0], i32)], {"tokens": 7}
 
 
 @op(
@@ -28,14 +29,16 @@ def _spans_example(rng: Any) -> Any:
     " positions: i32[tokens])", example=_spans_example,
 )  # fmt: skip
 def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
-    """Lay the step's work out on one flat token axis: row i's qlens[i] tokens follow row i-1's. starts are their
+    """Lay the step's work out on one flat token axis: entry i's qlens[i] tokens follow entry i-1's. starts are their
     offsets; token_row and positions say of each flat token whose it is and where in its sequence (-1: padding)."""
     starts = np.concatenate([[0], np.cumsum(qlens)]).astype(np.int32)
     token_row, positions = np.full(int(tokens), -1, np.int32), np.full(int(tokens), -1, np.int32)
+    first = 0  # where the tokens of this entry's row begin
     for i, row in enumerate(rows):
+        first = first if i and rows[i - 1] == row else starts[i]
         if row >= 0:
-            token_row[starts[i] : starts[i + 1]] = row
-            positions[starts[i] : starts[i + 1]] = length[row] + np.arange(qlens[i])
+            span = np.arange(starts[i], starts[i + 1])
+            token_row[span], positions[span] = row, length[row] + span - first
     return starts, token_row, positions
 
 
@@ -66,9 +69,9 @@ def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
 
 def _begin_example(rng: Any) -> Any:
     i32 = np.int32
-    rows, qlens = np.array([2, 0, -1], i32), np.array([3, 1, 0], i32)
+    rows, qlens = np.array([2, 0, 0, -1], i32), np.array([3, 1, 2, 0], i32)
     history, pages = rng.integers(0, 99, (4, 9)).astype(i32), rng.integers(0, 99, (4, 5)).astype(i32)
-    return [rows, qlens, np.array([6, 0, 2, 0], i32), history, pages], {"tokens": 5, "page": 2}
+    return [rows, qlens, np.array([6, 0, 2, 0], i32), history, pages], {"tokens": 7, "page": 2}
 
 
 @op(
@@ -110,33 +113,42 @@ def row_last(starts: Any) -> Any:
     return np.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
 
+def ends(rows: Any, starts: Any, positions: Any) -> Any:
+    """The position of each entry's new token, that behind its last one; of padding whatever."""
+    return positions[np.clip(starts[1:] - 1, 0, None)] + 1
+
+
 def _commit_example(rng: Any) -> Any:
     i32 = np.int32
     tokens, counts = rng.integers(0, 9, (4, 8)).astype(i32), rng.integers(0, 3, (4, 9)).astype(i32)
-    rows = np.array([2, 0, 3, -1], i32)
-    operands = [tokens, np.array([6, 0, 2, 5], i32), counts, rows, np.array([2, 1, 2, 0], i32)]
-    return [*operands, np.array([1, 0, 1, 0], i32), np.array([4, 5, 8, 1], i32)], {}
+    rows, starts = np.array([2, 0, 0, 3, -1], i32), np.array([0, 2, 3, 4, 6, 6], i32)
+    operands = [tokens, np.array([6, 0, 2, 5], i32), counts, rows, starts, np.array([2, 3, 6, 7, 5, 6, -1], i32)]
+    return [*operands, np.array([1, 0, 1, 0, 0], i32), np.array([4, 5, 8, 8, 1], i32)], {}
 
 
 @op(
-    "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], qlens: i32[r],"
-    " emit: i32[r], ids: i32[r]) -> (t: state i32[m, l], n: state i32[m], c: state i32[m, v])",
+    "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], starts: i32[r+1],"
+    " positions: i32[t], emit: i32[r], ids: i32[r])"
+    " -> (history: state i32[m, l], n: state i32[m], c: state i32[m, v])",
     writes=("tokens", "length", "counts"), bytes="32*r", example=_commit_example,
 )  # fmt: skip
-def row_commit(tokens: Any, length: Any, counts: Any, rows: Any, qlens: Any, emit: Any, ids: Any) -> Any:
-    """The step's effect on its rows: length grows by qlens; where emit, the sampled id becomes the row's next token
-    (dropped where the row is full) and is counted as output."""
+def row_commit(
+    tokens: Any, length: Any, counts: Any, rows: Any, starts: Any, positions: Any, emit: Any, ids: Any
+) -> Any:
+    """The step's effect on its rows, told by each row's last entry (one without tokens has none): length is what it has
+    computed; where emit, the sampled id becomes the row's next token (dropped where the row is full) and is counted as
+    output."""
     tokens, length, counts = tokens.copy(), length.copy(), counts.copy()
-    for i, row in enumerate(rows):
-        if row < 0:
+    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
+        if row < 0 or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):
             continue
-        length[row] += qlens[i]
+        length[row] = end
         if emit[i]:
-            if length[row] < tokens.shape[1]:
-                tokens[row, length[row]] = ids[i]
+            if end < tokens.shape[1]:
+                tokens[row, end] = ids[i]
             counts[row, ids[i]] += 1
     return tokens, length, counts
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["FPARAMS", "IPARAMS", "OPS"]
+__all__ = ["FPARAMS", "IPARAMS", "OPS", "ends"]

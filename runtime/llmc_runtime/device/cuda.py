@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.cuda_array import CudaMemory
 from llmc_runtime.device.cuda_launch import CudaRun
 from llmc_runtime.device.cuda_memory import Ring, Slot
 from llmc_runtime.device.cuda_names import Cuda
-from llmc_runtime.device.cuda_upload import Upload, upload
+from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.device import Device, Event, Memory, Run
 from llmc_runtime.device.host import default_threads
 from llmc_runtime.format.errors import LlmcError
@@ -23,20 +23,8 @@ from llmc_runtime.format.program import Program
 
 ABI = "cuda-1"
 ALIGN = 64  # of weights, as their files have it
-_UPLOADERS = 16  # threads; more do not help
+_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # threads that hash, and that do not; more do not help
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
-
-
-@dataclass(frozen=True)
-class CudaMemory(Memory):
-    """Memory of the GPU; torch and cupy can view it through `__cuda_array_interface__`."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    def part(self, begin: int, end: int) -> CudaMemory:
-        return CudaMemory(self.address + begin, end - begin, self.host)
 
 
 class CudaDevice(Device):
@@ -51,6 +39,7 @@ class CudaDevice(Device):
     share = 0.9
     separate = True
     replays = True
+    number = 0
 
     def __init__(self, target: TargetInfo, threads: int | None = None, *, careful: bool = False) -> None:
         self._cuda = Cuda()
@@ -67,13 +56,14 @@ class CudaDevice(Device):
         self._runs: list[CudaRun] = []
         self._upload: Upload | None = None
         cuda_, cu = self._cuda, self._cuda.cu
-        self._device = cuda_.ok(cu.cuDeviceGet(0))
+        self._device = cuda_.ok(cu.cuDeviceGet(self.number))
         major, minor = (cuda_.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         self.name = cuda_.ok(cu.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
         self.arch = f"sm_{major}{minor}"
         check_arch(target, self.arch, self.name)
         self.driver = cuda_.check_driver(target.arch)
         self._shared = cuda_.attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self._way = MAPPED if cuda_.attribute(self._device, "READ_ONLY_HOST_REGISTER_SUPPORTED") else PINNED
         self._context = cuda_.ok(cu.cuDevicePrimaryCtxRetain(self._device))
         try:
             self._enter()
@@ -98,7 +88,7 @@ class CudaDevice(Device):
                 error = LlmcError("E203", f"the GPU cannot give {nbytes} bytes; {free} are free", error.remedy)
             raise error
         self._memories.append(int(address))
-        return CudaMemory(int(address), nbytes, np.empty(0, np.uint8))
+        return CudaMemory(int(address), nbytes, np.empty(0, np.uint8), self)
 
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
         self._enter()
@@ -144,6 +134,16 @@ class CudaDevice(Device):
             self._cuda.ok(self._cuda.cu.cuMemcpyDtoH(out.ctypes.data, memory.address, memory.nbytes))
         return out
 
+    @property
+    def stream_handle(self) -> int:
+        if self._stream is None:
+            raise BufferError("the device is closed; its memory is gone")
+        return int(self._stream)
+
+    def follow(self, stream: int) -> None:
+        self._enter()
+        self._cuda.follow(stream, self.stream_handle)
+
     def mark(self) -> Event:
         self._enter()
         return self._slots.mark()
@@ -162,9 +162,11 @@ class CudaDevice(Device):
         """One allocation a file, the tensors at the file's own offsets; those that are not aligned are copied."""
         files = artifact.manifest.weights.files
         bases = {f.file: self._alloc(f.bytes).address for f in files}
-        self._upload = upload(
-            self._cuda, self._enter, artifact.folder, files, bases, check=artifact.unchecked, threads=self.threads
-        )
+        given = (self._cuda, self._enter, artifact.folder, files, bases)
+        if artifact.unchecked:
+            self._upload = upload(*given, check=True, threads=self.threads, way=self._way)
+        else:
+            self._upload = upload(*given, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), way=PINNED)
         out = {}
         for name in names:
             tensor = artifact.tensors[name]
@@ -254,7 +256,12 @@ class CudaDevice(Device):
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)
             facts["upload_threads"] = self._upload.threads
+            facts["upload_way"] = self._upload.way
         return facts
+
+    @property
+    def brought(self) -> str:
+        return str(self._upload) if self._upload else ""
 
     @property
     def _slots(self) -> Ring:

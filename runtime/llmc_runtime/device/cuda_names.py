@@ -18,7 +18,12 @@ _LEAST = 12030
 _LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
-_NON_BLOCKING, _NO_TIMING = 1, 2
+_NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
+# Why host memory may not be registered: of the system, the driver or the file system, not of what runs on the GPU.
+_REFUSALS = frozenset(
+    "CUDA_ERROR_" + name
+    for name in ("INVALID_VALUE", "OUT_OF_MEMORY", "OPERATING_SYSTEM", "NOT_PERMITTED", "NOT_SUPPORTED")
+)
 # Failures of what ran, which the context does not survive.
 _DEADLY = frozenset(
     "CUDA_ERROR_" + name
@@ -103,10 +108,29 @@ class Cuda:
         """Whether a recorded event has come, or never will because the GPU failed."""
         return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
 
+    def follow(self, stream: int, other: int) -> None:
+        """What is put into `stream` from now on waits for what is in the other one; 1 and 2 are default streams."""
+        event = self.event()
+        try:
+            self.ok(self.cu.cuEventRecord(event, other))
+            self.ok(self.cu.cuStreamWaitEvent(stream, event, 0))
+        finally:
+            self.cu.cuEventDestroy(event)  # the wait stays
+
     def attribute(self, device: Any, name: str) -> int:
         """A number that describes the GPU, such as "COMPUTE_CAPABILITY_MAJOR"."""
         which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.ok(self.cu.cuDeviceGetAttribute(which, device)))
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Pin whole pages of mapped memory, for the GPU to read alone: "", or why the driver refuses.
+
+        LlmcError E114 where the GPU has failed. `cuMemHostUnregister` at the same address undoes it.
+        """
+        status = int(self.cu.cuMemHostRegister(address, nbytes, _READ_ONLY)[0])
+        if status and (self.lost or self.name(status) not in _REFUSALS):
+            raise self.error(status)
+        return f"cuMemHostRegister: {self.name(status)}" if status else ""
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Let the kernel be launched with so much dynamic shared memory."""

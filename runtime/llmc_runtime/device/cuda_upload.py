@@ -1,40 +1,45 @@
-"""Weights from their files to the GPU: read into pinned memory, hashed and copied by several threads; nothing else."""
+"""Weights from their files to the GPU by several threads, hashed on the way; what a thread does is in cuda_ways."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from llmc_runtime.device.cuda_memory import Pinned
 from llmc_runtime.device.cuda_names import Cuda
-from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import REMEDY
+from llmc_runtime.device.cuda_ways import MappedWay, PinnedWay, Refused, Trip, Way
+from llmc_runtime.device.cuda_work import Work
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
-PIECE = 2 << 20  # bytes that are read, hashed and copied at a time: they stay in a core's cache in between
-_PIECES = 2  # that a thread has under way
+MAPPED, PINNED = "mapped", "pinned"
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What was copied, how long it took, and with how many threads."""
+    """What was copied, how long it took, with how many threads, and which way.
+
+    `way`: "mapped" (hashed in the page cache, copied from there) or "pinned" (read into pinned memory, copied from
+    there); `why` it was "pinned", where "mapped" was asked for.
+    """
 
     nbytes: int
     seconds: float
     threads: int
+    way: str
+    why: str = ""
 
     @property
     def rate(self) -> float:
         """Bytes a second."""
         return self.nbytes / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        """Such as "weights 15.0 GB/s (16 threads, mapped)"."""
+        why = f": {self.why}" if self.why else ""
+        return f"weights {self.rate / 1e9:.1f} GB/s ({self.threads} threads, {self.way}{why})"
 
 
 def upload(
@@ -46,16 +51,35 @@ def upload(
     *,
     check: bool,
     threads: int,
+    way: str = MAPPED,
 ) -> Upload:
     """Copy every file to its address, all of it there when this returns; `enter` makes a thread use the GPU's context.
 
+    Where the driver refuses to register mapped memory, everything goes the other way, and the answer says why.
     LlmcError E107 where `check` finds a block that differs from its hash (the first such), E106 where a file cannot be
-    read, E114 and E203 from the GPU.
+    read, E114 and E203 from the GPU. See `Work` for files that are cut short meanwhile.
     """
     began = time.perf_counter()
-    work = _Work(folder, files)
-    count = max(1, min(threads, len(work.blocks)))
-    workers = [_Worker(cuda, enter, work, addresses, check) for _ in range(count)]
+    why = ""
+    if way == MAPPED:
+        work = Work(folder, files, mapped=True)
+        why = _run(Trip(cuda, work, addresses, check), enter, MappedWay, threads)
+        way = PINNED if why else MAPPED
+    if way == PINNED:
+        work = Work(folder, files, mapped=False)
+        _run(Trip(cuda, work, addresses, check), enter, PinnedWay, threads)
+    seconds = time.perf_counter() - began
+    return Upload(sum(f.bytes for f in files), seconds, _count(work, threads), way, why)
+
+
+def _count(work: Work, threads: int) -> int:
+    return max(1, min(threads, len(work.blocks)))
+
+
+def _run(trip: Trip, enter: Callable[[], None], way: type[Way], threads: int) -> str:
+    """Do all the work; the driver's reason where it refused. Raises the error of the first block that has one."""
+    work = trip.work
+    workers = [_Worker(trip, enter, way) for _ in range(_count(work, threads))]
     try:
         for worker in workers:
             worker.start()
@@ -64,120 +88,34 @@ def upload(
     for worker in workers:
         work.await_end(worker)
     work.close()
-    if work.errors:
-        raise min(work.errors, key=lambda e: e[0])[1]
-    return Upload(sum(f.bytes for f in files), time.perf_counter() - began, count)
-
-
-class _Work:
-    """The blocks of all files, handed out in order; after an error no more are."""
-
-    def __init__(self, folder: Folder, files: Sequence[WeightFile]) -> None:
-        self.folder = folder
-        self.errors: list[tuple[int, BaseException]] = []
-        self.fds: dict[str, int] = {}
-        self.blocks = [(f, i) for f in files for i in range(len(f.blocks))]
-        self._next = iter(enumerate(self.blocks))
-        self._lock = threading.Lock()
-        try:
-            for f in files:
-                self.fds[f.file] = folder.open(f.file)[0]
-        except BaseException:
-            self.close()
-            raise
-
-    def __iter__(self) -> Iterator[tuple[int, tuple[WeightFile, int]]]:
-        while True:
-            with self._lock:
-                found = None if self.errors else next(self._next, None)
-            if found is None:
-                return
-            yield found
-
-    def fail(self, number: int, error: BaseException) -> None:
-        with self._lock:
-            self.errors.append((number, error))
-
-    def await_end(self, worker: threading.Thread) -> None:
-        """Wait for a thread; an interrupt stops the work, and is raised when all threads have ended."""
-        while worker.is_alive():
-            try:
-                worker.join()
-            except BaseException as error:
-                self.fail(-1, error)
-
-    def close(self) -> None:
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds.clear()
+    told = sorted(work.errors, key=lambda e: (isinstance(e[1], Refused), e[0]))
+    if told and not isinstance(told[0][1], Refused):
+        raise told[0][1]
+    return str(told[0][1]) if told else ""
 
 
 class _Worker(threading.Thread):
-    """One thread with its own stream and pinned memory for two pieces."""
+    """One thread with its own stream."""
 
-    def __init__(
-        self, cuda: Cuda, enter: Callable[[], None], work: _Work, addresses: Mapping[str, int], check: bool
-    ) -> None:
+    def __init__(self, trip: Trip, enter: Callable[[], None], way: type[Way]) -> None:
         super().__init__(name="upload", daemon=True)
-        self._cuda, self._enter, self._work = cuda, enter, work
-        self._addresses, self._check = addresses, check
-        self._events: list[Any] = []
-        self._pending = [False] * _PIECES
-        self._turn = 0
+        self._trip, self._enter, self._way = trip, enter, way
 
     def run(self) -> None:
+        cuda, work = self._trip.cuda, self._trip.work
         number = 0
-        cu = self._cuda.cu
-        stream, pinned = None, None
         try:
-            self._enter()
-            stream = self._cuda.stream()
-            self._events = [self._cuda.event() for _ in range(_PIECES)]
-            pinned = Pinned(self._cuda, _PIECES * PIECE)
-            for block, (file, index) in self._work:
-                number = block
-                self._block(stream, pinned, file, index)
-            self._cuda.ok(cu.cuStreamSynchronize(stream))
+            with ExitStack() as held:
+                self._enter()
+                stream = cuda.stream()
+                held.callback(cuda.cu.cuStreamDestroy, stream)
+                way = self._way(self._trip, stream)
+                held.callback(way.close)
+                held.callback(cuda.cu.cuStreamSynchronize, stream)  # copies may be under way after an error, too
+                way.open()
+                for found, block in work:
+                    number = found
+                    way.block(block)
+                cuda.ok(cuda.cu.cuStreamSynchronize(stream))
         except BaseException as error:
-            self._work.fail(number, error)
-        finally:  # copies may be under way after an error, too: pinned memory is freed behind them
-            if stream is not None:
-                cu.cuStreamSynchronize(stream)
-                cu.cuStreamDestroy(stream)
-            if pinned is not None:
-                pinned.free()
-            for event in self._events:
-                cu.cuEventDestroy(event)
-
-    def _block(self, stream: Any, pinned: Pinned, file: WeightFile, index: int) -> None:
-        begin = index * file.block
-        end = min(begin + file.block, file.bytes)
-        digest = hashlib.sha256() if self._check else None
-        for at in range(begin, end, PIECE):
-            size = min(PIECE, end - at)
-            turn = self._turn
-            if self._pending[turn]:
-                self._cuda.ok(self._cuda.cu.cuEventSynchronize(self._events[turn]))
-            piece = pinned.array[turn * PIECE : turn * PIECE + size]
-            self._read(file, piece, at)
-            if digest is not None:
-                digest.update(piece.data)
-            source, target = pinned.address + turn * PIECE, self._addresses[file.file] + at
-            self._cuda.ok(self._cuda.cu.cuMemcpyHtoDAsync(target, source, size, stream))
-            self._cuda.ok(self._cuda.cu.cuEventRecord(self._events[turn], stream))
-            self._pending[turn] = True
-            self._turn = (turn + 1) % _PIECES
-        if digest is not None and digest.hexdigest() != file.blocks[index]:
-            raise self._work.folder.wrong_block(file, index)
-
-    def _read(self, file: WeightFile, piece: np.ndarray, at: int) -> None:
-        view, done = piece.data, 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._work.fds[file.file], [view[done:]], at + done)
-            except OSError as error:
-                why = os.strerror(error.errno or 0)
-                raise LlmcError("E106", f"{file.file} cannot be read: {why}", "copy the artifact again") from None
-            if not got:
-                raise LlmcError("E106", f"{file.file} became shorter while it was read", REMEDY)
-            done += got
+            work.fail(number, error)

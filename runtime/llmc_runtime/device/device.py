@@ -96,6 +96,11 @@ class Device(ABC):
         Compares their hashes on the way where `artifact.unchecked` says so: LlmcError E107.
         """
 
+    @property
+    def brought(self) -> str:
+        """How `place` brought the weights here, how fast and which way, in words; empty where it did not have to."""
+        return ""
+
     @abstractmethod
     def load(self, artifact: Artifact) -> None:
         """Load the artifact's kernels; LlmcError E112 where one cannot be."""

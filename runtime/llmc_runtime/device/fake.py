@@ -26,9 +26,10 @@ class StepLike(Protocol):
 
     inits: list[Any]
     pages: list[Any]
+    masks: list[Any]
     work: list[Any]
 
-    def reply(self, tokens: list[int | None], logprobs: list[Any] | None = None) -> Any:
+    def reply(self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any]) -> Any:
         """The answer to the step."""
 
 
@@ -37,22 +38,31 @@ def link(head: int, token: int) -> int:
     return hash((head, token))
 
 
-def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, vocab_size: int) -> int:
+def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, mask: bytes, vocab_size: int) -> int:
     """The token after a prefix of `length` tokens; `earlier` is the chain at position head % length. Stop ids are
-    passed over until `min_tokens` are out."""
-    token = hash((head, earlier, num_prompt, params.seed, params.temperature)) % vocab_size
-    if length < num_prompt + params.min_tokens:
-        while token in params.stops:
-            token = (token + 1) % vocab_size
-    return token
+    passed over until `min_tokens` are out, and so are those that a `mask` lacks (empty: none)."""
+    token = hash((head, earlier, num_prompt, params.seed, params.temperature, params.biases)) % vocab_size
+    stops = params.stops if length < num_prompt + params.min_tokens else ()
+    for _ in range(vocab_size):
+        if token not in stops and (not mask or mask[token >> 3] >> (token & 7) & 1):
+            return token
+        token = (token + 1) % vocab_size
+    raise Mismatch("no token is allowed")
+
+
+def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int], list[float]]:
+    """(log-probability, rank, likeliest ids, theirs) of `token` behind the prefix of this chain."""
+    value = hash((head, token)) % 1000
+    top = min(20, vocab_size)
+    return -value / 100, value + 1, [(value + i) % vocab_size for i in range(top)], [-i / 7 for i in range(top)]
 
 
 class _Row:
-    __slots__ = ("length", "num_prompt", "params", "table", "tokens")
+    __slots__ = ("length", "mask", "num_prompt", "params", "table", "tokens")
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
-        self.num_prompt, self.params = init.num_prompt, init.params
+        self.num_prompt, self.params, self.mask = init.num_prompt, init.params, init.params.allowed
 
 
 class FakeExecutor:
@@ -133,14 +143,18 @@ class FakeExecutor:
             self._check_pages(grow.pages)
             _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, told {grow.start}")
             table += grow.pages
+        for new in step.masks:
+            self._row(new.row).mask = new.mask
         work = step.work
         _require(len({item.row for item in work}) == len(work), "a row occurs twice")
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
-        tokens = [self._work(item) for item in work]
+        _require(sum(item.rows for item in work) <= len(self.rows), "more rows of logits than the program has")
+        scores: dict[int, Any] = {i: [] for i, item in enumerate(work) if item.score}
+        tokens = [self._work(item, scores.get(i)) for i, item in enumerate(work)]
         wanted = [self._logprobs(item.row, token) for item, token in zip(work, tokens)]
-        return step.reply(tokens, wanted)
+        return step.reply(tokens, wanted, scores)
 
-    def _work(self, item: Any) -> int | None:
+    def _work(self, item: Any, scores: list[Any] | None) -> int | None:
         row = self._row(item.row)
         start, stop, size = row.length, row.length + item.num_tokens, self.page_size
         _require(start < stop <= len(row.tokens), f"row {item.row}: {start} to {stop} of {len(row.tokens)} tokens")
@@ -151,12 +165,18 @@ class FakeExecutor:
             slot = table[position // size] * size + position % size
             kv[slot] = head = hash((head, tokens[position]))
             positions[slot] = position
+            if scores is not None and position + 1 < row.num_prompt:
+                scores.append(score(head, tokens[position + 1], self.vocab_size))
         row.length = stop
+        _require(scores is None or row.params.want_logprobs, f"row {item.row}: it wants no log-probabilities")
         _require(item.emit == (stop == len(tokens)), f"row {item.row}: emit is {item.emit} at {stop} of {len(tokens)}")
         if not item.emit:
             return None
         earlier = self._read(row, head % stop)
-        token = draw(head, earlier, row.num_prompt, stop, row.params, self.vocab_size)
+        _require(not row.params.guided or bool(row.mask), f"row {item.row}: it is guided and has no mask")
+        token = draw(head, earlier, row.num_prompt, stop, row.params, row.mask, self.vocab_size)
+        if row.params.guided:
+            row.mask = b""
         if stop < self.max_model_len:
             tokens.append(token)
         return token

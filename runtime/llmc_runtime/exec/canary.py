@@ -1,14 +1,15 @@
-"""The canary: a prompt and the tokens that followed it when it was recorded, to show a machine that computes wrongly.
+"""The canary: prompts and what followed them when it was recorded, to show a machine that computes wrongly.
 
-Every expected token is offered to the model as its past, so one difference does not hide the next. A different token
-passes where the recorded choice was nearly a tie; a log-probability passes within `TOLERANCE`.
+The first prompt runs alone, the others together, so that programs for prompts and for one and several rows are tried.
+Every recorded token is offered to the model as its past, so one difference does not hide the next. A different token
+passes where the recorded choice was nearly a tie; log-probabilities pass within `tolerance`, in nats.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,44 +19,78 @@ from llmc_runtime.format.fields import Fields, an_integer, damaged, load_json
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"
-LENGTH = 16
+LENGTHS = (16, 150, 1)  # tokens of the prompts, where there is room
+STEPS = 16  # tokens after each
+TOP = 5  # likeliest ids that are kept of a token
 TOLERANCE = 0.05  # nats: bf16 sums in another order differ by less
+
+_WANTED = RowParams(want_logprobs=True)
+
+Told = tuple[int, TokenLogprobs]
 
 
 @dataclass(frozen=True)
-class Canary:
-    """`logprobs` of the `tokens`, and by how much each was likelier than the second choice (`margins`), in nats."""
+class Run:
+    """A prompt, the tokens after it, their log-probabilities, and the likeliest ids at each with theirs."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    margins: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...]
+    top_logprobs: tuple[tuple[float, ...], ...]
+
+    def margin(self, i: int) -> float:
+        """By how much the likeliest id was likelier than the second, in nats."""
+        tops = self.top_logprobs[i]
+        return tops[0] - tops[1] if len(tops) > 1 else math.inf
+
+    @staticmethod
+    def read(value: Any, where: str) -> Run:
+        f = Fields(value, where)
+        run = Run(
+            f.list("prompt", an_integer, cap=4096),
+            f.list("tokens", an_integer, cap=4096),
+            f.list("logprobs", _number, cap=4096),
+            f.list("top_ids", lambda v, w: _list(v, w, an_integer), cap=4096),
+            f.list("top_logprobs", lambda v, w: _list(v, w, _number), cap=4096),
+        )
+        f.close()
+        lengths = {len(run.tokens), len(run.logprobs), len(run.top_ids), len(run.top_logprobs)}
+        if not run.prompt or len(lengths) > 1 or [*map(len, run.top_ids)] != [*map(len, run.top_logprobs)]:
+            raise damaged(where, "its lists differ in length")
+        return run
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The runs, how far log-probabilities may be off, and the device that they were recorded on."""
+
+    runs: tuple[Run, ...]
+    tolerance: float
     device: Mapping[str, Any]
 
     def dump(self) -> bytes:
-        doc = {**vars(self), "device": dict(self.device)}
+        runs = [dict(vars(r)) for r in self.runs]
+        doc = {"tolerance": self.tolerance, "device": dict(self.device), "runs": runs}
         return json.dumps(doc, indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
     def load(data: bytes, where: str = NAME) -> Canary:
         """The canary that a file spells; LlmcError E103 where it is none."""
         f = Fields(load_json(data, where), where)
-        canary = Canary(
-            f.list("prompt", an_integer, cap=4096),
-            f.list("tokens", an_integer, cap=4096),
-            f.list("logprobs", _number, cap=4096),
-            f.list("margins", _number, cap=4096),
-            f.table("device", lambda v, w: v),
-        )
+        runs = f.list("runs", Run.read, cap=16)
+        tolerance = _number(f.get("tolerance"), f"{where}.tolerance")
+        canary = Canary(runs, tolerance, f.table("device", lambda v, w: v))
         f.close()
-        if not canary.prompt or len({len(canary.tokens), len(canary.logprobs), len(canary.margins)}) > 1:
-            raise damaged(where, "its lists differ in length")
+        if not runs or len({len(r.tokens) for r in runs}) > 1 or not 0 < tolerance <= 1:
+            raise damaged(where, "it has no runs, runs of different lengths, or a tolerance that is none")
         return canary
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found: `problems` in words, none where all is well; `ties` counts tokens that near ties excuse."""
+    """What a check found: `problems` in words, none where all is well; `ties` counts tokens that near ties excuse;
+    `worst`: the largest difference of a log-probability, in nats."""
 
     checked: int
     ties: int
@@ -63,48 +98,90 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def prompt_of(executor: Executor) -> tuple[int, ...]:
+def prompts_of(executor: Executor) -> tuple[tuple[int, ...], ...]:
     """Ids spread over the vocabulary: they need no tokenizer and touch many rows of the embedding."""
-    manifest = executor.artifact.manifest
-    room = min(manifest.limits.max_model_len, executor.capacity.tokens)
-    count = max(1, min(LENGTH, room // 2))
-    return tuple((i * 7919 + 11) % manifest.vocab_size for i in range(count))
+    vocab = executor.artifact.manifest.vocab_size
+    most = max(1, _room(executor) // 2)
+    return tuple(tuple((i * 7919 + 11 + 5 * k) % vocab for i in range(min(n, most))) for k, n in enumerate(LENGTHS))
+
+
+def _room(executor: Executor) -> int:
+    """Tokens that each of the rows that run together can have."""
+    page = executor.capacity.page_size
+    each = executor.capacity.pages // len(LENGTHS) * page or executor.capacity.tokens
+    return min(executor.artifact.manifest.limits.max_model_len, each)
 
 
 def record(executor: Executor) -> Canary:
-    """Run the prompt greedily; nothing else may run on the executor meanwhile."""
-    prompt = prompt_of(executor)
-    room = min(executor.artifact.manifest.limits.max_model_len, executor.capacity.tokens)
-    tokens: list[int] = []
-    found: list[TokenLogprobs] = []
-    for _ in range(min(LENGTH, room - len(prompt))):
-        token, told = _next(executor, prompt, tokens)
-        tokens.append(token)
-        found.append(told)
-    if not all(math.isfinite(t.logprob) for t in found):
+    """Run the prompts greedily; nothing else may run on the executor meanwhile. LlmcError E125 where what comes out is
+    not finite."""
+    prompts = prompts_of(executor)
+    steps = min(STEPS, _room(executor) - max(map(len, prompts)))
+    runs: list[Run] = []
+    for group in _groups(executor, prompts):
+        past: list[list[int]] = [[] for _ in group]
+        told: list[list[TokenLogprobs]] = [[] for _ in group]
+        for _ in range(steps):
+            for row, (token, what) in enumerate(_next(executor, group, past, steps)):
+                past[row].append(token)
+                told[row].append(what)
+        runs += [_run(p, t, w) for p, t, w in zip(group, past, told, strict=True)]
+    return Canary(tuple(runs), TOLERANCE, executor.device.describe())
+
+
+def _run(prompt: tuple[int, ...], tokens: list[int], told: list[TokenLogprobs]) -> Run:
+    if not all(math.isfinite(t.logprob) for t in told):
         cause = "the model computes log-probabilities that are not finite"
         raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")
-    margins = tuple(_margin(t) for t in found)
-    return Canary(prompt, tuple(tokens), tuple(t.logprob for t in found), margins, executor.device.describe())
+    tops = [[(int(i), float(x)) for i, x in _tops(t) if math.isfinite(x)][:TOP] for t in told]
+    ids, logprobs = (tuple(tuple(pair[k] for pair in top) for top in tops) for k in (0, 1))
+    return Run(prompt, tuple(tokens), tuple(t.logprob for t in told), ids, logprobs)  # type: ignore[arg-type]
+
+
+def _tops(told: TokenLogprobs) -> Iterator[tuple[int, float]]:
+    return zip(told.top_ids, told.top_logprobs, strict=True)
+
+
+def _groups(executor: Executor, prompts: Sequence[Any]) -> list[Sequence[Any]]:
+    """What runs together: the first alone, the others as rows of the same steps, as far as there are rows."""
+    rows = min(len(prompts), executor.artifact.manifest.limits.max_num_seqs)
+    return [prompts[:1], *(prompts[i : i + rows] for i in range(1, len(prompts), rows))]
 
 
 def check(executor: Executor, canary: Canary) -> Verdict:
-    """Compare the executor with the recording; nothing else may run on it meanwhile."""
+    """Compare the executor with the recording; nothing else may run on it meanwhile. LlmcError E202 where the KV cache
+    has no room for its prompts."""
     problems: list[str] = []
-    ties, worst = 0, 0.0
-    for i, want in enumerate(canary.tokens):
-        token, told = _next(executor, canary.prompt, canary.tokens[:i])
-        if token != want:
-            if canary.margins[i] <= 2 * TOLERANCE and want in list(told.top_ids)[:2]:
-                ties += 1
-                continue
-            problems.append(f"token {i} is {token}, recorded was {want} (by a margin of {canary.margins[i]:.3g} nats)")
-            continue
-        off = abs(told.logprob - canary.logprobs[i])
-        worst = max(worst, off) if math.isfinite(off) else math.inf
-        if not off <= TOLERANCE:
-            problems.append(f"log-probability {i} is {told.logprob:.4g}, recorded was {canary.logprobs[i]:.4g}")
-    return Verdict(len(canary.tokens), ties, worst, tuple(problems))
+    ties, worst, number = 0, 0.0, 0
+    for group in _groups(executor, canary.runs):
+        steps = len(group[0].tokens)
+        for i in range(steps):
+            found = _next(executor, [r.prompt for r in group], [r.tokens[:i] for r in group], steps)
+            for k, (run, (token, told)) in enumerate(zip(group, found, strict=True), number + 1):
+                tied, off, why = _compare(run, i, token, told, canary.tolerance)
+                ties, worst = ties + tied, max(worst, off)
+                problems += [f"prompt {k}, token {i}: {why}"] if why else []
+        number += len(group)
+    return Verdict(sum(len(r.tokens) for r in canary.runs), ties, worst, tuple(problems))
+
+
+def _compare(run: Run, i: int, token: int, told: TokenLogprobs, tolerance: float) -> tuple[bool, float, str]:
+    """(excused by a near tie, the largest difference in nats, what is wrong or "") of one token."""
+    want = run.tokens[i]
+    if token != want:
+        tie = run.margin(i) <= 2 * tolerance and want in list(told.top_ids)[:2]
+        return tie, 0.0, "" if tie else f"it is {token}, recorded was {want} (likelier by {run.margin(i):.3g} nats)"
+    here = {int(k): float(x) for k, x in _tops(told)} | {token: told.logprob}
+    least = min(here.values())
+    worst, why = 0.0, ""
+    for k, was in ((want, run.logprobs[i]), *zip(run.top_ids[i], run.top_logprobs[i], strict=True)):
+        off = abs(here[k] - was) if k in here else max(0.0, was - least)  # what is not told is at most the least
+        off = off if math.isfinite(off) else math.inf
+        if off > tolerance and not why:
+            shown = f"{here[k]:.4g}" if k in here else f"below {least:.4g}"
+            why = f"log-probability of {k} is {shown}, recorded was {was:.4g} (tolerance {tolerance:g})"
+        worst = max(worst, off)
+    return False, worst, why
 
 
 def require(executor: Executor) -> None:
@@ -113,35 +190,65 @@ def require(executor: Executor) -> None:
     if NAME not in artifact.manifest.files:
         remedy = f"llmc verify --record {artifact.root}, on a machine that you trust"
         raise LlmcError("E126", f"{artifact.root} has no canary", remedy)
-    verdict = check(executor, Canary.load(artifact.read(NAME)))
-    if verdict.problems:
-        words = "; ".join(verdict.problems[:2])
-        raise LlmcError("E125", f"the canary fails: {words}", "do not serve from this machine; recompile")
+    canary = Canary.load(artifact.read(NAME))
+    if error := failure(check(executor, canary), canary, executor):
+        raise error
 
 
-def _next(executor: Executor, prompt: tuple[int, ...], past: Any) -> tuple[int, TokenLogprobs]:
-    """The token after prompt and past on row 0; the last call left the KV of all but the last token there."""
-    tokens = [*prompt, *past]
-    computed = len(tokens) - 1 if past else 0
-    pages = list(range(-(-len(tokens) // executor.capacity.page_size)))
-    init = RowInit(0, tokens, computed, len(prompt), RowParams(want_logprobs=True), pages)
+def failure(verdict: Verdict, canary: Canary, executor: Executor) -> LlmcError | None:
+    """The error that a verdict is, naming the first differences and both devices; None where all is well."""
+    if not verdict.problems:
+        return None
+    more = len(verdict.problems) - 2
+    words = "; ".join([*verdict.problems[:2], *([f"and {more} more"] if more > 0 else [])])
+    where = f"on {executor.device.name}, recorded on {canary.device.get('name', '?')}"
+    cause = f"the canary fails at {len(verdict.problems)} of {verdict.checked} tokens {where}: {words}"
+    return LlmcError("E125", cause, "do not serve from this machine; compile again where the artifact may be damaged")
+
+
+def _next(
+    executor: Executor, prompts: Sequence[Sequence[int]], past: Sequence[Sequence[int]], steps: int
+) -> list[Told]:
+    """The token after each prompt and its past, on rows 0 and up, which come to have `steps` tokens after the prompt.
+
+    With a past, the last call left the KV of all but the last token there.
+    """
+    texts = [[*p, *after] for p, after in zip(prompts, past, strict=True)]
+    inits, first = [], 0
+    for row, (prompt, after, text) in enumerate(zip(prompts, past, texts, strict=True)):
+        pages = [first + i for i in range(_pages(executor, len(text)))]
+        inits.append(RowInit(row, text, len(text) - 1 if after else 0, len(prompt), _WANTED, pages))
+        first += _pages(executor, len(prompt) + steps)
+    if first > executor.capacity.pages:
+        cause = f"the canary's prompts need {first} pages of KV, there are {executor.capacity.pages}"
+        raise LlmcError("E202", cause, "give the KV cache more memory, or do without the canary")
+    left = [1 if after else len(text) for after, text in zip(past, texts, strict=True)]
     limit = executor.artifact.manifest.limits.max_num_batched_tokens
-    inits = [init]
-    while len(tokens) - computed > limit:
-        executor.run(Step(inits, [], [Work(0, limit, False)]))
-        inits, computed = [], computed + limit
-    out = executor.run(Step(inits, [], [Work(0, len(tokens) - computed, True)]))
-    (token,), (told,) = out.tokens, out.logprobs
+    while sum(left) > limit:
+        row = left.index(max(left))
+        count = min(limit, left[row] - 1)
+        executor.run(Step(inits=inits, work=[Work(row, count, False)]))
+        inits, left[row] = [], left[row] - count
+    out = executor.run(Step(inits=inits, work=[Work(row, n, True) for row, n in enumerate(left)]))
+    return [_whole(token, told) for token, told in zip(out.tokens, out.logprobs, strict=True)]
+
+
+def _pages(executor: Executor, tokens: int) -> int:
+    return -(-tokens // executor.capacity.page_size)
+
+
+def _whole(token: int | None, told: TokenLogprobs | None) -> Told:
     assert token is not None and told is not None
     return token, told
 
 
-def _margin(told: TokenLogprobs) -> float:
-    tops = list(told.top_logprobs)
-    return min(tops[0] - tops[1], 1e30) if len(tops) > 1 else 1e30
+def _list(value: Any, where: str, item: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) > 64:
+        raise damaged(where, "must be a short list")
+    return tuple(item(v, where) for v in value)
 
 
 def _number(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise damaged(where, "must be a number")
     return float(value)

@@ -46,10 +46,12 @@ class _Bound:
 class Ticket:
     """A step under way: its work, the event of its end, and where its outputs will be, u8, once it has come.
 
-    `wanted` says which works want log-probabilities; empty where none does.
+    `entries` are the rows of logits: its work, of which those that score are taken apart, token by token. `wanted` says
+    which entries want log-probabilities; empty where none does.
     """
 
     work: list[Work]
+    entries: list[Work]
     event: Event
     ids: np.ndarray
     logprobs: tuple[np.ndarray, ...]
@@ -104,6 +106,8 @@ class Executor:
             self.rows.init(init)
         if step.pages:
             self.rows.grow(step.pages)
+        for mask in step.masks:
+            self.rows.mask(mask)
         ticket = self._start(step.work)
         self._open.append(ticket)
         return ticket
@@ -118,10 +122,10 @@ class Executor:
             self._open.clear()
             raise
         self._open.popleft()
-        work = ticket.work
         ids = ticket.ids.view(np.int32).tolist()
-        tokens = [i if w.emit else None for i, w in zip(ids, work)]
-        return StepOutput(tokens, _logprobs(ticket) if ticket.wanted else [None] * len(work))
+        tokens = [i if w.emit else None for i, w in zip(ids, ticket.entries)]
+        told: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.wanted else [None] * len(tokens)
+        return StepOutput(tokens, told) if ticket.entries is ticket.work else _together(ticket.work, tokens, told)
 
     def done(self, ticket: Ticket) -> bool:
         """Whether the step has ended: `wait` would not wait."""
@@ -151,23 +155,25 @@ class Executor:
         self.device.close()
 
     def _start(self, work: list[Work]) -> Ticket:
-        device, count = self.device, len(work)
+        device = self.device
+        entries = [entry for w in work for entry in _apart(w)] if any(w.score for w in work) else work
+        count = len(entries)
         if not count:
-            return Ticket(work, device.mark(), np.empty(0, np.uint8), (), [], 0)
-        lengths = [w.num_tokens for w in work]
+            return Ticket(work, entries, device.mark(), np.empty(0, np.uint8), (), [], 0)
+        lengths = [w.num_tokens for w in entries]
         tokens = sum(lengths)
         bound, size = self._pick(tokens, count)
-        self._feed(size, ([w.row for w in work], lengths, [int(w.emit) for w in work]))
+        self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
         bound.size(size if bound.program.uniform else tokens, size)
         bound.run()
         ids = device.fetch(self._ids, 0, count * 4)
         wants, width = self.rows.wants_logprobs, bound.width
-        wanted = [w.emit and wants[w.row] for w in work]
+        wanted = [(w.emit or w.score) and wants[w.row] for w in entries]
         logprobs: tuple[np.ndarray, ...] = ()
         if any(wanted):
             each = (4, 4, 4 * width, 4 * width)
             logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
-        return Ticket(work, device.mark(), ids, logprobs, wanted if logprobs else [], width)
+        return Ticket(work, entries, device.mark(), ids, logprobs, wanted if logprobs else [], width)
 
     def _feed(self, size: int, columns: tuple[list[int], ...]) -> None:
         """Send the inputs, padded to `size` rows, unless the device has them from the step before."""
@@ -214,8 +220,29 @@ class Executor:
         return _Bound(program, symbols, slots, run, width)
 
 
+def _apart(work: Work) -> list[Work]:
+    """The entries of a work: one, or where it scores one a token."""
+    if not work.score:
+        return [work]
+    last = work.num_tokens - 1
+    return [Work(work.row, 1, work.emit and i == last, not (work.emit and i == last)) for i in range(last + 1)]
+
+
+def _together(work: list[Work], tokens: list[int | None], told: list[TokenLogprobs | None]) -> StepOutput:
+    """What the entries gave, by work: of one that scores the last entry may emit, and the others are scored."""
+    out, at = StepOutput([], [], scores := {}), 0
+    for index, w in enumerate(work):
+        end = at + w.rows
+        out.tokens.append(tokens[end - 1])
+        out.logprobs.append(told[end - 1] if w.emit else None)
+        if w.score:
+            scores[index] = [found for found in told[at : end - w.emit] if found is not None]
+        at = end
+    return out
+
+
 def _logprobs(ticket: Ticket) -> list[TokenLogprobs | None]:
-    count = len(ticket.work)
+    count = len(ticket.entries)
     found = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
     logprob, rank = found[0].tolist(), found[1].tolist()
     ids, tops = (x.reshape(count, -1).tolist() for x in found[2:])

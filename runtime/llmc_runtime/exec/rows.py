@@ -10,12 +10,14 @@ from llmc_runtime.device.device import Device, Memory
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.fields import REMEDY
 from llmc_runtime.format.manifest import State
-from llmc_runtime.sched.step import RowInit, RowPages
+from llmc_runtime.sched.step import RowInit, RowMask, RowPages
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
 _A_WRITE = 32 << 10  # bytes whose copy costs about as much as beginning another one
-ROLES = ("tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts")
+ROLES = (
+    "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed"
+)  # fmt: skip
 
 
 class _Table:
@@ -62,6 +64,7 @@ class Rows:
         pages = self._tables["pages"]
         self._pages = np.zeros((pages.rows, pages.width), np.int32)  # the page tables, which only the host writes
         self._used = [False] * self.count  # whether the row's counts may be other than zero
+        self._masks: list[bytes | None] = [None] * self.count  # what the row's mask on the device is, where it is known
         self.wants_logprobs = [False] * self.count
 
     def init(self, init: RowInit) -> None:
@@ -83,7 +86,19 @@ class Rows:
             self._seen(row, tokens[: init.num_prompt])
         if "counts" in tables:
             self._counts(row, tokens[init.num_prompt :])
+        if params.biases and "biases" in tables:
+            tables["bias_ids"].set(row, [token for token, _ in params.biases])
+            tables["biases"].set(row, [bias for _, bias in params.biases])
+        if params.allowed:
+            self.mask(RowMask(row, params.allowed))
         self.wants_logprobs[row] = params.want_logprobs
+
+    def mask(self, new: RowMask) -> None:
+        """Write a row's mask, unless it is there."""
+        if "allowed" in self._tables and self._masks[new.row] is not new.mask:
+            self._masks[new.row] = None
+            self._tables["allowed"].set(new.row, np.frombuffer(new.mask, np.int32))
+            self._masks[new.row] = new.mask
 
     def grow(self, grown: Sequence[RowPages]) -> None:
         """Append pages to rows' tables: one write a row, or one for all rows in between where that is less."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ENVIRONMENT = frozenset({"E109", "E110", "E115", "E116", "E117", "E640"})
+_ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E640"})
 
 
 class LlmcError(Exception):

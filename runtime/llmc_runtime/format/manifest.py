@@ -18,7 +18,7 @@ from llmc_runtime.format.fields import Fields, a_hash, a_name, a_text, an_intege
 from llmc_runtime.format.hashing import BLOCK, sha256
 from llmc_runtime.format.program import DTYPE_BITS, a_size
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 2, 0
 NAME = "manifest.json"
 MODES = ("packed", "random", "none")
 _HEAD = b'{\n  "digest": "'
@@ -68,7 +68,8 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class State:
-    """One persistent buffer. `role`: kv, tokens, length, pages, fparams, iparams, stops, seen or counts."""
+    """One persistent buffer. `role`: kv, or what a row holds: tokens, length, pages, fparams, iparams, stops,
+    seen, counts, bias_ids, biases or allowed."""
 
     name: str
     dtype: str
@@ -84,12 +85,22 @@ class State:
 
 @dataclass(frozen=True)
 class Source:
-    """What was compiled: "hf", its name, its revision, and the sha256 of its files."""
+    """What was compiled: "hf", its name, its revision, and the sha256 of its files.
+
+    `layers` of `of_layers`: what a quick build of the first layers alone has; 0 of 0 for the model itself.
+    """
 
     kind: str
     name: str
     revision: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+    layers: int = 0
+    of_layers: int = 0
+
+    @property
+    def part(self) -> str:
+        """What there is of the model, in words; "" where that is all of it."""
+        return f"the first {self.layers} of {self.of_layers} layers" if self.layers else ""
 
 
 @dataclass(frozen=True)
@@ -242,7 +253,8 @@ def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
 
 
 def _source(f: Fields) -> Source:
-    s = Source(f.text("kind"), f.text("name"), f.text("revision", ""), f.table("files", a_hash, {}))
+    cut = f.integer("layers", 0), f.integer("of_layers", 0)
+    s = Source(f.text("kind"), f.text("name"), f.text("revision", ""), f.table("files", a_hash, {}), *cut)
     f.close()
     return s
 

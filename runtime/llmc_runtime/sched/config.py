@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.guide import Banned, both, empty, mask_of, without
 from llmc_runtime.sched.params import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import STOPS, RowParams
@@ -83,12 +84,14 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
     limit = _limit(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids or ())
     masked = stops.union(config.eos_token_ids) if params.min_tokens else frozenset()
+    allowed = _restrict(request, masked, config)
     request.tokens = list(prompt)
     request.num_prompt = len(prompt)
     request.limit = limit
     request.gate = len(prompt) + params.min_tokens
     request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     request.stops = stops
+    request.scores = None if params.prompt_logprobs is None else []
     request.row_params = RowParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -99,9 +102,36 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         top_k=params.top_k,
         seed=(seed if params.seed is None else params.seed) & (1 << 64) - 1,
         min_tokens=params.min_tokens,
-        want_logprobs=params.logprobs is not None,
+        want_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
         stops=tuple(sorted(masked)),
+        biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
+        allowed=allowed,
+        guided=request.guide is not None,
     )
+
+
+def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:
+    """The mask of all the request's tokens, empty for none; where it depends on them the request gets a guide."""
+    params, top = request.params, config.vocab_size - 1
+    if params.logit_bias and max(params.logit_bias) > top:
+        raise refused("logit_bias", params.logit_bias, f"ids of the vocabulary, 0 to {top}")
+    ids = params.allowed_token_ids
+    if ids is not None and max(ids) > top:
+        raise refused("allowed_token_ids", ids, f"ids of the vocabulary, 0 to {top}")
+    if ids is None and not request.bad_words:
+        return b""
+    if any(not word or min(word) < 0 or max(word) > top for word in request.bad_words):
+        raise refused("bad_words", params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
+    singles = [word[0] for word in request.bad_words if len(word) == 1]
+    mask = without(mask_of(ids, config.vocab_size), singles)
+    needed = without(mask_of(None, config.vocab_size), masked)
+    if empty(both(mask, needed)):
+        raise refused("allowed_token_ids", ids, "at least one id that neither bad_words nor min_tokens excludes")
+    words = [word for word in request.bad_words if len(word) > 1]
+    if request.guide is None and not words:
+        return mask
+    request.guide = Banned(mask, words, needed, request.guide)
+    return b""
 
 
 def _check_prompt(prompt: object, config: SchedulerConfig) -> None:

@@ -6,17 +6,21 @@ request is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.step import STOPS
+from llmc_runtime.sched.step import BIASES, STOPS
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 1024  # of one stop string
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+MAX_ALLOWED = 65536
+MAX_BAD_WORDS = 128
+MAX_N = 64
 MAX_INT = 2**31 - 1
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
 
@@ -32,7 +36,11 @@ class SamplingParams:
     max_tokens    at least 1; None: to the end of the context;   min_tokens  0 to max_tokens
     stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
     logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
-    n             1
+    prompt_logprobs  None: none; 0 to 20: those of each prompt token and of that many likeliest ones
+    n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i
+    logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
+    allowed_token_ids  None, or the ids that may be generated, 1 to 65536
+    bad_words     up to 128 strings of 1 to 1024 bytes that are not generated, behind a space or not
     """
 
     n: int = 1
@@ -53,15 +61,22 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None  # a tuple once constructed
+    bad_words: Iterable[str] | None = ()  # a tuple once constructed
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_sampling()
+        self._check_bans()
         self._check_length()
         self._check_stops()
         if self.temperature < _GREEDY_BELOW:
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         else:
             self._set(temperature=max(self.temperature, _MIN_TEMPERATURE))
+        if self.greedy and self.n > 1:
+            raise refused("n", self.n, "1 where temperature is 0: the outputs would be equal")
 
     @property
     def greedy(self) -> bool:
@@ -73,7 +88,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def _check_sampling(self) -> None:
-        self._integer("n", 1, 1, "1: ask for the same prompt several times instead")
+        self._integer("n", 1, MAX_N, f"1 to {MAX_N}")
         self._number("temperature", 0, 100)
         self._number("top_p", 0, 1, above=True)
         self._integer("top_k", -1, MAX_INT, "-1 or 0 (off), or the number of likeliest ids to keep, 1 to 2147483647")
@@ -86,8 +101,9 @@ class SamplingParams:
             self._integer("seed", -(2**63), 2**64 - 1, "none, or an integer of 64 bits")
             if self.seed == -1:
                 self._set(seed=None)
-        if self.logprobs is not None:
-            self._integer("logprobs", 0, MAX_LOGPROBS, f"none, or 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0, MAX_LOGPROBS, f"none, or 0 to {MAX_LOGPROBS}")
 
     def _check_length(self) -> None:
         most = MAX_INT
@@ -112,6 +128,21 @@ class SamplingParams:
         if len(ids) > STOPS or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
             raise refused("stop_token_ids", self.stop_token_ids, allowed)
         self._set(stop=stop, stop_token_ids=tuple(map(int, ids)))
+
+    def _check_bans(self) -> None:
+        if self.logit_bias is not None:
+            self._set(logit_bias=_biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = f"1 to {MAX_ALLOWED} token ids, each 0 or more"
+            ids = _tuple("allowed_token_ids", self.allowed_token_ids, allowed)
+            if not 0 < len(ids) <= MAX_ALLOWED or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
+                raise refused("allowed_token_ids", self.allowed_token_ids, allowed)
+            self._set(allowed_token_ids=tuple(sorted(set(map(int, ids)))))
+        allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes"
+        words = () if isinstance(self.bad_words, str) else _tuple("bad_words", self.bad_words, allowed)
+        if isinstance(self.bad_words, str) or len(words) > MAX_BAD_WORDS or not all(map(_is_word, words)):
+            raise refused("bad_words", self.bad_words, allowed)
+        self._set(bad_words=words)
 
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
@@ -143,6 +174,25 @@ def _is_int(value: object) -> bool:
 
 def _is_stop(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES
+
+
+def _is_word(text: object) -> bool:
+    return _is_stop(text) and bool(str(text).strip())
+
+
+def _biases(given: object) -> dict[int, float] | None:
+    """{id: bias} with biases cut to what is allowed; ids may be texts, as JSON has them. None where there are none."""
+    allowed = f"up to {BIASES} token ids, each 0 or more, and a number for each"
+    if not isinstance(given, Mapping) or len(given) > BIASES:
+        raise refused("logit_bias", given, allowed)
+    out = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        number = isinstance(value, Real) and not isinstance(value, bool) and value == value
+        if not _is_int(token) or not 0 <= token <= MAX_INT or not number:
+            raise refused("logit_bias", given, allowed)
+        out[int(token)] = min(MAX_BIAS, max(-MAX_BIAS, float(value)))
+    return out or None
 
 
 def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.guide import Guide
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.step import RowParams, TokenLogprobs, Work
 
@@ -24,13 +25,17 @@ class Status(IntEnum):
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
-    are shared within one `cache_salt`. The other fields belong to the scheduler."""
+    are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids; a `leader` is a request of
+    the same prompt, added before, whose pages it waits for. The other fields belong to the scheduler."""
 
     id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     cache_salt: str = ""
+    bad_words: Sequence[Sequence[int]] = ()
+    guide: Guide | None = None
+    leader: Request | None = None
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival
@@ -50,6 +55,9 @@ class Request:
     gate: int = field(default=0, init=False)  # below this many tokens nothing stops it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty where ignored
     stops: frozenset[int] = field(default=frozenset(), init=False)
+    scores: list[TokenLogprobs] | None = field(
+        default=None, init=False
+    )  # of the prompt from its second token, if wanted
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -73,7 +81,8 @@ class Request:
 @dataclass(slots=True)
 class RequestDelta:
     """What one step did for one request. A stop token is among `new_token_ids`; `finish_reason` is None while it
-    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache."""
+    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache;
+    `prompt_logprobs`, with the first token alone: of the prompt's tokens from the second on, where wanted."""
 
     id: str
     new_token_ids: list[int]
@@ -82,3 +91,4 @@ class RequestDelta:
     logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0
     error: LlmcError | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

@@ -17,6 +17,13 @@ device applies the diffs and the work of all steps in the order in which they we
   abort) leaves steps under way whose output is dropped; all that they write is its row and its private pages.
 - A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
   again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
+- Every request in a step has a row of logits, of its last token. One whose prompt is scored takes one for each token of
+  its chunk: of those that the step's other requests leave, at least one. Scores are taken at commit and survive a
+  preemption; what is not scored yet is never taken from the prefix cache.
+- What a guided request may get next depends on its tokens (a grammar, bad words of several tokens), so its mask can be
+  sent only when all of them are known: while a guided request's token is under way nothing is planned. All requests
+  then run one step at a time, as at depth 1; were only the guided ones left out, they would run in every second step,
+  and read all the weights once more for it.
 - rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
@@ -25,7 +32,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -35,7 +42,7 @@ from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.step import RowInit, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
@@ -54,6 +61,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.guided: set[Request] = set()  # of the live ones
         # The steps under way, oldest first, each with the requests of its work, in its order.
         self._under_way: deque[tuple[Step, list[Request]]] = deque()
         self._empty()
@@ -61,6 +69,7 @@ class Scheduler:
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = 0
+        self._spare = 0  # rows of logits that the step being planned has left
 
     def add(self, request: Request) -> None:
         """Queue a new request. LlmcError E601 to E607 where it can never run; nothing else is touched then."""
@@ -72,6 +81,8 @@ class Scheduler:
         request.chain.append(self.prefix.root(request.cache_salt))
         request.status = Status.WAITING
         self.requests[request.id] = request
+        if request.guide is not None:
+            self.guided.add(request)
         _insert(self.waiting, request)
 
     def abort(self, request_id: str) -> bool:
@@ -87,15 +98,21 @@ class Scheduler:
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step behind those under way. It is empty, and then not under way, where no request lives or where
-        all that live wait for a step under way: at depth 1 only the former."""
+        """Plan one step behind those under way. It is empty, and then not under way, where no request lives, or where
+        all that live, or a guided one, wait for a step under way: at depth 1 only the former."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
+        if self._under_way and any(r.num_total > len(r.tokens) for r in self.guided if r.status is _RUNNING):
+            return step
         planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
+        if self.guided:
+            for request, work in zip(planned, step.work):
+                if request.guide is not None and work.emit:
+                    step.masks.append(RowMask(request.row, request.guide.mask()))
         if planned:
             self._under_way.append((step, planned))
         return step
@@ -109,6 +126,8 @@ class Scheduler:
         work, tokens, logprobs = step.work, output.tokens, output.logprobs
         if not len(tokens) == len(logprobs) == len(work):
             raise RuntimeError(f"{len(work)} rows ran, the executor answered for {len(tokens)}")
+        for index, scores in output.scores.items():
+            self._score(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
         for request, item, token, found in zip(planned, work, tokens, logprobs):
@@ -140,7 +159,7 @@ class Scheduler:
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
-        for queue in (self.requests, self.waiting, self.running):
+        for queue in (self.requests, self.waiting, self.running, self.guided):
             queue.clear()
         self._empty()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
@@ -166,6 +185,7 @@ class Scheduler:
         budget = config.max_num_batched_tokens
         most = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
+        self._spare = config.max_num_seqs - len(running)
         while budget and index < len(running):
             request = running[index]
             index += 1
@@ -173,7 +193,8 @@ class Scheduler:
             if total == request.limit:
                 continue  # its last token is under way
             missing = total - start
-            count = 1 if missing == 1 else min(missing, most, budget)
+            item = request.decode if missing == 1 else self._chunk(request, missing, min(most, budget))
+            count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
             if need > 0:
                 # Victims come from the end of `running`: none of them is in the plan yet.
@@ -190,7 +211,7 @@ class Scheduler:
             request.num_planned = start + count
             if count == missing:
                 request.num_total = total + 1
-            work.append(request.decode if missing == 1 else Work(request.row, count, count == missing))
+            work.append(item)
             planned.append(request)
             budget -= count
         return budget, preempted
@@ -200,11 +221,14 @@ class Scheduler:
         config, pool, waiting = self.config, self.pool, self.waiting
         most = config.long_prefill_threshold or budget
         admitted = 0
-        while budget and self.free_rows and admitted < len(waiting):
+        while budget and self._spare > 0 and admitted < len(waiting):
             request = waiting[admitted]
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._under_way):
                 break
-            hits = self.prefix.match(request.chain, request.tokens)
+            if request.leader is not None and self._computes(request.leader, request):
+                break
+            known = request.tokens if request.scores is None else request.tokens[: len(request.scores) + 1]
+            hits = self.prefix.match(request.chain, known)
             fresh = config.pages_for(len(request.tokens)) - len(hits)
             idle = sum(1 for page in hits if not pool.refs[page])
             if fresh + idle + (self._reserve if self.running else 0) > pool.num_free:
@@ -212,8 +236,8 @@ class Scheduler:
             for page in hits:
                 pool.share(page)
             self._start(request, hits + pool.take(fresh), len(hits))
-            missing = request.num_total - request.num_planned
-            count = min(missing, most, budget)
+            self._spare -= 1
+            item = self._chunk(request, request.num_total - request.num_planned, min(most, budget))
             step.inits.append(
                 RowInit(
                     request.row,
@@ -224,13 +248,29 @@ class Scheduler:
                     list(request.pages),
                 )
             )
-            step.work.append(Work(request.row, count, count == missing))
+            step.work.append(item)
             planned.append(request)
-            request.num_planned += count
-            request.num_total += count == missing
-            budget -= count
+            request.num_planned += item.num_tokens
+            request.num_total += item.emit
+            budget -= item.num_tokens
             admitted += 1
         del waiting[:admitted]
+
+    def _chunk(self, request: Request, missing: int, most: int) -> Work:
+        """The next tokens of a request that is behind, `most` at most; it has a row of logits already."""
+        count, start, score = min(missing, most), request.num_planned, False
+        if request.scores is not None and start < request.num_prompt - 1:
+            scored = len(request.scores)
+            score = start >= scored
+            count = min(count, 1 + self._spare if score else scored - start)
+            self._spare -= count - 1 if score else 0
+        return Work(request.row, count, count == missing, score)
+
+    def _computes(self, leader: Request, request: Request) -> bool:
+        """Whether the leader will soon have published full pages of the prompt that the other one can share."""
+        full = (request.num_prompt - 1) // self.config.page_size
+        ahead = request.status is Status.WAITING and leader.status is _RUNNING
+        return ahead and self.prefix.enabled and leader.num_published < full
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """A waiting request becomes a running one, `hits` of its pages already computed."""
@@ -256,6 +296,14 @@ class Scheduler:
         self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
         request.num_published = full
 
+    def _score(self, request: Request, item: Work, found: Sequence[TokenLogprobs]) -> None:
+        """Take the log-probabilities of the prompt tokens behind those of a chunk."""
+        if request.status is _FINISHED:
+            return
+        if request.scores is None or len(found) != item.num_tokens - item.emit:
+            raise RuntimeError(f"request {request.id!r}: {len(found)} scores of a chunk of {item.num_tokens} tokens")
+        request.scores += found
+
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
             raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor answered token {token}")
@@ -266,9 +314,18 @@ class Scheduler:
         if most is not None:
             if logprobs is None:
                 raise RuntimeError(f"row {request.row} of request {request.id!r}: no log-probabilities came back")
-            tops = (tuple(logprobs.top_ids[:most]), tuple(logprobs.top_logprobs[:most]))
-            delta.logprobs = [TokenLogprobs(logprobs.logprob, logprobs.rank, *tops)]
+            delta.logprobs = [_cut(logprobs, most)]
+        if request.scores is not None and len(request.tokens) == request.num_prompt + 1:
+            if len(request.scores) != request.num_prompt - 1:
+                told = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
+                raise RuntimeError(f"request {request.id!r}: {told}")
+            delta.prompt_logprobs = [_cut(s, request.params.prompt_logprobs or 0) for s in request.scores]
         end = request.finish_of(token)
+        if end is None and request.guide is not None:
+            try:
+                end = ("stop", None) if request.guide.accept(token) else None
+            except LlmcError as error:  # of this request alone
+                end, delta.error = ("error", None), error
         if end is not None:
             delta.finish_reason, delta.stop_reason = end
             self._finish(request, end[0])
@@ -288,6 +345,7 @@ class Scheduler:
             del self.waiting[bisect_left(self.waiting, request.key, key=_KEY)]
         request.status = Status.FINISHED
         del self.requests[request.id]
+        self.guided.discard(request)
         self.counters.request_success[reason] += 1
 
     def _free(self, request: Request) -> None:
@@ -296,6 +354,11 @@ class Scheduler:
         request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)
         request.row = -1
+
+
+def _cut(told: TokenLogprobs, most: int) -> TokenLogprobs:
+    """Of the likeliest ids, `most`."""
+    return TokenLogprobs(told.logprob, told.rank, tuple(told.top_ids[:most]), tuple(told.top_logprobs[:most]))
 
 
 def _insert(queue: list[Request], request: Request) -> None:

@@ -2,16 +2,18 @@
 
 A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
 written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:
-`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `work` (rows compute tokens).
+`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `masks` (what a row's next token may be),
+`work` (rows compute tokens).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STOPS = 32  # the stop ids that a device row can mask
+BIASES = 1024  # the ids that it can bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class RowParams:
     min_tokens: int = 0
     want_logprobs: bool = False
     stops: tuple[int, ...] = ()  # masked until min_tokens are out; empty where min_tokens is 0
+    biases: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), by id
+    allowed: bytes = b""  # a mask (see guide) for all its tokens; empty: none
+    guided: bool = False  # every token has a mask of its own, see RowMask
 
     def floats(self) -> list[float]:
         """The row of the `fparams` state: f32[8]."""
@@ -46,7 +51,8 @@ class RowParams:
     def ints(self, num_prompt: int) -> list[int]:
         """The row of the `iparams` state: i32[8]; the halves of the seed wrap into signed range."""
         low, high = (_signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32 & 0xFFFFFFFF))
-        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, int(self.want_logprobs), 0, 0]
+        wants, masked = int(self.want_logprobs), int(self.guided or bool(self.allowed))
+        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, wants, len(self.biases), masked]
 
     def stop_row(self) -> list[int]:
         """The row of the `stops` state: i32[32], -1 where empty."""
@@ -83,12 +89,27 @@ class RowPages:
 
 
 @dataclass(slots=True)
+class RowMask:
+    """What the next token of a guided row may be: a mask (see guide)."""
+
+    row: int
+    mask: bytes
+
+
+@dataclass(slots=True)
 class Work:
-    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one."""
+    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one;
+    `score`: of each of the others, which are the prompt's, tell the log-probability of the prompt's next token."""
 
     row: int
     num_tokens: int
     emit: bool
+    score: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that it takes."""
+        return self.num_tokens if self.score else 1
 
 
 class TokenLogprobs(NamedTuple):
@@ -105,10 +126,12 @@ LogprobsTuple = tuple[float, int, Sequence[int], Sequence[float]]
 
 @dataclass(slots=True)
 class StepOutput:
-    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted."""
+    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted.
+    `scores`: those of the prompt's next tokens, by the index of the Work."""
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
+    scores: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -118,15 +141,22 @@ class Step:
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    masks: list[RowMask] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Tokens over all rows, the T of the step's program."""
         return sum(work.num_tokens for work in self.work)
 
-    def reply(self, tokens: list[int | None], logprobs: Sequence[LogprobsTuple | None] | None = None) -> StepOutput:
+    def reply(
+        self,
+        tokens: list[int | None],
+        logprobs: Sequence[LogprobsTuple | None] | None = None,
+        scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
+    ) -> StepOutput:
         """The answer to this step, for executors that import nothing from here: plain tuples in TokenLogprobs' order;
         no logprobs at all means none wanted."""
+        told = {index: [TokenLogprobs(*found) for found in row] for index, row in (scores or {}).items()}
         if logprobs is None:
-            return StepOutput(tokens, [None] * len(tokens))
-        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs])
+            return StepOutput(tokens, [None] * len(tokens), told)
+        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs], told)

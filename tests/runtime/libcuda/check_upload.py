@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +14,20 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device import cuda_upload
+from llmc_runtime.device import cuda_work
 from llmc_runtime.device.choose import open_device
 from llmc_runtime.device.cpu import CpuDevice
 from llmc_runtime.device.cuda import CudaDevice, CudaMemory
+from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
+from llmc_runtime.device.cuda_work import Work
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
+from llmc_runtime.open import Limits, open_engine
 
+from bench.gpu import upload as bench
 from llmc.artifact.write import write_artifact
 from tests.runtime.libcuda import toy
 from tests.runtime.libcuda.conftest import Driver
@@ -34,58 +42,177 @@ def a_file(root: Path, name: str, size: int, block: int) -> tuple[WeightFile, np
     return WeightFile(name, size, tuple(blocks), block), data
 
 
-def send(device: CudaDevice, root: Path, files: list[WeightFile], check: bool = True, threads: int = 5) -> Any:
+def send(
+    device: CudaDevice, root: Path, files: list[WeightFile], check: bool = True, threads: int = 5, way: str = MAPPED
+) -> tuple[dict[str, CudaMemory], Upload]:
     memories = {f.file: device._alloc(f.bytes) for f in files}
     at = {name: m.address for name, m in memories.items()}
-    return memories, cuda_upload.upload(
-        device._cuda, device._enter, Folder(root), files, at, check=check, threads=threads
-    )
+    given = (device._cuda, device._enter, Folder(root), files, at)
+    return memories, upload(*given, check=check, threads=threads, way=way)
 
 
-@pytest.mark.parametrize("block", [4096, 1 << 20, 16 << 20])
+@pytest.fixture(params=[MAPPED, PINNED])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def device(driver: Driver) -> Iterator[CudaDevice]:
+    made = CudaDevice(H100)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("block", [4096, 5000, 1 << 20, 16 << 20])
 @pytest.mark.parametrize("threads", [1, 5])
-def test_every_byte_arrives(driver: Driver, tmp_path: Path, block: int, threads: int) -> None:
-    sizes = {"a": (5 << 20) + 12345, "b": 17, "c": 2 << 20}
-    made = [a_file(tmp_path, n, s if block > 4096 else s // 50 + 1, block) for n, s in sizes.items()]
-    device = CudaDevice(H100)
-    memories, report = send(device, tmp_path, [f for f, _ in made], threads=threads)
-    for f, data in made:
-        np.testing.assert_array_equal(device.read(memories[f.file]), data)
-    assert report.nbytes == sum(f.bytes for f, _ in made) and report.rate > 0 and report.threads <= threads
-    device.close()
+@pytest.mark.parametrize("span", [1, 3 << 20, 64 << 20])
+def test_every_byte_arrives(
+    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    block: int, threads: int, span: int, way: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cuda_work, "SPAN", span)
+    sizes = {"a": (5 << 20) + 12345, "b": 17, "c": 2 << 20, "d": 0}
+    made = [a_file(tmp_path, n, s if block > 5000 else -(-s // 50), block) for n, s in sizes.items()]
+    for check in (True, False):
+        memories, report = send(device, tmp_path, [f for f, _ in made], check, threads, way)
+        for f, data in made:
+            np.testing.assert_array_equal(device.read(memories[f.file]), data)
+        assert report.nbytes == sum(f.bytes for f, _ in made) and report.rate > 0 and report.threads <= threads
+        assert (report.way, report.why) == (way, "") and str(report).endswith(f"threads, {way})")
+    assert (driver.registrations > 0) == (way == MAPPED)
 
 
-def test_the_first_wrong_block_is_named(driver: Driver, tmp_path: Path) -> None:
+def test_what_is_registered_at_once_is_bounded(
+    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A span a thread; and a span is some blocks."""
+    monkeypatch.setattr(cuda_work, "SPAN", 300 << 10)
+    f, _ = a_file(tmp_path, "a", (4 << 20) + 1, 64 << 10)
+    send(device, tmp_path, [f], threads=3)
+    assert driver.registrations == -(-f.bytes // (256 << 10)) and driver.most_registered <= 3 * (256 << 10)
+
+
+def test_the_first_wrong_block_is_named(device: CudaDevice, tmp_path: Path, way: str) -> None:
     f, data = a_file(tmp_path, "a", 9 << 20, 1 << 20)
     data[[3 << 20, 7 << 20]] ^= 1
     (tmp_path / "a").write_bytes(data.tobytes())
-    device = CudaDevice(H100)
-    with pytest.raises(LlmcError, match=r"E107.*a is damaged: block 4 of 9 \(from byte 3145728\)"):
-        send(device, tmp_path, [f], threads=1)
-    with pytest.raises(LlmcError, match=r"E107.*is damaged: block [48] of 9"):
-        send(device, tmp_path, [f])
-    memories, _ = send(device, tmp_path, [f], check=False)
+    for threads in (1, 5, 9):
+        with pytest.raises(LlmcError, match=r"E107.*a is damaged: block 4 of 9 \(from byte 3145728\)"):
+            send(device, tmp_path, [f], threads=threads, way=way)
+    memories, _ = send(device, tmp_path, [f], check=False, way=way)
     np.testing.assert_array_equal(device.read(memories["a"]), data)
-    device.close()
 
 
-def test_a_file_that_becomes_shorter(driver: Driver, tmp_path: Path) -> None:
+def test_nothing_is_copied_of_a_mapped_span_with_a_wrong_block(
+    device: CudaDevice, driver: Driver, tmp_path: Path
+) -> None:
+    f, data = a_file(tmp_path, "a", 9 << 20, 1 << 20)
+    data[-1] ^= 1
+    (tmp_path / "a").write_bytes(data.tobytes())
+    driver.log()
+    with pytest.raises(LlmcError, match=r"E107.*block 9 of 9"):
+        send(device, tmp_path, [f])
+    assert driver.log() == [] and driver.registrations == 0
+
+
+def test_a_gpu_that_does_not_register(driver: Driver, tmp_path: Path) -> None:
+    """Its attribute says so: nothing is tried."""
+    driver.registers(False)
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    found = open_engine(open_artifact(tmp_path / "toy.llmc"), Limits(), seeds=lambda bits: 0)
+    assert re.search(r"weights \d+\.\d GB/s \(1 threads, pinned\)$", found.summary)
+    found.close()
+
+
+@pytest.mark.parametrize("status, name", [(801, "NOT_SUPPORTED"), (800, "NOT_PERMITTED"), (1, "INVALID_VALUE")])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_driver_that_refuses_to_register(
+    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    status: int, name: str, after: int,
+) -> None:  # fmt: skip
+    """Everything goes the other way, and that is said."""
+    monkeypatch.setattr(cuda_work, "SPAN", 1 << 20)
+    f, data = a_file(tmp_path, "a", (9 << 20) + 5, 1 << 20)
+    driver.fail("cuMemHostRegister", status, after)
+    memories, report = send(device, tmp_path, [f])
+    np.testing.assert_array_equal(device.read(memories["a"]), data)
+    assert report.way == PINNED and report.why == f"cuMemHostRegister: CUDA_ERROR_{name}" and report.why in str(report)
+    data[0] ^= 1
+    (tmp_path / "a").write_bytes(data.tobytes())
+    driver.fail("cuMemHostRegister", status, after)
+    with pytest.raises(LlmcError, match=r"E107.*block 1 of 10"):
+        send(device, tmp_path, [f])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_file_that_is_too_short(device: CudaDevice, tmp_path: Path, way: str, check: bool) -> None:
     f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
     (tmp_path / "a").write_bytes(data[: 2 << 20].tobytes())
-    device = CudaDevice(H100)
     with pytest.raises(LlmcError, match=r"E106.*became shorter"):
-        send(device, tmp_path, [f])
-    device.close()
+        send(device, tmp_path, [f], check, way=way)
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyHtoDAsync", "cuMemAllocHost", "cuStreamCreate", "cuEventRecord"])
-def test_a_failure_of_the_gpu_meanwhile(driver: Driver, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Told by its size before a block; and by the kernel, where the size changes right behind that look."""
+    f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
+    work = Work(Folder(tmp_path), [f], mapped=True)
+    _, block = next(iter(work))
+    np.testing.assert_array_equal(work.bring(block), data[: 1 << 20])
+    _, block = next(iter(work))
+
+    def cut() -> None:
+        os.truncate(tmp_path / "a", 1 << 20)
+
+    def looked(*given: Any) -> None:
+        monkeypatch.undo()
+        cut()
+
+    if late:
+        monkeypatch.setattr(Work, "_check_size", looked)
+    else:
+        cut()
+    with pytest.raises(LlmcError, match=r"E106.*became shorter"):
+        work.bring(block)
+    work.close()
+
+
+def test_a_kernel_that_does_not_populate(device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_work, "_POPULATE_READ", 9999)
+    f, data = a_file(tmp_path, "a", (3 << 20) + 77, 1 << 20)
+    memories, report = send(device, tmp_path, [f])
+    np.testing.assert_array_equal(device.read(memories["a"]), data)
+    assert report.way == MAPPED
+
+
+@pytest.mark.parametrize(
+    "name", ["cuMemcpyHtoDAsync", "cuMemAllocHost", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreate",
+             "cuEventCreate", "cuEventRecord", "cuEventSynchronize"],
+)  # fmt: skip
+def test_a_failure_of_the_gpu_meanwhile(
+    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str
+) -> None:
+    if name in (("cuMemAllocHost",) if way == MAPPED else ("cuMemHostRegister", "cuMemHostUnregister")):
+        pytest.skip("not called")
+    monkeypatch.setattr(cuda_work, "SPAN", 1 << 20)
     f, _ = a_file(tmp_path, "a", 9 << 20, 1 << 20)
-    device = CudaDevice(H100)
-    driver.fail(name, 719, 3)
+    driver.fail(name, 719, 1)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_LAUNCH_FAILED"):
-        send(device, tmp_path, [f])
-    device.close()
+        send(device, tmp_path, [f], way=way, threads=2)
+
+
+def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_work, "SPAN", cuda_work.SPAN)  # which the bench sets
+    out = tmp_path / "rows.json"
+    options = ["--threads", "1,2", "--spans", "16", "--rounds", "1", "--dir", str(tmp_path), "--json", str(out)]
+    assert bench.main(["0.02", *options]) == 0
+    found = {(r["what"], r["threads"]): r for r in json.loads(out.read_text())["rows"]}
+    assert {("floor: copy, registered", 1), ("mapped, hashed", 2), ("pinned, not hashed", 1)} <= found.keys()
+    assert all(r["gb_s"] > 0 and not r["why"] for r in found.values())
+    driver.registers(False)
+    assert bench.main(["0.01", *options]) == 0
+    whys = [r["why"] for r in json.loads(out.read_text())["rows"] if r["span"]]
+    assert whys and set(whys) == {"cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED"}
 
 
 def test_an_artifact_with_a_changed_weight(driver: Driver, tmp_path: Path) -> None:
@@ -117,7 +244,7 @@ def test_a_weight_at_an_odd_place_is_moved(driver: Driver, tmp_path: Path) -> No
     device = CudaDevice(H100)
     found = device.place(replace(artifact, tensors={"table": odd, "even": tensor}), ["table", "even"])
     assert found["table"] % 64 == 0
-    moved = device.read(CudaMemory(found["table"], odd.data.nbytes, np.empty(0, np.uint8)))
+    moved = device.read(CudaMemory(found["table"], odd.data.nbytes, np.empty(0, np.uint8), device))
     np.testing.assert_array_equal(moved, tiny.table().view(np.uint8)[4:])
     device.close()
 

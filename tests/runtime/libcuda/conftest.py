@@ -16,7 +16,8 @@ class Driver:
     def __init__(self, path: Path) -> None:
         self.lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.lib.fake_log.restype = ctypes.c_char_p
-        self.lib.fake_used.restype = ctypes.c_long
+        for count in (self.lib.fake_used, self.lib.fake_registrations, self.lib.fake_most_registered):
+            count.restype = ctypes.c_long
         self.lib.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
         self.lib.fake_gpu.argtypes = [ctypes.c_int] * 4 + [ctypes.c_ulonglong]
 
@@ -28,6 +29,20 @@ class Driver:
         """What the machine has."""
         self.lib.fake_gpu(version, major, minor, count, nbytes)
 
+    def registers(self, yes: bool) -> None:
+        """Whether the GPU can read registered memory that is mapped read-only."""
+        self.lib.fake_registers(int(yes))
+
+    @property
+    def registrations(self) -> int:
+        """How often memory was registered since the test began."""
+        return int(self.lib.fake_registrations())
+
+    @property
+    def most_registered(self) -> int:
+        """Bytes that were registered at once, at most."""
+        return int(self.lib.fake_most_registered())
+
     def log(self) -> list[str]:
         """What was asked for since the last call of this."""
         text = self.lib.fake_log().decode().split()
@@ -36,7 +51,7 @@ class Driver:
 
     @property
     def used(self) -> int:
-        """Allocations, streams and contexts that were not given back."""
+        """Allocations, registrations, streams and contexts that were not given back."""
         return int(self.lib.fake_used())
 
 

@@ -33,12 +33,13 @@ struct Stream { std::deque<std::function<void()>> queue; Graph* capture = nullpt
 struct Event { Stream* stream = nullptr; long at = 0; };
 
 static std::recursive_mutex lock;
-static std::map<uintptr_t, size_t> device, pinned;
+static std::map<uintptr_t, size_t> device, pinned, registered;
 static std::set<Stream*> streams;
 static std::map<std::string, std::pair<int, long>> faults;  // name -> (status, calls until then)
 static std::string log_;
 static int lost = 0, retained = 0, driver_version = 13000, major_ = 9, minor_ = 0, devices = 1;
-static size_t total = 1ull << 30, used = 0;
+static size_t total = 1ull << 30, used = 0, registrations = 0, most_registered = 0;
+static int registers = 1;  // whether read-only memory can be registered
 static thread_local void* context = nullptr;
 static char the_context;
 
@@ -57,6 +58,7 @@ static bool inside(const std::map<uintptr_t, size_t>& m, uintptr_t p, size_t n) 
   --it;
   return p + n <= it->first + it->second;
 }
+static bool host(const void* h, size_t n) { return inside(pinned, (uintptr_t)h, n) || inside(registered, (uintptr_t)h, n); }
 static int put(Stream* s, std::function<void()> f) {
   if (!s || !streams.count(s)) return 400;
   if (s->capture) return CAPTURE;
@@ -85,12 +87,16 @@ extern "C" {
 // What the tests use.
 void fake_reset() {
   faults.clear(); log_.clear(); lost = 0; driver_version = 13000; major_ = 9; minor_ = 0; devices = 1; total = 1ull << 30;
+  registers = 1; registrations = most_registered = 0;
 }
+void fake_registers(int yes) { registers = yes; }
+long fake_registrations() { return (long)registrations; }
+long fake_most_registered() { return (long)most_registered; }
 void fake_fail(const char* name, int status, long after) { faults[name] = {status, after}; }
 void fake_gpu(int version, int major, int minor, int count, unsigned long long bytes) {
   driver_version = version; major_ = major; minor_ = minor; devices = count; total = bytes;
 }
-long fake_used() { return (long)(device.size() + pinned.size() + streams.size() + retained); }
+long fake_used() { return (long)(device.size() + pinned.size() + registered.size() + streams.size() + retained); }
 const char* fake_log() { return log_.c_str(); }
 void fake_clear_log() { log_.clear(); }
 
@@ -100,12 +106,12 @@ CUresult cuDeviceGetCount(int* n) { *n = devices; return OK; }
 CUresult cuDeviceGet(CUdevice* d, int) { *d = 0; return OK; }
 CUresult cuDeviceGetName(char* name, int n, CUdevice) { snprintf(name, n, "Fake GPU"); return OK; }
 CUresult cuDeviceGetAttribute(int* v, int which, CUdevice) {
-  *v = which == 75 ? major_ : which == 76 ? minor_ : which == 97 ? 232448 : 0;
+  *v = which == 75 ? major_ : which == 76 ? minor_ : which == 97 ? 232448 : which == 113 ? registers : 0;
   return OK;
 }
 CUresult cuDevicePrimaryCtxRetain(void** c, CUdevice) { ENTER0("cuDevicePrimaryCtxRetain"); retained++; *c = &the_context; return OK; }
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
-  if (--retained == 0 && lost) { device.clear(); pinned.clear(); streams.clear(); used = 0; lost = 0; }
+  if (--retained == 0 && lost) { device.clear(); pinned.clear(); registered.clear(); streams.clear(); used = 0; lost = 0; }
   return OK;
 }
 CUresult cuCtxSetCurrent(void* c) { context = c; return OK; }
@@ -136,6 +142,23 @@ CUresult cuMemAllocHost_v2(void** p, size_t n) {
   return OK;
 }
 CUresult cuMemFreeHost(void* p) { ENTER0("cuMemFreeHost"); if (!pinned.erase((uintptr_t)p)) return INVALID; free(p); return OK; }
+CUresult cuMemHostRegister_v2(void* p, size_t n, unsigned flags) {
+  ENTER("cuMemHostRegister");
+  uintptr_t a = (uintptr_t)p;
+  if (!registers) return 801;
+  if (flags != 8 || !n || a % 4096 || n % 4096) return INVALID;
+  auto next = registered.lower_bound(a);
+  if (next != registered.end() && next->first < a + n) return 712;  // already registered, in part at least
+  if (next != registered.begin() && (--next)->first + next->second > a) return 712;
+  if (msync(p, n, MS_ASYNC)) return INVALID;  // nothing is mapped there
+  registered[a] = n;
+  registrations++;
+  size_t now = 0;
+  for (auto& r : registered) now += r.second;
+  if (now > most_registered) most_registered = now;
+  return OK;
+}
+CUresult cuMemHostUnregister(void* p) { ENTER("cuMemHostUnregister"); return registered.erase((uintptr_t)p) ? OK : 713; }
 CUresult cuStreamCreate(void** s, unsigned flags) { ENTER("cuStreamCreate"); Stream* t = new Stream; streams.insert(t); *s = t; return flags == 1 ? OK : INVALID; }
 CUresult cuStreamDestroy_v2(void* s) { ENTER0("cuStreamDestroy"); if (!streams.erase((Stream*)s)) return 400; delete (Stream*)s; return OK; }
 CUresult cuStreamSynchronize(void* s) { ENTER("cuStreamSynchronize"); if (!streams.count((Stream*)s)) return 400; drain((Stream*)s, ((Stream*)s)->put); return lost; }
@@ -146,6 +169,13 @@ CUresult cuEventRecord(void* e, void* s) {
   Event* v = (Event*)e; v->stream = (Stream*)s; v->at = ((Stream*)s)->put;
   log_ += "mark ";
   return OK;
+}
+CUresult cuStreamWaitEvent(void* s, void* e, unsigned) {
+  ENTER("cuStreamWaitEvent");
+  Stream* other = ((Event*)e)->stream;
+  long at = ((Event*)e)->at;
+  log_ += (uintptr_t)s == 1 ? "legacy-waits " : (uintptr_t)s == 2 ? "thread-waits " : "waits ";
+  return (uintptr_t)s <= 2 ? OK : put((Stream*)s, [=] { if (other) drain(other, at); });
 }
 CUresult cuEventSynchronize(void* e) {
   ENTER("cuEventSynchronize");
@@ -160,9 +190,12 @@ CUresult cuEventQuery(void* e) {
 }
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr d, const void* h, size_t n, void* s) {
   ENTER("cuMemcpyHtoDAsync");
-  if (!inside(device, d, n) || !inside(pinned, (uintptr_t)h, n)) return INVALID;
+  if (!inside(device, d, n) || !host(h, n)) return INVALID;
   log_ += "up ";
-  return put((Stream*)s, [=] { memcpy((void*)d, h, n); });
+  return put((Stream*)s, [=] {
+    if (host(h, n)) memcpy((void*)d, h, n);
+    else lost = 700;  // given back while the copy was under way
+  });
 }
 CUresult cuMemcpyDtoHAsync_v2(void* h, CUdeviceptr d, size_t n, void* s) {
   ENTER("cuMemcpyDtoHAsync");

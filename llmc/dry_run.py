@@ -1,0 +1,199 @@
+"""`llmc compile --dry-run`: what a compile would make, what it needs and how long it takes; it compiles no kernel."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmc.artifact.inspect import size_text
+from llmc.artifact.report import memory, roofline
+from llmc.artifact.write import kv_of
+from llmc.codegen.sketch import Sketch, sketch
+from llmc.console import Console
+from llmc.driver import Options, Trip, start, states_of
+from llmc.look.words import count_text, us_text
+
+# Seconds of one core for a kernel, bytes of weights packed and written in a second: bench/RESULTS.md, two cores.
+KERNEL_S = (("triton", 0.55), ("cpp", 0.45))
+WRITE_RATE = 0.5e9
+
+
+def dry_run(model: str | Path, options: Options, memory_bytes: int | None, console: Console) -> dict[str, Any]:
+    """The plan as data: "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated), "fits".
+
+    `memory_bytes`: of the device (None: the target's, see `Target.memory`). "fits" says whether the weights, the
+    states, the arena and one sequence of max_model_len tokens do; None where no memory is known. Raises what a compile
+    raises before its kernels.
+    """
+    trip = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
+    traced = trip.trace()
+    trip.optimise(traced.module, traced.facts.max_positions)
+    cache = trip.options.cache / "kernels" if trip.options.cache else None
+    made = sketch(traced.module, trip.target, cache, trip.registry.kernels)
+    trip.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
+    weights = _weights(made)
+    plan = {
+        "model": _model(trip, traced),
+        "programs": [_program(p) for p in made.programs],
+        "time": _times(made, trip),
+        "compile": _compile(made, trip, weights, options.weights),
+    }
+    return plan | _memory(made, trip, traced, weights, memory_bytes)
+
+
+def _model(trip: Trip, traced: Any) -> dict[str, Any]:
+    facts = traced.facts
+    sizes = [v.type.numel.const or 0 for v in traced.module.graphs["weights"].inputs]
+    return {
+        "name": str(trip.origin.name or trip.model.resolve().name),
+        "architecture": facts.architecture,
+        "parameters": sum(sizes),
+        "dtype": facts.dtype,
+        "layers": len(facts.heads),
+        "target": trip.target.name,
+        "max_model_len": facts.max_positions,
+        "max_num_seqs": trip.rows,
+        "max_num_batched_tokens": trip.tokens,
+    }
+
+
+def _program(p: Any) -> dict[str, Any]:
+    serves = {s: list(r) for s, r in p.serves.items()}
+    return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
+
+
+def _weights(made: Sketch) -> int:
+    """Bytes of every weight that a program reads, once."""
+    found = {b.name: b.bytes({}) for p in made.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
+    return sum(found.values())
+
+
+def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
+    """Predicted microseconds of every program at typical sizes, with and without the cost of its launches."""
+    told = roofline(made.programs, trip.target)["programs"]
+    rows = []
+    for p in made.programs:
+        us, sizes = told[p.name]["us"], told[p.name]["sizes"]
+        floor = us - len(p.launches) * trip.target.launch_us
+        tokens = sizes.get("T", 1)
+        rows.append(
+            {
+                "program": p.name, "kind": "decode" if p.uniform else "prefill", "tokens": tokens,
+                "rows": sizes.get("R", 1),
+                "us": us, "roofline_us": round(floor, 3), "tokens_per_second": round(tokens / us * 1e6, 1),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any]:
+    """Seconds of each stage on this machine: measured where the plan did it, else estimated from benches."""
+    spent = trip.summary.seconds
+    each = next(s for language, s in KERNEL_S if language in trip.target.languages)
+    jobs = max(1, min(os.cpu_count() or 1, 16))
+    seconds = {
+        "trace": spent["trace"],
+        "passes": spent["passes"],
+        "kernels": spent["plan"] + len(made.missing) * each / jobs,
+        "weights": weights / WRITE_RATE if kind == "packed" else 0.0,
+    }
+    rounded = {k: round(v, 1) for k, v in seconds.items()}
+    kernels = {"kernels": len(made.keys), "cached": len(made.keys) - len(made.missing)}
+    return {**kernels, "seconds": rounded, "total": round(sum(seconds.values()), 1)}
+
+
+def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | None) -> dict[str, Any]:
+    states = states_of(traced.module)
+    found = memory(made.programs, states, weights)
+    kv = kv_of(states, trip.target.page_size)
+    arena, rows = max(found["arena_bytes"].values(), default=0), sum(found["state_bytes"].values())
+    fixed = weights + arena + rows
+    device = trip.target.memory if given is None else given
+    limit = traced.facts.max_positions
+    sequence = -(-limit // kv.page_size) * kv.bytes_per_page
+    pages = max(0, device - fixed) // kv.bytes_per_page if kv.bytes_per_page else 0
+    useful = trip.rows * -(-limit // kv.page_size)
+    tokens = min(pages, useful) * kv.page_size
+    return {
+        "memory": {
+            "device": device, "given": given is not None, "weights": weights, "arena": arena, "rows": rows,
+            "one_sequence": sequence, "needed": fixed + sequence, "left_for_kv": max(0, device - fixed),
+        },
+        "kv": {
+            "dtype": kv.dtype, "layers": kv.layers, "page_size": kv.page_size,
+            "bytes_per_token": kv.bytes_per_page // max(1, kv.page_size), "tokens": tokens,
+            "sequences": round(tokens / limit, 2),
+        },
+        "fits": fixed + sequence <= device if device else None,
+    }  # fmt: skip
+
+
+def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
+    """The plan as text; `argv`: the command line that asked for it."""
+    m, mem, kv, compiled = plan["model"], plan["memory"], plan["kv"], plan["compile"]
+    stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
+    launches = sum(p["launches"] for p in plan["programs"])
+    lines = [
+        f"{m['name']} for {m['target']}: a plan, nothing was compiled",
+        f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
+        f"{m['dtype']}",
+        f"  limits    {m['max_model_len']} tokens a sequence, {m['max_num_seqs']} sequences, "
+        f"{m['max_num_batched_tokens']} tokens a step",
+        f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",
+        f"  memory    weights {size_text(mem['weights'])}, rows {size_text(mem['rows'])}, "
+        f"intermediate results {size_text(mem['arena'])}",
+        f"  KV cache  {size_text(kv['bytes_per_token'])} a token ({kv['dtype']}, {kv['layers']} layers), "
+        f"{size_text(mem['one_sequence'])} a sequence",
+        *_fits(plan),
+        *_time_lines(plan["time"]),
+        f"  compile   about {compiled['total']:.0f} s here ({stages}); {compiled['cached']} of {compiled['kernels']} "
+        "kernels are in the cache",
+    ]
+    return "\n".join([*lines, f"next: {_command(argv)}"] if plan["fits"] is not False else lines)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line that makes what was planned."""
+    p = ArgumentParser(add_help=False)
+    p.add_argument("--dry-run", action="store_true")
+    for option in ("--memory", "-o", "--output"):
+        p.add_argument(option)
+    given, rest = p.parse_known_args(argv)
+    return shlex.join(["llmc", *rest, "-o", given.o or given.output or "model.llmc"])
+
+
+def _fits(plan: Mapping[str, Any]) -> list[str]:
+    mem, kv = plan["memory"], plan["kv"]
+    if plan["fits"] is None:
+        return ["  fits      not known: the target does not say its memory; give --memory 24GiB"]
+    whose = "given" if mem["given"] else f"of the smallest common {plan['model']['target']}"
+    if plan["model"]["target"] == "cpu:native" and not mem["given"]:
+        whose = "of this machine"
+    head = f"{size_text(mem['device'])} {whose}"
+    if plan["fits"]:
+        room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"
+        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} are left for KV: {room}"]
+    tokens = mem["left_for_kv"] // max(1, kv["bytes_per_token"])
+    if tokens >= 2 * kv["page_size"]:
+        remedy = f"--max-model-len {tokens // kv['page_size'] * kv['page_size']} fits"
+    else:
+        remedy = "take a device with more memory, or a smaller model"
+    return [f"  fits      NO: one sequence needs {size_text(mem['needed'])}, there are {head}", f"    Try: {remedy}"]
+
+
+def _time_lines(rows: Any) -> list[str]:
+    """Every decode program, and the prefill of up to 512 tokens, as predicted."""
+    decode = [r for r in rows if r["kind"] == "decode"]
+    prefill = [r for r in rows if r["kind"] == "prefill"]
+    some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]
+    return [
+        f"  {r['kind']:8}  predicted {us_text(r['us'])} a step of {r['tokens']} token{'s' if r['tokens'] > 1 else ''}, "
+        f"{r['rows']} row{'s' if r['rows'] > 1 else ''} ({r['tokens_per_second']:,.0f} tokens/s; "
+        f"roofline {us_text(r['roofline_us'])})"
+        for r in [*decode, *some]
+    ]

@@ -1,0 +1,207 @@
+"""A hub id in, a local folder out that is pinned to one commit; files of an allow-list alone are fetched, never code.
+
+What may be fetched is known by name: config and generation config, tokenizer and chat template, safetensors and their
+index, all from the repository's top level. Requests and the folder's layout are huggingface_hub's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+
+from . import kinds
+from .source import TOKENIZER_FILES, check_weights, open_source, read_json
+
+ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PATIENCE = 20.0  # seconds without an answer
+
+Progress = Callable[[int, int], None]  # bytes there, bytes in all
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where ids are looked up. endpoint: the hub's address (None: the public one); folder: where files are kept (None:
+    huggingface_hub's own cache); offline: take what is in that folder, ask nobody."""
+
+    endpoint: str | None = None
+    folder: Path | None = None
+    offline: bool = False
+
+
+PUBLIC = Hub()
+
+
+@dataclass(frozen=True)
+class Located:
+    """A local folder, and where it came from: the hub's name and a commit of 40 digits, or "" and ""."""
+
+    folder: Path
+    name: str = ""
+    commit: str = ""
+
+
+def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress | None = None) -> Located:
+    """The folder of a model: a path as it is, a hub id `owner/name[@revision]` (or `name@revision`) fetched. What
+    exists as a path is one. weights: whether the weights are wanted, too.
+
+    Raises Diagnostic E330 (no such repository), E331 (gated or private), E332 (nobody answers, or nothing is there
+    offline), E333 (no such revision), E334 (the hub's answer is no use), and E301-E304, E307, E320 where what is found
+    is no model that can be compiled."""
+    m = ID.fullmatch(str(model)) if isinstance(model, str) else None
+    if m is None or Path(model).exists() or not ("/" in m["name"] or m["revision"]):
+        at = Located(Path(model))
+    else:
+        at = _Fetch(m["name"], m["revision"] or "main", hub, progress).run(weights)
+    open_source(at.folder)
+    if weights:
+        check_weights(at.folder)
+    return at
+
+
+def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
+    """The files of a repository that are fetched. shards: the weights' files, None for no weights."""
+    return [n for n in sorted(names) if n in TOKENIZER_FILES or (shards is not None and n in {*shards, kinds.INDEX})]
+
+
+class _Fetch:
+    """One model on its way in."""
+
+    def __init__(self, name: str, revision: str, hub: Hub, progress: Progress | None):
+        self.name, self.revision, self.hub = name, revision, hub
+        self.progress = progress or (lambda done, of: None)
+        self.where = f"{name}@{revision}"
+
+    def run(self, weights: bool) -> Located:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        commit, sizes = self.cached() if self.hub.offline else self.asked()
+        if "config.json" not in sizes:
+            raise kinds.refuse_without_config(sizes, self.where)
+        folder = self.file("config.json", commit).parent
+        kinds.check_config(read_json(folder / "config.json"), self.where)
+        files = wanted(sizes, self.shards(sizes, commit) if weights else None)
+        total, done = sum(sizes[n] for n in files), 0
+        for n in files:
+            self.file(n, commit)
+            done += sizes[n]
+            self.progress(done, total)
+        if not self.hub.offline and self.revision != commit:
+            _note(folder.parent.parent / "refs" / self.revision, commit)
+        return Located(folder, self.name, commit)
+
+    def shards(self, sizes: Collection[str], commit: str) -> list[str]:
+        """The weights' files: one, or those that the index names."""
+        if kinds.INDEX not in sizes:
+            if kinds.SINGLE not in sizes:
+                raise kinds.refuse_weights(sizes, self.where)
+            return [kinds.SINGLE]
+        entries = read_json(self.file(kinds.INDEX, commit)).get("weight_map")
+        named = set(entries.values()) if isinstance(entries, dict) else set()
+        lacking = sorted(str(n) for n in named if n not in sizes or not str(n).endswith(".safetensors"))
+        if not named or lacking:
+            raise self.useless(f"{kinds.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
+        return sorted(named)
+
+    def asked(self) -> tuple[str, dict[str, int]]:
+        """The commit and the top level's files with their sizes, as the hub tells."""
+        from huggingface_hub import HfApi
+
+        info = self.guarded(
+            lambda: HfApi(endpoint=self.hub.endpoint).model_info(
+                self.name, revision=self.revision, timeout=PATIENCE, files_metadata=True
+            )
+        )
+        if not COMMIT.fullmatch(str(info.sha)):
+            raise self.useless(f"its commit is {info.sha!r}, not 40 digits")
+        files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if "/" not in s.rfilename}
+        return str(info.sha), files
+
+    def cached(self) -> tuple[str, dict[str, int]]:
+        """The commit and the files of an earlier fetch."""
+        folder = self.file("config.json", self.revision).parent
+        return folder.name, {p.name: p.stat().st_size for p in folder.iterdir()}
+
+    def file(self, name: str, revision: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        def download() -> str:
+            return str(
+                hf_hub_download(
+                    self.name, name, revision=revision, cache_dir=self.hub.folder, endpoint=self.hub.endpoint,
+                    local_files_only=self.hub.offline, etag_timeout=PATIENCE,
+                )
+            )  # fmt: skip
+
+        return Path(self.guarded(download))
+
+    def guarded(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` answers, with every way in which a hub fails told by name."""
+        from httpx import HTTPError
+        from huggingface_hub import errors
+
+        try:
+            return ask()
+        except errors.GatedRepoError:
+            raise Diagnostic(
+                "E331",
+                f"{self.name} is gated: its publisher lets in those who agreed to the terms",
+                "agree on the model's page, then `hf auth login` with a token that may read it",
+            ) from None
+        except errors.RepositoryNotFoundError:
+            raise Diagnostic(
+                "E330",
+                f"{self.name} is no repository that {self.at} shows; private ones are shown to those with a token",
+                "check the name (owner/name), or `hf auth login`; a local folder needs a path that exists",
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise Diagnostic(
+                "E333", f"{self.name} has no revision {self.revision!r}", "name a branch, a tag or a commit of it"
+            ) from None
+        except errors.LocalEntryNotFoundError as e:
+            raise self.silent(e) from None
+        except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError) as e:
+            raise self.useless(_line(e)) from None
+        except (HTTPError, ConnectionError, TimeoutError) as e:
+            raise self.silent(e) from None
+
+    @property
+    def at(self) -> str:
+        return self.hub.endpoint or "the hub"
+
+    def silent(self, e: Exception) -> Diagnostic:
+        if self.hub.offline:
+            return Diagnostic(
+                "E332",
+                f"{self.where} is not in {self.hub.folder or 'the download folder'}, and --offline asks nobody",
+                "fetch it once without --offline, or give a local folder",
+            )
+        return Diagnostic(
+            "E332",
+            f"{self.at} does not answer for {self.where}: {_line(e)}",
+            "check the network, try --offline if it was fetched before, or give a local folder",
+        )
+
+    def useless(self, why: str) -> Diagnostic:
+        return Diagnostic(
+            "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
+        )
+
+
+def _note(ref: Path, commit: str) -> None:
+    """What a revision meant when all of it was fetched, where huggingface_hub looks when it asks nobody."""
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    partial = ref.with_name(f".{ref.name}.{os.getpid()}")
+    partial.write_text(commit)
+    partial.replace(ref)
+
+
+def _line(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"

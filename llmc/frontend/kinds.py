@@ -1,0 +1,144 @@
+"""What a folder or a file is when it is no model that we can compile, told by its names; no weight is read here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+FLOAT = "compile the original checkpoint in float32, bfloat16 or float16 safetensors"
+SAVE_AGAIN = "AutoModelForCausalLM.from_pretrained(FOLDER{}).save_pretrained(NEW) in an environment you trust"
+
+# By a file's ending: what it is, and what to do.
+FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        ".gguf": ("a GGUF file", FLOAT),
+        ".onnx": ("an ONNX file", FLOAT),
+        ".safetensors": ("a file of weights", "give the folder that holds it, config.json and the tokenizer"),
+        ".json": ("a file", "give the folder that holds it"),
+        ".msgpack": ("a Flax file", FLOAT),
+        ".h5": ("a TensorFlow file", FLOAT),
+        **dict.fromkeys(PICKLES, ("a pickle, which is never opened: loading it runs code", FLOAT)),
+    }
+)
+# By a name that only such a folder has: what it is, and what to do.
+FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "manifest.json": ("is an artifact already", "run it: llmc-run {where}, or look at it: llmc inspect {where}"),
+        "adapter_config.json": (
+            "holds an adapter (PEFT), not a model",
+            "merge it into its base model first: PeftModel.merge_and_unload(), then save_pretrained(NEW)",
+        ),
+        "model_index.json": ("holds a diffusers pipeline, not a language model", "give a language model's folder"),
+        "params.json": (
+            "holds weights in their publisher's own layout (params.json)",
+            "take the publisher's transformers version of the model, which has a config.json",
+        ),
+    }
+)
+# By the end of a class name in config.json: what such a model is.
+HEADS: Mapping[str, str] = MappingProxyType(
+    {
+        "ForMaskedLM": "an encoder, which fills gaps in a text",
+        "ForSequenceClassification": "a classifier of texts",
+        "ForTokenClassification": "a classifier of tokens",
+        "ForQuestionAnswering": "a model that marks answers in a text",
+        "ForMultipleChoice": "a model that picks one of several texts",
+        "ForPreTraining": "an encoder with its training heads",
+        "ForImageClassification": "a classifier of images",
+        "ForAudioClassification": "a classifier of sounds",
+        "ForCTC": "a model that hears",
+        "RewardModel": "a model that scores texts",
+    }
+)
+# By quant_method: how to get floats back.
+UNQUANTISE: Mapping[str, str] = MappingProxyType(
+    {
+        "mxfp4": "save it as bfloat16: "
+        + SAVE_AGAIN.format(", dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)"),
+        "fp8": "save it as bfloat16: "
+        + SAVE_AGAIN.format(", dtype='bfloat16', quantization_config=FineGrainedFP8Config(dequantize=True)"),
+    }
+)
+
+
+def refuse_file(path: Path) -> Diagnostic:
+    """Why a path that is no folder is no model."""
+    what, remedy = FILES.get(
+        path.suffix, ("a file", "give a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
+    )
+    return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
+
+
+def refuse_code(asked: str) -> Diagnostic:
+    """Why Python code of a model's repository is never run; `asked` is what wants it to."""
+    return Diagnostic(
+        "E304",
+        f"{asked}: Python code that comes with a model is never run",
+        "use an architecture that transformers itself has",
+    )
+
+
+def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
+    """Why files without a config.json are no model."""
+    for name, (what, remedy) in FOLDERS.items():
+        if name in names:
+            return Diagnostic("E302", f"{where} {what}", remedy.format(where=where))
+    for ending in (".gguf", ".onnx", *PICKLES):
+        if found := sorted(n for n in names if n.endswith(ending)):
+            what, remedy = FILES[ending]
+            return Diagnostic("E302", f"{where} has no config.json; {found[0]} is {what}", remedy)
+    held = ", ".join(sorted(names)[:4]) or "nothing"
+    return Diagnostic(
+        "E302",
+        f"{where} has no config.json (it holds {held})",
+        "copy config.json from the model's repository, or point at the folder that holds it",
+    )
+
+
+def refuse_adapter(where: str, base: object) -> Diagnostic:
+    """Why a config.json beside an adapter is no model; `base` is what the adapter is for."""
+    what, remedy = FOLDERS["adapter_config.json"]
+    return Diagnostic("E302", f"{where} {what}; its base model is {base}", remedy)
+
+
+def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
+    """Why files without safetensors of a model hold no weights that we read."""
+    if "adapter_model.safetensors" in names:
+        return refuse_adapter(where, "not named")
+    old = sorted(n for n in names if n.endswith(PICKLES))
+    if old:
+        cause = f"{where} holds pickled weights only ({old[0]}), which are never opened: loading them runs code"
+        return Diagnostic("E320", cause, "convert: " + SAVE_AGAIN.format(""))
+    for ending in (".gguf", ".onnx", ".msgpack", ".h5"):
+        if found := sorted(n for n in names if n.endswith(ending)):
+            what, remedy = FILES[ending]
+            return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
+    return Diagnostic("E320", f"{where} has neither {SINGLE} nor {INDEX}", "fetch the model's weights into the folder")
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Diagnostic E303 and E307 where a config.json says itself that its model writes no text, or holds codes."""
+    if quant := config.get("quantization_config") or config.get("compression_config") or config.get("quantization"):
+        method = quant.get("quant_method", "unnamed") if isinstance(quant, dict) else quant
+        if "quantization" in config and "quantization_config" not in config:
+            method = "MLX"
+        raise Diagnostic(
+            "E307",
+            f"{where} holds quantised weights ({method}); this version reads float checkpoints",
+            UNQUANTISE.get(str(method), FLOAT),
+        )
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        for end, what in HEADS.items():
+            if str(name).endswith(end):
+                raise Diagnostic("E303", f"{where} is {what} ({name}), not a model that writes text", _WRITES)
+
+
+_WRITES = "give a causal language model (its config.json names a ...ForCausalLM)"

@@ -1,0 +1,53 @@
+"""A model of the first layers of another: its config cut short, and which stored tensors are then beyond it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+
+
+def first_layers(config: Any, count: int) -> tuple[Any, int]:
+    """(the config of the first `count` layers, how many the model has): what it says of single layers is cut, too.
+
+    Diagnostic E312 where the model has no more than `count`, or where transformers refuses the shorter config.
+    """
+    text = config.get_text_config()
+    total = int(text.num_hidden_layers)
+    if not 1 <= count < total:
+        remedy = f"give 1 to {total - 1}, or leave it out for the whole model" if total > 1 else "leave it out"
+        raise Diagnostic("E312", f"--layers {count}: the model has {total}", remedy)
+    data = config.to_dict()
+    inner = data if text is config else next(v for v in data.values() if _is_of(v, text))
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    for name, value in inner.items():
+        if isinstance(value, list) and len(value) == total:
+            inner[name] = value[:count]
+        if isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
+            inner[name] = {k: v for k, v in value.items() if int(k) < count}
+    inner[key] = count
+    try:
+        return type(config).from_dict(data), total
+    except Exception as e:  # transformers raises many kinds; each means that it refuses the shorter config
+        reason = " ".join(str(e).split())[:200]
+        cause = f"--layers {count}: transformers refuses the model of {count} layers: {reason}"
+        raise Diagnostic("E312", cause, "give another number of layers") from e
+
+
+def _is_of(value: Any, text: Any) -> bool:
+    return isinstance(value, dict) and value.get("model_type") == text.model_type
+
+
+def beyond(model: Any, count: int) -> Callable[[str], bool]:
+    """Whether a stored tensor belongs to a layer that a model of the first `count` layers has not, by its name."""
+    lists = [path for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
+    path = min(lists, key=lambda p: p.count("."), default="layers")
+    layer = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
+
+    def is_beyond(name: str) -> bool:
+        found = layer.search(name)
+        return found is not None and int(found[1]) >= count
+
+    return is_beyond

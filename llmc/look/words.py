@@ -1,0 +1,45 @@
+"""Numbers and lists as people read them; nothing of it is HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"; equal steps of two or more as "0, 2, ..., 30"."""
+    found = sorted(set(numbers))
+    steps = {b - a for a, b in pairwise(found)}
+    if len(found) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{found[0]}, {found[1]}, ..., {found[-1]}"
+    out: list[tuple[int, int]] = []
+    for n in found:
+        if out and out[-1][1] == n - 1:
+            out[-1] = (out[-1][0], n)
+        else:
+            out.append((n, n))
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+def count_text(n: float) -> str:
+    """1234567 -> "1.23 M"."""
+    for unit in ("", " K", " M"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:,.2f} G"
+
+
+def us_text(us: float) -> str:
+    """Microseconds in the unit that suits."""
+    if us >= 1e6:
+        return f"{us / 1e6:,.2f} s"
+    return f"{us / 1e3:,.2f} ms" if us >= 1e3 else f"{us:,.1f} us"
+
+
+def sizes_text(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{s}={n}" for s, n in sizes.items())
+
+
+def schedule_text(schedule: Mapping[str, object]) -> str:
+    return " ".join(f"{k}={v}" for k, v in schedule.items())

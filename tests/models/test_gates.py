@@ -1,0 +1,76 @@
+"""Experts' gates read from their own code equal that code; what is no gate says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.gates import Gate, read
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.moe import gate
+from llmc.ir.scalar import evaluate
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Experts:
+    """What `read` asks of a module."""
+
+    def __init__(self, fn: Fn):
+        self._apply_gate = fn
+
+
+def halves(act: Fn) -> Fn:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return act(gate) * up
+
+    return fn
+
+
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x[..., ::2].clamp(max=0.7), x[..., 1::2].clamp(min=-0.7, max=0.7)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def late(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).clamp(max=0.5) * up.clamp(-0.5, 0.5)
+
+
+def value(found: Gate, x: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    parts = (x[:, ::2], x[:, 1::2]) if found.interleaved else (x[:, :half], x[:, half:])
+    return evaluate(gate(found.body), NUMPY, parts)
+
+
+@pytest.mark.parametrize(
+    ("fn", "interleaved"),
+    [(halves(ACT2FN[k]), False) for k in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu")]
+    + [(clamped, True), (late, False)],
+)
+def test_the_expression_is_the_code(fn: Fn, interleaved: bool) -> None:
+    x = np.random.default_rng().standard_normal((5, 14)).astype(np.float32)
+    found = read(Experts(fn))
+    assert found.interleaved is interleaved
+    np.testing.assert_allclose(value(found, x), fn(torch.from_numpy(x)).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (halves(lambda x: x.softmax(-1)), "row_max"),
+        (lambda x: x[..., 1:4] * x[..., 3:], "are neither gate nor up"),
+        (lambda x: x[..., ::2] * x[..., 3:], "no known order"),
+        (halves(torch.special.bessel_j0), "special_bessel_j0"),
+    ],
+)
+def test_what_is_no_gate(fn: Fn, words: str) -> None:
+    with pytest.raises(Diagnostic, match=words) as e:
+        read(Experts(fn))
+    assert e.value.code == "E305" and "Experts" in str(e.value)

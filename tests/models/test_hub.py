@@ -1,0 +1,134 @@
+"""Models by id, from a stand-in hub: pinned to a commit, files of the allow-list alone, every failure told by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.cases import LISTED
+from models.hub_stand_in import COMMIT, HubStandIn, serving
+from models.kit import save
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.hub import Hub, locate
+
+NAME = "someone/tiny-model.v2"
+CODE = "raise SystemExit('this must not run')"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded checkpoint among much that must never be fetched."""
+    folder = tmp_path_factory.mktemp("repo")
+    save(LISTED[0], folder, max_shard_size="60KB")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
+    for name, text in (
+        ("tokenizer.json", "{}"), ("chat_template.jinja", "{{ 1 }}"), ("README.md", "# tiny"), ("modeling_x.py", CODE),
+        ("pytorch_model.bin", "pickle"), ("other.safetensors", "no shard"), ("training_args.bin", "pickle"),
+        ("onnx/model.onnx", "onnx"), ("original/config.json", "{}"), ("onnx/model.safetensors", "another"),
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[HubStandIn]:
+    with serving(HubStandIn({NAME: model, "tiny": model})) as hub:
+        yield hub
+
+
+def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
+    with pytest.raises(Diagnostic) as e:
+        do()
+    said = str(e.value)
+    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
+    assert all(w in said for w in words), said
+
+
+def shards(folder: Path) -> set[str]:
+    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+
+
+@pytest.mark.parametrize("id", [NAME, f"{NAME}@main", f"{NAME}@v1", f"{NAME}@{COMMIT}", "tiny@main"])
+def test_a_revision_is_pinned_and_listed_files_alone_come(
+    id: str, hub: HubStandIn, model: Path, tmp_path: Path
+) -> None:
+    at = locate(id, Hub(hub.url, tmp_path))
+    assert (at.name, at.commit) == (id.partition("@")[0], COMMIT)
+    wanted = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    wanted |= {"model.safetensors.index.json"} | shards(model)
+    assert {p.name for p in at.folder.iterdir()} == wanted
+    assert set(hub.files) == wanted and len(hub.files) == len(wanted)
+    assert all(f"/resolve/{COMMIT}/" in a for a in hub.asked if "/resolve/" in a)
+
+
+def test_weights_are_left_where_none_are_wanted(hub: HubStandIn, tmp_path: Path) -> None:
+    at = locate(NAME, Hub(hub.url, tmp_path), weights=False)
+    assert not list(at.folder.glob("*.safetensors*")) and (at.folder / "config.json").exists()
+
+
+def test_offline(hub: HubStandIn, tmp_path: Path) -> None:
+    fails("E332", NAME, "--offline", do=lambda: locate(NAME, Hub(hub.url, tmp_path, offline=True)))
+    online = locate(NAME, Hub(hub.url, tmp_path))
+    hub.asked.clear()
+    for id in (NAME, f"{NAME}@{COMMIT}"):
+        assert locate(id, Hub(hub.url, tmp_path, offline=True)) == online
+    assert not hub.asked
+    fails("E332", "v1", do=lambda: locate(f"{NAME}@v1", Hub(hub.url, tmp_path, offline=True)))
+
+
+def test_what_a_hub_refuses(hub: HubStandIn, tmp_path: Path) -> None:
+    at = Hub(hub.url, tmp_path)
+    fails("E330", "someone/else", "owner/name", do=lambda: locate("someone/else", at))
+    fails("E333", NAME, "'v9'", do=lambda: locate(f"{NAME}@v9", at))
+    hub.gated.add(NAME)
+    fails("E331", NAME, "gated", "token", do=lambda: locate(NAME, at))
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+def test_nobody_answers(hub: HubStandIn, tmp_path: Path) -> None:
+    fails("E332", "127.0.0.1:9", "--offline", do=lambda: locate(NAME, Hub("http://127.0.0.1:9", tmp_path)))
+
+
+def test_answers_of_no_use(hub: HubStandIn, model: Path, tmp_path: Path) -> None:
+    hub.sha = "main"
+    fails("E334", "40 digits", do=lambda: locate(NAME, Hub(hub.url, tmp_path)))
+    hub.sha = COMMIT
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    hub.repos["someone/broken"] = copy
+    (copy / next(iter(shards(copy)))).unlink()
+    fails("E334", "index", "not there", do=lambda: locate("someone/broken", Hub(hub.url, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "words"),
+    [
+        (["model.gguf"], "E302", "GGUF"),
+        (["adapter_config.json", "adapter_model.safetensors"], "E302", "adapter"),
+        (["config.json", "pytorch_model.bin"], "E320", "pickled weights only"),
+        (["config.json", "onnx/model.onnx"], "E320", "neither"),
+    ],
+)
+def test_other_formats_are_told_before_they_are_fetched(
+    names: list[str], code: str, words: str, hub: HubStandIn, model: Path, tmp_path: Path
+) -> None:
+    repo = tmp_path / "repo"
+    for name in names:
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_bytes((model / "config.json").read_bytes())
+    hub.repos["someone/other"] = repo
+    fails(code, words, "someone/other@main", do=lambda: locate("someone/other", Hub(hub.url, tmp_path)))
+    assert set(hub.files) <= {"config.json"}
+
+
+def test_what_exists_is_a_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    shutil.copytree(model, Path("a/b"))
+    assert locate("a/b", Hub("http://127.0.0.1:9")).commit == ""
+    for none in ("nowhere", "some/../where@main", "a/b@../../x"):
+        fails("E301", none, "owner/name", do=lambda none=none: locate(none, Hub("http://127.0.0.1:9")))

@@ -1,0 +1,108 @@
+"""What is no model that we compile is told by name, before anything is traced: each in one line with a remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.cases import SMALL
+
+from llmc.cli import main
+from llmc.diagnostics import Diagnostic
+from llmc.driver import Options, compile_model
+from llmc.frontend.source import open_source
+
+
+def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
+    with pytest.raises(Diagnostic) as e:
+        do()
+    said = str(e.value)
+    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
+    assert all(w in said for w in words), said
+
+
+def config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.gguf", "a GGUF file"),
+        ("model.onnx", "an ONNX file"),
+        ("pytorch_model.bin", "a pickle"),
+        ("model.safetensors", "folder that holds it"),
+        ("config.json", "folder that holds it"),
+    ],
+)
+def test_a_file_is_named_by_what_it_is(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    fails("E301", name, words, do=lambda: open_source(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["model.gguf", "README.md"], "GGUF"),
+        (["model.onnx"], "ONNX"),
+        (["adapter_config.json", "adapter_model.safetensors"], "an adapter"),
+        (["model_index.json"], "diffusers"),
+        (["params.json", "consolidated.00.pth"], "publisher"),
+        (["manifest.json"], "llmc-run"),
+        (["consolidated.pth"], "a pickle"),
+    ],
+)
+def test_a_folder_without_a_config_is_named_by_what_it_holds(names: list[str], words: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    fails("E302", words, do=lambda: open_source(tmp_path))
+
+
+def test_an_adapter_beside_a_config(tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/base"}))
+    fails("E302", "someone/base", "merge_and_unload", do=lambda: open_source(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pytorch_model-00001-of-00002.bin", "pickled weights only"),
+        ("model.q4.gguf", "GGUF"),
+        ("model.onnx", "ONNX"),
+        ("tf_model.h5", "TensorFlow"),
+        ("adapter_model.safetensors", "adapter"),
+    ],
+)
+def test_weights_of_another_form_are_told_before_the_trace(name: str, words: str, tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(Diagnostic, match=words) as e:
+        compile_model(tmp_path, tmp_path / "out", Options())
+    assert e.value.code in ("E320", "E302") and not (tmp_path / "out").exists()
+
+
+def test_the_command_line_refuses_code_and_asks_the_hub_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path)
+    out = ["-o", str(tmp_path / "out.llmc")]
+    assert main(["compile", str(tmp_path), *out, "--trust-remote-code"]) == 1
+    assert "LLMC-E304: --trust-remote-code" in capsys.readouterr().err
+    nowhere = ["--hub-endpoint", "http://127.0.0.1:9", "--download-dir", str(tmp_path / "hub")]
+    assert main(["compile", "someone/tiny@v1", *out, *nowhere]) == 3
+    assert "http://127.0.0.1:9 does not answer for someone/tiny@v1" in capsys.readouterr().err
+    assert main(["pack", str(tmp_path), "someone/tiny", "--offline", *nowhere]) in (1, 3)
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ('{"target": 1}\n', "line 1, is not a record")])
+def test_bad_measurements_are_told_before_the_trace(text: str | None, words: str, tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged, which nobody looks at yet")
+    if text:
+        (tmp_path / "tuning.jsonl").write_text(text)
+    options = Options(tuning=tmp_path / "tuning.jsonl", cache=tmp_path / "cache")
+    fails("E432", "tuning.jsonl", words, do=lambda: compile_model(tmp_path, tmp_path / "out", options))

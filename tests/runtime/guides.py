@@ -1,0 +1,78 @@
+"""A guide for simulations: what the next token may be is a hash of the output so far; now and then it ends or fails.
+
+`allowed` computes the same from the whole output, without any of the runtime's own guides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.request import Request
+
+END, FAIL = 23, 61  # one output in so many ends the request, or fails it
+
+
+class Wandering:
+    """A Guide: id i is allowed where (i + state) % 3 is not 0; the state is a hash of the output."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.state = vocab_size, 0
+
+    def mask(self) -> bytes:
+        """Two thirds of the vocabulary."""
+        return wander(self.state % 3, self.vocab_size)
+
+    def accept(self, token: int) -> bool:
+        """Follows a token."""
+        self.state = follow(self.state, token)
+        if self.state % FAIL == 0:
+            raise LlmcError("E652", "the guide lost its way", "start again")
+        return self.state % END == 0
+
+
+def follow(state: int, token: int) -> int:
+    """The state after a token."""
+    return hash((state, token)) & 0xFFFF
+
+
+@lru_cache(maxsize=64)
+def wander(residue: int, vocab_size: int) -> bytes:
+    """The mask of a state with this residue."""
+    return bits({i for i in range(vocab_size) if (i + residue) % 3}, vocab_size)
+
+
+def bits(ids: Iterable[int], vocab_size: int) -> bytes:
+    """A mask, by another way than the runtime's."""
+    value = sum(1 << i for i in set(ids))
+    return value.to_bytes(-(-vocab_size // 32) * 4, "little")
+
+
+def state_of(output: Sequence[int]) -> int:
+    """The guide's state after an output."""
+    state = 0
+    for token in output:
+        state = follow(state, token)
+    return state
+
+
+def ends(output: Sequence[int]) -> str | None:
+    """How a Wandering guide ends a request after this output, or None."""
+    state = state_of(output)
+    return "error" if state % FAIL == 0 else "stop" if state % END == 0 else None
+
+
+def allowed(request: Request, guided: bool, output: Sequence[int], vocab_size: int) -> bytes:
+    """The mask of the token behind `output`; empty where nothing restricts it."""
+    wanted, words = request.params.allowed_token_ids, [list(word) for word in request.bad_words]
+    if not guided and wanted is None and not words:
+        return b""
+    ids = set(range(vocab_size) if wanted is None else wanted)
+    for word in words:
+        if list(output[len(output) - len(word) + 1 :]) == word[:-1] or len(word) == 1:
+            ids.discard(word[-1])
+    if guided:
+        state = state_of(output)
+        ids = {i for i in ids if (i + state) % 3}
+    return bits(ids, vocab_size)

@@ -1,0 +1,131 @@
+"""What a request forbids or prefers: masks and guides by themselves, and as the scheduler sends them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from llmc_runtime import LlmcError, SamplingParams
+from llmc_runtime.sched.guide import Banned, both, empty, mask_of, without
+from llmc_runtime.sched.request import Request
+from llmc_runtime.text.words import bad_word_ids
+
+from tests.runtime.guides import Wandering, bits
+from tests.runtime.rig import Rig
+from tests.runtime.test_llm import TOK, make, params
+
+
+def ids_of(mask: bytes) -> set[int]:
+    return {i for i in range(len(mask) * 8) if mask[i >> 3] >> (i & 7) & 1}
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 31, 32, 33, 320, 1001])
+def test_masks(vocab: int) -> None:
+    rng = random.Random()
+    some, other = ({i for i in range(vocab) if rng.random() < 0.5} for _ in range(2))
+    a, b = mask_of(some, vocab), mask_of(other, vocab)
+    assert a == bits(some, vocab) and len(a) == -(-vocab // 32) * 4
+    assert ids_of(mask_of(None, vocab)) == set(range(vocab))
+    assert ids_of(without(a, other)) == some - other and ids_of(both(a, b)) == some & other
+    assert empty(a) == (not some)
+
+
+def test_a_banned_sequence_needs_its_beginning() -> None:
+    whole = mask_of(None, 50)
+    guide = Banned(whole, [[4, 5, 6], [5, 7]], whole)
+    told = []
+    for token in (4, 5, 6, 5, 4, 4, 5):
+        assert not guide.accept(token)
+        told.append(sorted(set(range(50)) - ids_of(guide.mask())))
+    assert told == [[], [6, 7], [], [7], [], [], [6, 7]]
+
+
+def test_a_request_whose_every_token_is_banned_ends_alone() -> None:
+    rig = Rig()
+    rig.add("other", 9, max_tokens=12)
+    request = Request("stuck", [1, 2], SamplingParams(max_tokens=9, allowed_token_ids=[5]), bad_words=[[5, 5, 5]])
+    rig.engine.add(request)
+    errors, others = [], 0
+    while rig.engine.has_work():
+        for delta in rig.engine.step():
+            others += delta.id == "other"
+            errors += [delta.error] if delta.error is not None else []
+    assert [e.code for e in errors] == ["E610"] and request.output_token_ids == [5, 5] and others == 12
+    assert rig.engine.error is None and rig.engine.counters.request_success["error"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logit_bias": {1000: 1}}, []),
+        ({"allowed_token_ids": [3, 1000]}, []),
+        ({"bad_words": ["x"]}, [[1000]]),
+        ({"bad_words": ["x"]}, [[]]),
+        ({"allowed_token_ids": [3]}, [[3]]),
+        ({"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1}, []),
+    ],
+)
+def test_ids_are_those_of_the_vocabulary_and_one_stays(fields: dict[str, Any], words: list[list[int]]) -> None:
+    rig = Rig()
+    with pytest.raises(LlmcError) as caught:
+        rig.engine.add(Request("x", [1], SamplingParams(**fields), bad_words=words))
+    assert caught.value.code == "E601" and not rig.engine.has_work()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nothing_is_planned_while_a_guided_token_is_under_way(depth: int) -> None:
+    rig = Rig(depth)
+    rig.add("plain", 5, max_tokens=30)
+    rig.step()
+    assert len(rig.scheduler._under_way) == depth - 1
+    guided = Request("guided", [1] * 40, SamplingParams(max_tokens=6, ignore_eos=True), guide=Wandering(1000))
+    rig.engine.add(guided)
+    launch, emitted = rig.launch, 0
+
+    def watched(step: Any) -> Any:
+        nonlocal emitted
+        *earlier, (_, planned) = rig.scheduler._under_way
+        assert not any(r is guided and w.emit for s, late in earlier for r, w in zip(late, s.work))
+        emitted += any(r is guided and w.emit for r, w in zip(planned, step.work))
+        assert len(step.masks) == any(r is guided and w.emit for r, w in zip(planned, step.work))
+        return launch(step)
+
+    rig.launch = watched  # type: ignore[method-assign]
+    while rig.engine.has_work():
+        rig.engine.step()
+    assert emitted == len(guided.output_token_ids) > 0
+
+
+def test_a_fixed_mask_holds_nothing_up() -> None:
+    rig = Rig(2)
+    request = rig.add("a", 5, max_tokens=9, allowed_token_ids=range(100, 164), logit_bias={3: 1.0})
+    while rig.engine.has_work():
+        rig.step()
+        assert request.status == 4 or len(rig.scheduler._under_way) == 1 or request.num_total == request.limit
+    assert set(request.output_token_ids) <= set(range(100, 164)) and not any(plan.masks for plan in rig.plans)
+    assert request.row_params.ints(5)[6:] == [1, 1]
+
+
+def test_bad_words_are_tokens_with_and_without_a_space() -> None:
+    for word in ("kernel", "a", "of the", " matrix"):
+        bare = TOK.encode(word.lstrip(), add_special_tokens=False)
+        spaced = TOK.encode(" " + word.lstrip(), add_special_tokens=False)
+        want = [bare] + ([spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [])
+        assert bad_word_ids(TOK, [word]) == want
+
+
+def test_bad_words_are_not_generated() -> None:
+    free = make().generate("The kernel", params(24), use_tqdm=False)[0].outputs[0]
+    words = sorted({TOK.decode([t]).strip() for t in free.token_ids} - {""})[:20]
+    assert words
+    banned = {tuple(s) for s in bad_word_ids(TOK, words)}
+    told = make().generate("The kernel", params(24, bad_words=words), use_tqdm=False)[0].outputs[0].token_ids
+    runs = {tuple(told[i : i + n]) for n in {len(s) for s in banned} for i in range(len(told) - n + 1)}
+    assert len(told) == 24 and not runs & banned
+
+
+def test_words_need_a_tokenizer() -> None:
+    with pytest.raises(LlmcError) as caught:
+        make(tok=None).generate([[1, 2]], params(3, bad_words=["x"]), use_tqdm=False)
+    assert caught.value.code == "E620" and "bad_words" in caught.value.cause

@@ -1,0 +1,100 @@
+"""Several outputs of one prompt: seeds, indices, one computation of the prompt, and an end for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llmc_runtime import SamplingParams
+from llmc_runtime.live import one_of
+from llmc_runtime.sched.request import Request
+
+from tests.runtime.rig import Rig
+from tests.runtime.test_llm import device, make
+
+TEXT = "The kernel of a matrix is what it takes to zero"
+
+
+def several(n: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"n": n, "max_tokens": 6, "ignore_eos": True, "seed": 40} | more)
+
+
+def test_output_i_is_that_of_seed_plus_i() -> None:
+    (got,) = make().generate(TEXT, several(4), use_tqdm=False)
+    assert [o.index for o in got.outputs] == [0, 1, 2, 3] and got.finished
+    for i, output in enumerate(got.outputs):
+        alone = make().generate(TEXT, several(1, seed=40 + i), use_tqdm=False)[0].outputs[0]
+        assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
+    assert len({tuple(o.token_ids) for o in got.outputs}) == 4
+
+
+def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
+    assert [one_of(several(3, seed=-2), i).seed for i in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    assert [one_of(several(3, seed=None), i).seed for i in range(3)] == [None] * 3
+    (got,) = make().generate(TEXT, several(3, seed=None), use_tqdm=False)
+    assert len({tuple(o.token_ids) for o in got.outputs}) == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prompt", [3, 4, 5, 41, 90])
+def test_the_prompt_is_computed_once(depth: int, prompt: int) -> None:
+    """Beside the leader, each output computes what is behind the last full page alone."""
+    rig = Rig(depth)
+    ids = [(7 * i) % 1000 for i in range(prompt)]
+    requests: list[Request] = []
+    for i in range(4):
+        leader = requests[0] if i else None
+        requests.append(Request(f"r{i}", ids, SamplingParams(max_tokens=3, ignore_eos=True, seed=i), leader=leader))
+        rig.engine.add(requests[-1])
+    while rig.engine.has_work():
+        rig.engine.step()
+    work = sum(w.num_tokens for plan in rig.plans for w in plan.work)
+    shared = (prompt - 1) // 4 * 4
+    assert work == 4 * (prompt + 2) - 3 * shared
+    assert [r.num_cached for r in requests] == [0, shared, shared, shared]
+
+
+def test_a_leader_that_is_aborted_holds_nobody_up() -> None:
+    rig = Rig(2)
+    leader = Request("a", [1] * 90, SamplingParams(max_tokens=3))
+    other = Request("b", [1] * 90, SamplingParams(max_tokens=3, ignore_eos=True), leader=leader)
+    rig.engine.add(leader)
+    rig.engine.add(other)
+    rig.engine.step()
+    rig.engine.abort("a")
+    while rig.engine.has_work():
+        rig.engine.step()
+    assert len(other.output_token_ids) == 3
+
+
+def test_a_stream_tells_pieces_of_all_and_closing_it_ends_all() -> None:
+    (want,) = make().generate(TEXT, several(3), use_tqdm=False)
+    pieces = list(make().stream(TEXT, several(3)))
+    for i, output in enumerate(want.outputs):
+        mine = [p for p in pieces if p.index == i]
+        assert "".join(p.text for p in mine) == output.text
+        assert [t for p in mine for t in p.token_ids] == output.token_ids
+        assert [p.finish_reason for p in mine] == [None] * (len(mine) - 1) + ["length"]
+    llm = make(device(2))
+    stream = llm.stream(TEXT, several(3, max_tokens=40))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work() and list(stream) == []
+    assert {o.finish_reason for o in stream.output.outputs} == {"abort"}
+
+
+def test_a_request_of_which_one_output_cannot_run_runs_none() -> None:
+    llm = make()
+    with pytest.raises(Exception, match="E603"):
+        llm.generate(TEXT, several(3, max_tokens=1000), use_tqdm=False)
+    assert not llm.engine.has_work()
+
+
+def test_stop_strings_end_one_output_and_not_the_others() -> None:
+    (free,) = make().generate(TEXT, several(3, max_tokens=12), use_tqdm=False)
+    stop = free.outputs[1].text[-2:]
+    (got,) = make().generate(TEXT, several(3, max_tokens=12, stop=[stop]), use_tqdm=False)
+    for before, after in zip(free.outputs, got.outputs):
+        cut = before.text.find(stop)
+        assert after.text == (before.text if cut < 0 else before.text[:cut])
+        assert after.finish_reason == ("length" if cut < 0 else "stop")
