@@ -87,10 +87,10 @@ class Run:
         return found
 
     def parts(self) -> Iterator[tuple[str, Shape]]:
-        """(engine, kernels or start; model): every model's engine first."""
+        """(engine, host, kernels or start; model): every model's engine first."""
         suites = set(self.plan.suites)
-        wanted = [("engine", suites & {"decode", "prefill", "offline"}), ("kernels", suites & {"kernels"})]
-        for what, some in [*wanted, ("start", suites & {"start"})]:
+        engine = ("engine", suites & {"decode", "prefill", "offline"})
+        for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "start"))]:
             yield from ((what, shape) for shape in self.plan.models if some)
 
     def all(self) -> None:

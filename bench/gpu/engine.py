@@ -22,17 +22,19 @@ from bench.shapes import Shape
 PROMPT, STEPS = 128, 128
 BATCHES = (1, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 2048, 8192)
+TRACED = (1, 32)  # batches whose host time is measured
 OFFLINE = (512, 512, 256)  # requests, tokens in, tokens out
 
 
 class Session:
-    """An open artifact of a shape. `roof`: the card's ceilings that floors are computed from."""
+    """An open artifact of a shape. `roof`: the card's ceilings that floors are computed from; `trace`: a file for the
+    engine's loop."""
 
-    def __init__(self, artifact: Path, shape: Shape, roof: Roof) -> None:
+    def __init__(self, artifact: Path, shape: Shape, roof: Roof, trace: Path | None = None) -> None:
         self.shape, self.roof = shape, roof
         begin = time.perf_counter()
         self.said: list[str] = []
-        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.said.append)
+        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.said.append, trace=trace)
         self.open_seconds = time.perf_counter() - begin
 
     def close(self) -> None:
@@ -62,6 +64,16 @@ class Session:
         ms = (statistics.median(whole) - statistics.median(first)) / STEPS * 1e3
         floor = floors.decode_seconds(self.shape, batch, PROMPT + STEPS // 2, self.roof) * 1e3
         return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, whole_s=whole, first_s=first)
+
+    def host(self, batch: int) -> Row:
+        """Microseconds of host time exposed a step, the median, of a session that is traced."""
+        trace = self.llm.trace
+        assert trace is not None
+        self.seconds(self.prompts(batch, PROMPT), 4)
+        trace.clear()
+        self.seconds(self.prompts(batch, PROMPT), STEPS + 1)
+        found = trace.summary()
+        return engine_row("host", self.shape.name, str(batch), "us", found["exposed_us"], None, **found)
 
     def prefill(self, length: int, rounds: int = 5) -> Row:
         """Milliseconds of one prompt and one token."""

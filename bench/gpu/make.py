@@ -47,13 +47,14 @@ def packed(plan: Plan, shape: Shape) -> Path:
     return path
 
 
-def with_weights(plan: Plan, model: Path, path: Path, weights: str) -> None:
+def with_weights(plan: Plan, model: Path, path: Path, weights: str, tuning: Path | None = None) -> None:
     """Compile as `llmc compile` does, kernels cached beside the artifacts."""
     from llmc.driver import Console, Options, compile_model
 
     options = Options(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
+        tuning=tuning,
     )  # fmt: skip
     longest = _longest(model)
     if longest < MAX_LEN:

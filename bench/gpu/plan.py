@@ -12,7 +12,7 @@ from bench.shapes import Shape
 
 MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
-SUITES = ("decode", "prefill", "offline", "kernels", "start")
+SUITES = ("decode", "prefill", "offline", "host", "kernels", "start")
 # Of the artifacts that a run compiles: what the peers' figures were taken with.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
 

@@ -19,6 +19,7 @@ TITLES = {
     "decode": "Decode, ms a step: 128-token prompts, 128 steps, whole LLM.generate, bf16, greedy",
     "prefill": "Prefill, ms: one prompt, one token out",
     "offline": "Offline throughput, output tokens a second",
+    "host": "Host time exposed, us a step (median of 128): time in which the device had nothing queued",
     "start": "Start: process start to first token, real files, page cache warm, hashes checked",
     "kernels": "Kernels: every launch of a decode step, timed alone over the layers' own weights",
 }
@@ -125,9 +126,8 @@ def goals_of(suite: str, model: str, case: str) -> tuple[float | None, float | N
 
 
 def _key(suite: str) -> str:
-    return {"decode": "decode_ms", "prefill": "prefill_ms", "offline": "offline_tok_s", "start": "start_s"}.get(
-        suite, ""
-    )
+    units = {"decode": "ms", "prefill": "ms", "offline": "tok_s", "host": "us", "start": "s"}
+    return f"{suite}_{units[suite]}" if suite in units else ""
 
 
 def engine_row(suite: str, model: str, case: str, unit: str, measured: float, floor: float | None, **extra: Any) -> Row:
@@ -161,7 +161,7 @@ def line(row: Row) -> str:
     words = [f"{row.suite} {model} {case}: {measured} {row.unit}"]
     words += [f"floor {floor} ({share})"] if floor else []
     words += [f"vLLM {peer}"] if peer else []
-    words += [f"gate {gate}, aim {aim}: {verdict}"] if gate else []
+    words += [f"gate {gate}{f', aim {aim}' if aim else ''}: {verdict}"] if gate else []
     return ", ".join(words)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS, Session
+from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS, TRACED, Session
 from bench.gpu.floors import H200
 from bench.gpu.kernels import kernel_rows
 from bench.gpu.make import artifact, packed
@@ -40,6 +40,14 @@ def test_prefill(shape: Shape, length: int, session: Open, keep: Any) -> None:
 @each_model
 def test_offline(shape: Shape, session: Open, keep: Any) -> None:
     keep(session(shape).offline(*OFFLINE))
+
+
+@each_model
+@pytest.mark.parametrize("batch", TRACED)
+def test_host(shape: Shape, batch: int, plan: Plan, keep: Any) -> None:
+    session = Session(artifact(plan, shape), shape, H200, plan.out / f"trace-{shape.name}.json")
+    keep(session.host(batch))
+    session.close()
 
 
 @each_model

@@ -18,12 +18,18 @@ from bench.shapes import Shape
 
 
 def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
-    """The rows of one part of a model's work: engine, kernels or start."""
+    """The rows of one part of a model's work: engine, host, kernels or start."""
     if what == "engine":
         session = engine.Session(artifact(plan, shape), shape, roof)
         print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.said)}", flush=True)
         try:
             yield from engine.measure(session, plan)
+        finally:
+            session.close()
+    elif what == "host":
+        session = engine.Session(artifact(plan, shape), shape, roof, plan.out / f"trace-{shape.name}.json")
+        try:
+            yield from map(session.host, engine.TRACED)
         finally:
             session.close()
     elif what == "kernels":

@@ -63,7 +63,8 @@ def build(
 def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list[plan.Placed]:
     """Every launched graph with its sources and buffers, narrowest first."""
     done: dict[Any, Source] = {}
-    emitted = [plan.emit_graph(g, known, target, done) for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    emitted = [plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
     return sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 

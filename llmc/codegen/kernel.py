@@ -40,6 +40,11 @@ class Source:
     pdl: bool = False
 
 
+# What code generation adds to a schedule before `emit`, from the launches around the node's own:
+SETTLED = "settled"  # the one in front writes none of the operands that `Kernel.early` names
+LATE = "late"  # the next one has programs that crowd: let it begin when this one's are nearly done
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to run some ops on one kind of machine. Instances are immutable and hold no results."""
@@ -47,6 +52,8 @@ class Kernel:
     name: str = ""
     ops: tuple[str, ...] = ()
     language: str = "cpp"
+    crowds: bool = False  # its programs take so much of a multiprocessor that they should find all of them free
+    yields: bool = False  # it heeds LATE
 
     def claims(self, node: Node) -> bool:
         """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""
@@ -71,6 +78,11 @@ class Kernel:
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         """Put the node's weights into the layouts that `layouts` names: replace it by one that reads layout ops."""
         raise NotImplementedError
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        """Operands that the kernel would read before it waits for the launch in front of it. Where that launch writes
+        none of them, the schedule given to `emit` has the key SETTLED."""
+        return ()
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         """The source of the node under a schedule: pure and deterministic."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.kernel import Kernel, Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic
 from llmc.ir.cost import node_cost
+from llmc.ir.dim import Bounds
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.targets.target import Target
 
@@ -25,23 +26,39 @@ class Emitted:
     sources: tuple[Source, ...]
 
 
-def emit_graph(g: Graph, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]) -> Emitted:
+def emit_graph(
+    g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]
+) -> Emitted:
     """Sources of the nodes that run; `done` carries those already emitted from one graph to the next."""
     storage = Storage(g)
-    nodes, sources = [], []
-    for n in g.nodes:
-        if not launched(n, storage):
-            continue
-        if not n.choice.get("kernel"):
-            raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=n)
+    nodes = [n for n in g.nodes if launched(n, storage)]
+    if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
+        raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=missing)
+    chosen = [kernels[n.choice["kernel"]] for n in nodes]
+    sources: list[Source] = []
+    for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
+        if i and settled(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
+            schedule = {**schedule, SETTLED: 1}
+        if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
+            schedule = {**schedule, LATE: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
-        key = (n.op.name, types, repr(n.attrs), n.choice["kernel"], repr(schedule))
+        key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in done:
-            done[key] = kernels[n.choice["kernel"]].emit(n, schedule, target)
-        nodes.append(n)
+            done[key] = kernel.emit(n, schedule, target)
         sources.append(done[key])
     return Emitted(g, tuple(nodes), tuple(sources))
+
+
+def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds) -> bool:
+    """Whether `n` may read these operands before it waits for the launch of `before`, which is right in front of it.
+
+    A dependent launch begins when every program of the one in front has waited in turn, so all launches before that one
+    are complete by then. A launch with an empty grid is left out: one that may be is no such launch.
+    """
+    written = {storage.root[r] for r in before.results}
+    runs = all(d.bounds(bounds)[0] > 0 for d in source.grid)
+    return bool(early) and runs and not any(storage.root[n.operands[i]] in written for i in early)
 
 
 @dataclass

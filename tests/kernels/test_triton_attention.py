@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import INTERPRETED, ONE_TARGET, compile_for, run_case
+from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 
+from llmc.codegen.kernel import SETTLED
 from llmc.codegen.triton.attention import COMBINE, DECODE
 from llmc.codegen.triton.base import TritonKernel
 from llmc.codegen.triton.prefill import PREFILL, PROMPT
@@ -251,6 +252,20 @@ def test_combine() -> None:
     _, rng = fresh()
     for case in combines(rng):
         run_case(case)
+
+
+@pytest.mark.parametrize("splits", [0, 4])
+@pytest.mark.parametrize("settled", [False, True])
+def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> None:
+    """The queries never are, nor the pool: the launch in front has written them."""
+    target = next(t for t in TARGETS if t.has("pdl"))
+    case = PINNED[0].case(DECODE, fresh()[1], 0, splits, target)
+    text = DECODE.emit(case.node, {**case.schedule, **({SETTLED: 1} if settled else {})}, target).text
+    before, wait, after = text.partition("gdc_wait")
+    assert wait and "gdc_wait" not in after
+    assert ("ahead = tl.load(table" in before) == settled
+    assert ("tl.load(x3" in before) == settled
+    assert "q = tl.load(x0" in after and "k = tl.load(kv" in after and "tl.load(kv" not in before
 
 
 def gpu_cases(target: Target) -> Iterator[Case]:

@@ -14,7 +14,7 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
-from llmc.codegen.kernel import Kernel, Schedule, Source
+from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
 from llmc.codegen.triton.linear import Product
 from llmc.codegen.triton.stream import MEASURED, STREAM
 from llmc.codegen.triton.tile import GEMM, TILE
@@ -224,6 +224,17 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
             before, wait, _ = text.partition("gdc_wait")
             assert wait and ("tl.load(" in before or "prefetch" in before) == weight
             assert text.count("gdc_wait") == text.count("gdc_launch_dependents") == 1
+
+
+@pytest.mark.parametrize("kernel", [TILE, GEMM], ids=lambda k: k.name)
+def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
+    node = node_of(64, 256, 2)
+    first = kernel.schedules(node, sm_90())[0]
+    early, late = (kernel.emit(node, {**first, **more}, sm_90()).text for more in ({}, {LATE: 1}))
+    assert early.index("gdc_launch_dependents") < early.index("for k in")
+    assert late.index("tl.dot(") < late.index("gdc_launch_dependents") < late.index("tl.store(")
+    assert late.index("gdc_wait") < late.index("for k in")
+    assert [early.count(x) for x in ("gdc_wait", "gdc_launch")] == [late.count(x) for x in ("gdc_wait", "gdc_launch")]
 
 
 def test_the_bytes_of_a_product() -> None:

@@ -22,6 +22,11 @@ from llmc.targets.target import Target
 MAX_HEAD = 512
 ROWS = 128  # rows whose starts are looked at together
 CONTEXT = 1024  # tokens that a row is taken to have when schedules are compared
+# keys, warps, stages
+TILES = (
+    (32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (16, 1, 3), (32, 2, 3), (32, 4, 3), (32, 1, 3),
+    (16, 2, 3), (64, 4, 2), (128, 8, 2), (128, 8, 3),
+)  # fmt: skip
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
@@ -171,6 +176,10 @@ class Decode(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         return unfit(node, (0, 1, 6))
 
+    def early(self, node: Node) -> tuple[int, ...]:
+        """The tables: where the row's keys are is then known before the queries are."""
+        return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
+
     def rows(self, p: Problem) -> int:
         """Rows of the product: query heads of a key head."""
         return max(16, power(p.group))
@@ -180,7 +189,7 @@ class Decode(TritonKernel):
         if p.dot == "tl.float32":
             return [least]  # its products take a thread's registers
         found: list[Schedule] = []
-        for keys, warps, stages in ((32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3)):
+        for keys, warps, stages in TILES:
             shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
             if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
                 found.append({"keys": keys, "warps": warps, "stages": stages})
@@ -206,14 +215,17 @@ class Decode(TritonKernel):
         splits = u.node.attrs.get("splits", 0)
         first = f"tl.maximum(count - {p.window}, 0) // {p.page}" if p.window else "0"
         inside = f"(n < end) & (n >= count - {p.window})" if p.window else "(n < end)"
-        lines = [
-            u.wait,
+        place = [
             "i, g = tl.program_id(0), tl.program_id(1)",
             "row = tl.load(x3 + i)\npos = tl.load(x4 + i)" if splits else find_row(u),
             "count = tl.where(row >= 0, pos + 1, 0)",
             f"first = {first}",
             *part(p, splits),
             f"table = x2 + tl.maximum(row, 0).to(tl.int64) * {u.sizes(u.node.operands[2].type.shape[1])}",
+            p.pages(keys, f"first * {p.page}"),
+        ]
+        lines = [
+            *([*place, u.wait] if u.settled else [u.wait, *place]),
             f"kv = x1 + g * {p.page * p.d}",
             p.columns(),
             f"r = tl.arange(0, {rows})",
@@ -221,7 +233,6 @@ class Decode(TritonKernel):
             f"ok = (r < {p.group})[:, None] & dm",
             f"q = tl.load(x0 + (head * {p.d})[:, None] + d[None, :], mask=ok, other=0.0).to({p.dot})",
             begin(rows, p.width),
-            p.pages(keys, f"first * {p.page}"),
             loop(f"first * {p.page}, end, {keys}", p.tile(u, keys, inside, "inside[None, :]")),
             self.store_part(p, splits) if splits else self.store(u, p),
         ]

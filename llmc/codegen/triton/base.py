@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmc.codegen.emit import Sizes, describe, indent, refused
-from llmc.codegen.kernel import Kernel, Schedule, Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -70,6 +70,25 @@ class Unit:
         """Wait for the launches before this one, and let the next one begin; every program does so exactly once,
         before it touches memory that is not a weight and before it can return. Nothing on targets without it."""
         return f"{WAIT}\n{GO}" if self.pdl else ""
+
+    @property
+    def settled(self) -> bool:
+        """The operands of `Kernel.early` may be read before the wait."""
+        return bool(self.schedule.get(SETTLED))
+
+    @property
+    def hold(self) -> str:
+        """`wait`, of a kernel that heeds LATE: the next launch may then have to begin later, at `go`."""
+        return WAIT if self.pdl and self.late else self.wait
+
+    @property
+    def go(self) -> str:
+        """Behind the last load of every program: let the next launch begin, where `hold` has not."""
+        return GO if self.pdl and self.late else ""
+
+    @property
+    def late(self) -> bool:
+        return bool(self.schedule.get(LATE))
 
     def dot_operand(self, text: str) -> str:
         """An operand of tl.dot: float32 where the interpreter runs the text (it cannot multiply bfloat16)."""

@@ -33,7 +33,6 @@ from llmc.targets.target import Target
 Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
 KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes that one prefetch brings to the L2 cache
-ASK = 64 << 10  # bytes that a program asks for ahead of its turn
 EARLY = 32  # tokens up to which a program keeps its extras in registers while it multiplies
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles.
@@ -41,13 +40,28 @@ NARROW = (
     (64, 128, 4, 4, 1),
     (32, 256, 4, 4, 4),
     (16, 512, 4, 4, 4),
-    (16, 512, 8, 4, 8),
+    (64, 128, 4, 6, 1),
+    (32, 256, 4, 6, 4),
+    (16, 256, 4, 6, 4),
     (8, 512, 4, 4, 4),
     (32, 128, 4, 5, 1),
+    (64, 64, 4, 8, 1),
+    (128, 64, 4, 4, 1),
     (128, 128, 8, 3, 1),
-    (64, 64, 4, 5, 1),
     (64, 256, 4, 3, 1),
-    (64, 128, 8, 4, 1),
+    (64, 128, 4, 8, 1),
+    (64, 64, 4, 12, 1),
+    (128, 128, 8, 5, 1),
+    (128, 64, 8, 6, 1),
+    (64, 256, 4, 4, 1),
+    (32, 128, 4, 4, 1),
+    (32, 128, 4, 8, 1),
+    (32, 64, 4, 8, 1),
+    (32, 512, 4, 3, 4),
+    (16, 512, 4, 6, 4),
+    (16, 256, 4, 10, 4),
+    (8, 512, 4, 6, 4),
+    (8, 256, 4, 6, 4),
 )
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
 FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
@@ -56,6 +70,7 @@ LARGE = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
 _SUMS = 128  # float32 sums that a thread holds at most
+WARPGROUP = 64  # rows of the widest instruction
 _L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
 _PREFETCH = '"prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l"'
 
@@ -65,6 +80,8 @@ class Tiled(TritonKernel):
     """linear and linear_map by tl.dot, any number of tokens. `swap`: the weight is the left factor."""
 
     swap: bool = False
+    crowds: bool = True
+    yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return refuse(node)
@@ -110,9 +127,15 @@ def fits(p: Product, s: Shape, target: Target) -> bool:
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
     """Shared memory: instructions that read it themselves hold one tile more than those that read registers."""
-    direct = target.family == "cuda" and s["bn"] >= 64 and s["bm"] >= 16
+    rows = s["bn"] * (2 if joins(p, s["bn"], s["split"]) else 1)
+    direct = target.family == "cuda" and rows >= WARPGROUP and s["bm"] >= 16
     kept = s["stages"] - (not direct)
     return int(kept * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
+
+
+def joins(p: Product, bn: int, split: int) -> bool:
+    """Whether both parts are one tile: half as many rows of each still fill an instruction."""
+    return split == 1 and p.parts == 2 and bn < WARPGROUP
 
 
 def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
@@ -187,11 +210,20 @@ class Text:
     def row(self) -> str:
         return "n[:, None]" if self.swap else "n[None, :]"
 
+    @property
+    def joined(self) -> bool:
+        return self.swap and joins(self.p, self.bn, self.split)
+
+    @property
+    def high(self) -> int:
+        """Weight rows of a product."""
+        return self.bn * (2 if self.joined else 1)
+
     def lines(self) -> list[str]:
         p, u = self.p, self.u
-        weights = ["x1", *(f"(x1 + {j * p.n * p.k})" for j in range(1, p.parts))]
+        weights = ["x1", *(f"(x1 + {j * p.n * p.k})" for j in range(1, 1 if self.joined else p.parts))]
         tiles = [f"w{j} = {self.tile(w, 'wr', left=self.swap)}" for j, w in enumerate(weights)]
-        wait = [*self.prefetch(weights), *u.wait.split("\n")]
+        wait = [*self.prefetch(weights), u.hold]
         m, n = self.token, self.row
         extras = load_extras(u, p, m, n, self.mmask, self.nmask)
         early = self.swap and self.bm <= EARLY  # their latency is not paid at the end
@@ -201,17 +233,29 @@ class Text:
             f"m = (pm * {self.bm} + tl.arange(0, {self.bm})).to(tl.int64)",
             f"c = tl.arange(0, {self.bk // self.split})",
             f"q = tl.arange(0, {self.split})[:, None, None] * {self.bk // self.split}" if self.split > 1 else "",
-            f"wr = {clamp('n', str(p.n), self.bn, p.n)}.to(tl.int64) * {p.k}",
+            *self.rows(),
             f"xr = {clamp('m', self.limit, self.bm, p.m.const)} * {p.k}",
             *tiles,
             f"t = {self.tile('x0', 'xr', left=not self.swap)}",
             *wait,
             *(extras if early else []),
             *self.loop(),
+            u.go,
             *([] if early else extras),
             *finish(p, [f"a{j}" for j in range(p.parts)], m, n, self.mmask, self.nmask),
         ]
         return [x for x in lines if x]
+
+    def rows(self) -> list[str]:
+        """wr: where the weight rows begin."""
+        near = clamp("n", str(self.p.n), self.bn, self.p.n)
+        if not self.joined:
+            return [f"wr = {near}.to(tl.int64) * {self.p.k}"]
+        return [
+            f"j = tl.arange(0, {self.high})",
+            f"near = {clamp(f'pn * {self.bn} + j % {self.bn}', str(self.p.n), self.bn, self.p.n)}",
+            f"wr = (near + j // {self.bn} * {self.p.n}).to(tl.int64) * {self.p.k}",
+        ]
 
     def blocks(self) -> list[str]:
         """The programs that share weights are neighbours."""
@@ -244,34 +288,36 @@ class Text:
         return "(q + c[None, None, :])" if left else "(q + c[None, :, None])"
 
     def prefetch(self, weights: list[str]) -> list[str]:
-        """Ask for the first columns of the weights while the launches in front are still running."""
+        """Ask for the weights of the first step while the launches in front are still running. More than that was
+        measured to cost others what it gains here."""
         if not (self.swap and self.u.pdl and self.p.early):
             return []
         size = DTYPES[self.p.w.dtype].bits // 8
-        columns = min(self.p.k, max(self.stages * self.bk, ASK // (self.bn * self.p.parts * size)))
-        lines = 1 << (-(-columns * size // LINE)).bit_length() - 1
+        lines = 1 << (-(-min(self.p.k, self.bk) * size // LINE)).bit_length() - 1
         at = f"wr[:, None] + tl.minimum(tl.arange(0, {lines}) * {LINE // size}, {self.p.k} - 1)[None, :]"
         ask = f"tl.inline_asm_elementwise({_PREFETCH}, [({{}} + at).to(tl.int64)], tl.int32, False, 1)"
         return [f"at = {at}", *(ask.format(w) for w in weights)]
 
     def loop(self) -> list[str]:
         p, u = self.p, self.u
-        sides = (self.bn, self.bm) if self.swap else (self.bm, self.bn)
+        sides = (self.high, self.bm) if self.swap else (self.bm, self.bn)
         shape = list(sides) if self.split == 1 else [self.split, *sides]
         odd = p.k % self.bk != 0
         left, right = (other(inside(f"{self.columns(x)} < {p.k} - k" if odd else "")) for x in (True, False))
         wm, xm = (left, right) if self.swap else (right, left)
         hint = f", {EVICT}" if self.swap else ""
         body = [f"x = {dot_cast(u, p, f'tl.load(t + k{xm})')}"]
-        for j in range(p.parts):
+        products = range(1 if self.joined else p.parts)
+        for j in products:
             body.append(f"w = {dot_cast(u, p, f'tl.load(w{j} + k{wm}{hint})')}")
             factors = "w, x" if self.swap else "x, w"
             body.append(f'a{j} = tl.dot({factors}, a{j}, input_precision="ieee")')
         return [
-            *(f"a{j} = tl.zeros({shape}, tl.float32)" for j in range(p.parts)),
+            *(f"a{j} = tl.zeros({shape}, tl.float32)" for j in products),
             f"for k in tl.range(0, {p.k}, {self.bk}, num_stages={self.stages}):",
             *(f"    {x}" for x in body),
-            *(f"a{j} = tl.sum(a{j}, axis=0)" for j in range(p.parts) if self.split > 1),
+            *(f"a{j} = tl.sum(a{j}, axis=0)" for j in products if self.split > 1),
+            *([f"a0, a1 = tl.split(tl.permute(tl.reshape(a0, (2, {self.bn}, {self.bm})), (1, 2, 0)))"] * self.joined),
         ]
 
 

@@ -1,0 +1,187 @@
+"""The best few measured ways of each product and of attention, compared inside the whole decode step around them.
+
+    python -m bench.gpu.in_step RECORD -o FILE [--models A,B] [--batches 1,8,32] [--ways 4] [--compile-only]
+
+`llmc tune` times a kernel among copies of itself; between its neighbours another way may be faster, as launches
+overlap. Every model is compiled once a way (the k-th best way of every node in the k-th artifact; no GPU needed). Then
+the step's program is run with one group of launches exchanged at a time, each group keeping its best, twice over all
+groups. FILE gets RECORD with the times of the ways compared: that of the node's best alone, plus what the step takes
+longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.format.program import Launch, Program
+
+from bench import shapes
+from bench.gpu.kernels import Bench
+from bench.gpu.make import with_weights
+from bench.gpu.plan import Plan, parser, plan_of
+from bench.shapes import Shape
+from llmc.codegen.select import typical
+from llmc.codegen.tuning import Record, Sizes, node_text, read, save, sizes_of
+from llmc.extension import load
+from llmc.ir.graph import Graph, Module, Node
+from llmc.lab.tune import before_select
+
+OPS = ("linear", "linear_map", "norm_linear", "paged_attention", "paged_attention_split")
+SWEEPS, ROUNDS, RUNS = 2, 7, 8
+Key = tuple[str, Sizes]
+
+
+def ranked(records: Sequence[Record]) -> dict[Key, list[Record]]:
+    """The ways of every node that is compared, fastest first."""
+    found: dict[Key, list[Record]] = {}
+    for r in records:
+        if r.node.partition("(")[0] in OPS:
+            found.setdefault((r.node, r.sizes), []).append(r)
+    return {key: sorted(some, key=lambda r: r.us) for key, some in found.items()}
+
+
+def promoted(records: Sequence[Record], k: int) -> list[Record]:
+    """The records with the k-th best way of every node made its best."""
+    first = {some[k].key: some[0].us / 2 for some in ranked(records).values() if k < len(some)}
+    return [replace(r, us=first.get(r.key, r.us)) for r in records]
+
+
+def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
+    """One artifact a way, compiled where it is missing."""
+    found = []
+    for k in range(ways):
+        path = plan.artifacts / f"way-{k}" / f"{shape.name}.llmc"
+        if not (path / "manifest.json").is_file():
+            tuning = plan.artifacts / f"way-{k}.jsonl"
+            tuning.parent.mkdir(parents=True, exist_ok=True)
+            tuning.unlink(missing_ok=True)
+            save(tuning, promoted(read(record), k))
+            with_weights(plan, shapes.folder(shape, plan.artifacts), path, "random:1", tuning)
+        found.append(path)
+    return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """Launches of one node text in a step: their places in the program."""
+
+    key: Key
+    places: tuple[int, ...]
+
+
+def groups(m: Module, g: Graph, program: Program) -> list[Group]:
+    """The groups of a program; nodes and launches of one op at one place of the model come in the same order."""
+    nodes: dict[tuple[str, str], list[Node]] = {}
+    for n in g.nodes:
+        nodes.setdefault((n.op.name, n.loc), []).append(n)
+    found: dict[Key, list[int]] = {}
+    env = typical(m, g)
+    for i, x in enumerate(program.launches):
+        if x.op in OPS:
+            n = nodes[x.op, x.loc].pop(0)
+            found.setdefault((node_text(n), sizes_of(n, env)), []).append(i)
+    return [Group(key, tuple(places)) for key, places in found.items()]
+
+
+class Steps:
+    """The decode step of `batch` rows in all its ways, on one device with requests under way."""
+
+    def __init__(self, paths: Sequence[Path], batch: int) -> None:
+        self.bench = Bench(paths[0], batch)
+        base = self.bench.step.program
+        self.programs = [base]
+        for path in paths[1:]:
+            artifact = open_artifact(path, verify=False)
+            other = next(p for p in artifact.programs if p.name == base.name)
+            assert [(x.op, x.args) for x in other.launches] == [(x.op, x.args) for x in base.launches], path
+            self.bench.device.load(artifact)
+            self.programs.append(other)
+
+    def us(self, launches: Sequence[Launch]) -> float:
+        """Of one run without its last launch, so that the requests stay where they are: the median."""
+        program = replace(self.bench.step.program, launches=tuple(x for x in launches if x.op != "row_finish"))
+        run = self.bench.bind(program, self.bench.step.addresses, self.bench.step.symbols)
+        self.bench.device.prepare(run)
+        times = []
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(RUNS):
+                run()
+            self.bench.device.wait(self.bench.device.mark())
+            times.append((time.perf_counter() - begin) / RUNS * 1e6)
+        run.free()
+        return statistics.median(times[1:])
+
+    def compare(self, found: Sequence[Group]) -> Iterator[tuple[Group, dict[int, float]]]:
+        """Of each group, by way: the whole step's microseconds with every other group at its best."""
+        now = list(self.programs[0].launches)
+        for sweep in range(SWEEPS):
+            for group in found:
+                kernels = {p.launches[group.places[0]].kernel: k for k, p in reversed(list(enumerate(self.programs)))}
+                times = {k: self.us(_exchanged(now, self.programs[k], group)) for k in sorted(kernels.values())}
+                now = _exchanged(now, self.programs[min(times, key=times.__getitem__)], group)
+                if sweep == SWEEPS - 1:
+                    yield group, times
+
+
+def _exchanged(now: Sequence[Launch], by: Program, group: Group) -> list[Launch]:
+    out = list(now)
+    for i in group.places:
+        out[i] = by.launches[i]
+    return out
+
+
+def adjusted(group: Group, times: Mapping[int, float], ways: Mapping[Key, Sequence[Record]]) -> list[Record]:
+    """The records of the ways that were compared."""
+    some = ways.get(group.key, ())
+    least = min(times.values())
+    return [
+        replace(some[k], us=float(f"{some[0].us + (us - least) / len(group.places):.4g}"))
+        for k, us in times.items()
+        if k < len(some)
+    ]
+
+
+def run(plan: Plan, record: Path, out: Path, ways: int) -> None:
+    """Every model and batch; the output is written after each."""
+    records = read(record)
+    rank = ranked(records)
+    save(out, records)
+    for shape in plan.models:
+        paths = artifacts(plan, shape, record, ways)
+        m, _, _ = before_select(paths[0], load())
+        for batch in plan.batches:
+            steps = Steps(paths, batch)
+            program = steps.programs[0]
+            print(f"{shape.name}, {batch} rows: {steps.us(program.launches):.1f} us with the best alone", flush=True)
+            for group, times in steps.compare(groups(m, m.graphs[program.name], program)):
+                said = ", ".join(f"{us:.1f} ({k})" for k, us in sorted(times.items(), key=lambda x: x[1]))
+                print(f"  x{len(group.places)} {group.key[0][:90]}: {said}", flush=True)
+                save(out, adjusted(group, times, rank))
+            steps.bench.close()
+
+
+def main(argv: list[str]) -> None:
+    ap = argparse.ArgumentParser(prog="python -m bench.gpu.in_step", description=__doc__.split("\n")[0])
+    ap.add_argument("record", type=Path, help="a tuning file whose ways are compared")
+    ap.add_argument("-o", "--output", type=Path, required=True)
+    ap.add_argument("--ways", type=int, default=4)
+    a, rest = ap.parse_known_args(argv)
+    options = parser().parse_args(rest)
+    plan = plan_of(options)
+    if options.compile_only:
+        for shape in plan.models:
+            artifacts(plan, shape, a.record, a.ways)
+    else:
+        run(plan, a.record, a.output, a.ways)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
