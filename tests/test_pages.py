@@ -116,6 +116,15 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(at), f"{page.name} links to {target}"
 
 
+def test_files_of_the_repository_that_a_text_names_are_there() -> None:
+    named = {
+        (p.name, m)
+        for p in TEXTS
+        for m in re.findall(r"`((?:llmc|runtime|tests|examples|docs|bench)/[^`\s]+)`", p.read_text())
+    }
+    assert not sorted((page, path) for page, path in named if not list(ROOT.glob(path.rstrip("/"))))
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     text = (DOCS / "README.md").read_text()
     assert not [p.name for p in DOCS.glob("*.md") if p.name != "README.md" and f"({p.name})" not in text]
