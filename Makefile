@@ -82,6 +82,6 @@ $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-compile requirements-gpu.txt
-	$(PIP) -e '.[compile,dev]'
+	$(PIP) -e '.[compile,grammar,dev]'
 	$(PIP) --no-deps -r requirements-gpu.txt
 	@touch $@

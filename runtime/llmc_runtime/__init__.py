@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmc_runtime.llm import LLM
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
     from llmc_runtime.sched.params import SamplingParams
+    from llmc_runtime.sched.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _FACE = MappingProxyType(
     {
         "LLM": "llmc_runtime.llm",
         "SamplingParams": "llmc_runtime.sched.params",
+        "StructuredOutputsParams": "llmc_runtime.sched.structured",
         "RequestOutput": "llmc_runtime.outputs",
         "CompletionOutput": "llmc_runtime.outputs",
         "Logprob": "llmc_runtime.outputs",
@@ -33,7 +35,10 @@ _FACE = MappingProxyType(
     }
 )
 
-__all__ = ["LLM", "CompletionOutput", "LlmcError", "Logprob", "Piece", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "CompletionOutput", "LlmcError", "Logprob", "Piece", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

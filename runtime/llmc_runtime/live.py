@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import Grammar
 from llmc_runtime.outputs import Answer, Collector
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
@@ -25,8 +26,9 @@ class Live:
         self._parts: dict[str, tuple[Answer, Collector]] = {}  # by the engine's ids
         self._ids = itertools.count()
 
-    def add(self, prompt: Prompt, params: SamplingParams, priority: int) -> Answer:
-        """Queue a request, all of its outputs or none of them. LlmcError E6xx where it cannot run."""
+    def add(self, prompt: Prompt, params: SamplingParams, priority: int, grammar: Grammar | None = None) -> Answer:
+        """Queue a request, all of its outputs or none of them; `grammar` is that of its structured outputs. LlmcError
+        E6xx where it cannot run."""
         for name, value in (("stop strings", params.stop), ("bad_words", params.bad_words)):
             if value and self._tokenizer is None:
                 remedy = "use stop_token_ids, allowed_token_ids or logit_bias"
@@ -38,7 +40,8 @@ class Live:
             leader = None
             for i, one in enumerate(names):
                 mine = one_of(params, i)
-                request = Request(one, prompt.ids, mine, priority, bad_words=words, leader=leader)
+                guide = None if grammar is None else grammar.guide()
+                request = Request(one, prompt.ids, mine, priority, "", words, guide, leader)
                 self._engine.add(request)
                 leader = leader or request
             parts = [Collector(one, i, prompt.ids, params, self._tokenizer) for i, one in enumerate(names)]

@@ -9,12 +9,14 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
+from llmc_runtime.grammar import Grammar, Grammars
 from llmc_runtime.live import Live
 from llmc_runtime.outputs import Answer, RequestOutput
 from llmc_runtime.progress import Bar
@@ -135,6 +137,10 @@ class LLM:
         self._chat_template = template
         self._templates: dict[str, ChatTemplate] = {}
         self._live = Live(engine, tokenizer)
+        config = engine.scheduler.config
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            self._grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         self._turns = Turns()
 
     @property
@@ -243,6 +249,8 @@ class LLM:
             self._live.drop_all()
             self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
             self._close()
+            if self._grammars is not None:
+                self._grammars.close()
             if self.trace is not None:
                 self.trace.finish()
 
@@ -256,11 +264,13 @@ class LLM:
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
         mine: list[Answer] = []
+        compiling = [self._compile(one) for one in params]
         try:
             for i, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities)):
                 try:
+                    grammar = self._compiled(compiling[i])
                     with self._turns:
-                        mine.append(self._live.add(prompt, wanted, priority))
+                        mine.append(self._live.add(prompt, wanted, priority, grammar))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with Bar(len(prompts), use_tqdm) as bar:
@@ -278,9 +288,22 @@ class LLM:
         return [answer.output() for answer in mine]
 
     def _stream(self, prompt: Prompt, given: SamplingParams | None, most: int | None) -> Stream:
-        params = self._params(given, [prompt], most)
+        (params,) = self._params(given, [prompt], most)
+        grammar = self._compiled(self._compile(params))
         with self._turns:
-            return Stream(self._live.add(prompt, params[0], 0), self._turns, self._live, self)
+            return Stream(self._live.add(prompt, params, 0, grammar), self._turns, self._live, self)
+
+    def _compile(self, params: SamplingParams) -> Future[Any] | None:
+        """Have the grammar of structured outputs compiled, in a thread; nobody waits for it in a turn."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            cause = "structured outputs need the tokenizer, which the artifact lacks"
+            raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
+        return self._grammars.submit(params.structured_outputs)
+
+    def _compiled(self, compiling: Future[Any] | None) -> Grammar | None:
+        return None if compiling is None or self._grammars is None else self._grammars.wait(compiling)
 
 
 def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:

@@ -123,7 +123,7 @@ class Collector:
             self.token_ids.append(token)
             if row is not None:
                 self.logprobs.append(self._candidates(token, row))
-            silent = i == last and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
+            silent = i == last and delta.stopped and not self.params.include_stop_str_in_output
             if not silent and (stop := self._text.push(token)) is not None:
                 self._end("stop", stop)
                 return not (i == last and delta.finish_reason)

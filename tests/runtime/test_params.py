@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import pytest
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.step import RowParams
+from llmc_runtime.sched.structured import StructuredOutputsParams
 
 HUGE = 10**5000  # too long for Python to print; its test names it by field
 
@@ -41,7 +43,7 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
         ("allowed_token_ids", range(65537)), ("allowed_token_ids", "12"),
         ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", [1]),
         ("bad_words", ["x"] * 129),
-        ("bad_words", ["x" * 1025]), ("bad_words", 3),
+        ("bad_words", ["x" * 1025]), ("bad_words", 3), ("structured_outputs", {"regex": "a"}),
         ("ignore_eos", 1), ("include_stop_str_in_output", None), ("skip_special_tokens", "yes"), ("detokenize", 0),
     ],
 )  # fmt: skip
@@ -69,6 +71,35 @@ def test_the_message_names_field_value_and_range() -> None:
         SamplingParams(n=2, temperature=0)
     with pytest.raises(LlmcError, match="detokenize = False"):
         SamplingParams(stop="x", detokenize=False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"regex": "a", "json": "{}"}, {"json_object": False}, {"choice": "yes"}, {"choice": []}, {"choice": [""]},
+        {"choice": ["x"] * 1025}, {"choice": [1]}, {"regex": 3}, {"regex": "x" * 65537}, {"grammar": b"x"},
+        {"json": {"a": {1}}}, {"json": {"a": math.nan}}, {"json_object": 1},
+        {"regex": "a", "disable_any_whitespace": 1},
+        {"choice": ["x" * 1000] * 70}, {"json_object": True, "whitespace_pattern": 5},
+    ],
+)  # fmt: skip
+def test_structured_outputs_are_one_form_within_limits(fields: dict[str, Any]) -> None:
+    with pytest.raises(LlmcError) as caught:
+        StructuredOutputsParams(**fields)
+    error = caught.value
+    assert error.code == "E601" and error.cause.startswith("structured_outputs = ") and len(str(error)) < 400
+
+
+def test_structured_outputs_in_one_form() -> None:
+    assert StructuredOutputsParams(choice=(c for c in "ab")).choice == ("a", "b")
+    assert (StructuredOutputsParams(json={"a": "\u00e9"}).text, StructuredOutputsParams(json_object=True).text) == (
+        '{"a": "\u00e9"}',
+        "{}",
+    )
+    form = StructuredOutputsParams(regex="a+")
+    assert form.kind == "regex" and SamplingParams(structured_outputs=form).structured_outputs is form
+    with pytest.raises(LlmcError, match="min_tokens = 2"):
+        SamplingParams(structured_outputs=form, min_tokens=2)
 
 
 def test_defaults_are_those_of_vllm() -> None:

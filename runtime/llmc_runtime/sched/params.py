@@ -13,6 +13,7 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import BIASES, STOPS
+from llmc_runtime.sched.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 1024  # of one stop string
@@ -40,6 +41,7 @@ class SamplingParams:
     n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i
     logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
     allowed_token_ids  None, or the ids that may be generated, 1 to 65536
+    structured_outputs  None, or a StructuredOutputsParams: the form of the text; min_tokens is then 0
     bad_words     up to 128 strings of 1 to 1024 bytes that are not generated, behind a space or not
     """
 
@@ -65,12 +67,13 @@ class SamplingParams:
     allowed_token_ids: Iterable[int] | None = None  # a tuple once constructed
     bad_words: Iterable[str] | None = ()  # a tuple once constructed
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_sampling()
-        self._check_bans()
         self._check_length()
         self._check_stops()
+        self._check_bans()
         if self.temperature < _GREEDY_BELOW:
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         else:
@@ -130,6 +133,10 @@ class SamplingParams:
         self._set(stop=stop, stop_token_ids=tuple(map(int, ids)))
 
     def _check_bans(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise refused("structured_outputs", self.structured_outputs, "none, or a StructuredOutputsParams")
+        if self.structured_outputs is not None and self.min_tokens:
+            raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.logit_bias is not None:
             self._set(logit_bias=_biases(self.logit_bias))
         if self.allowed_token_ids is not None:

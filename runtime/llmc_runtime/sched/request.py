@@ -80,9 +80,10 @@ class Request:
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What one step did for one request. A stop token is among `new_token_ids`; `finish_reason` is None while it
-    goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt tokens found in the cache;
-    `prompt_logprobs`, with the first token alone: of the prompt's tokens from the second on, where wanted."""
+    """What one step did for one request. A stop token is among `new_token_ids` (`stopped`: the last one is such);
+    `finish_reason` is None while it goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt
+    tokens found in the cache; `prompt_logprobs`, with the first token alone: of the prompt's tokens from the second on,
+    where wanted."""
 
     id: str
     new_token_ids: list[int]
@@ -92,3 +93,4 @@ class RequestDelta:
     num_cached: int = 0
     error: LlmcError | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    stopped: bool = False

@@ -321,9 +321,11 @@ class Scheduler:
                 raise RuntimeError(f"request {request.id!r}: {told}")
             delta.prompt_logprobs = [_cut(s, request.params.prompt_logprobs or 0) for s in request.scores]
         end = request.finish_of(token)
+        delta.stopped = end is not None and end[0] == "stop"
         if end is None and request.guide is not None:
             try:
                 end = ("stop", None) if request.guide.accept(token) else None
+                delta.stopped = end is not None and token in self.config.eos_token_ids
             except LlmcError as error:  # of this request alone
                 end, delta.error = ("error", None), error
         if end is not None:

@@ -1,0 +1,79 @@
+"""StructuredOutputsParams: the form that a request's text must have, in vLLM's words; it compiles nothing."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+
+MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
+MAX_CHOICES = 1024
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one of the first five; LlmcError E601 otherwise, or where one is over its limit.
+
+    json      a JSON schema, as a text or an object, up to 64 KiB;   json_object  True: any JSON object
+    regex     a regular expression for the whole text (of Rust's regex syntax), up to 64 KiB
+    choice    1 to 1024 texts, 64 KiB together
+    grammar   in Lark's syntax or in GBNF, up to 64 KiB
+    disable_any_whitespace  JSON without white space between its parts;   whitespace_pattern  an expression for it
+    disable_additional_properties  objects have no properties but those that the schema names
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Iterable[str] | None = None  # a tuple once constructed
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise _refused(", ".join(given) or "nothing", f"exactly one of {', '.join(KINDS)}")
+        if self.choice is not None:
+            texts = () if isinstance(self.choice, str) else _texts(self.choice)
+            if not 0 < len(texts) <= MAX_CHOICES or not all(isinstance(t, str) and t for t in texts):
+                raise _refused("choice", f"1 to {MAX_CHOICES} texts, none of them empty")
+            object.__setattr__(self, "choice", texts)
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _refused(name, f"{name} is true or false")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _refused(name, f"{name} is a text")
+        size = len(self.text.encode(errors="replace")) + len(self.whitespace_pattern or "")
+        if size > MAX_BYTES:
+            raise _refused(f"{given[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
+
+    @property
+    def kind(self) -> str:
+        """Which of the five it is."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """What was given, as a text."""
+        value = getattr(self, self.kind)
+        if isinstance(value, str):
+            return value
+        try:
+            return jsonlib.dumps({} if self.json_object else value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise _refused(self.kind, f"values that JSON can hold ({str(e)[:80]})") from None
+
+
+def _texts(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else ()
+
+
+def _refused(what: str, allowed: str) -> LlmcError:
+    return LlmcError("E601", f"structured_outputs = {what} is not allowed", f"structured_outputs: {allowed}")
