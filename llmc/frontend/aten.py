@@ -63,12 +63,45 @@ def _widen(c: Call, x: Value, layout: str) -> Value:
     return x
 
 
+def complex_(c: Call, real: Value, imaginary: Value) -> Value:
+    one = (*real.type.shape, Dim.of(1))
+    return c.b.concat(c.reshape(real, one), c.reshape(imaginary, one), axis=len(one) - 1)
+
+
+def complex_mul(c: Call, x: Value, y: Value) -> Value:
+    """(a + ib)(d + ie) = (ad - be) + i(bd + ae), written as rotations of pairs are: x times d, and x turned times e."""
+    *outer, h, two = c.shape
+    flat, last = (*outer, h * two), len(outer)
+    d, e = (c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], h * two)) for i in (0, 1))
+    x = c.reshape(c.broadcast(x, c.shape), flat)
+    a, b = (c.b.slice(x, axis=last, start=Dim.of(i), stop=h * two, step=2) for i in (0, 1))
+    one = (*outer, h, Dim.of(1))
+    turned = c.b.concat(c.reshape(c.b.neg(b), one), c.reshape(a, one), axis=last + 1)
+    return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(turned, flat), e)), c.shape)
+
+
+def _twice(c: Call, x: Value) -> Value:
+    return c.broadcast(x, (*x.type.shape[:-1], Dim.of(2)))
+
+
 TABLE: Mapping[str, Row] = MappingProxyType(
     {
         **aten_math.ROWS,
         **aten_shape.ROWS,
+        "aten.view_as_real.default": aten_shape.same,
         "llmc.attention.default": attention,
         "llmc.moe.default": moe,
         "llmc.rope_tables.default": rope_tables,
+    }
+)
+
+# Ops whose result is complex: rows of their own, since an axis counted from behind would be another one.
+COMPLEX: Mapping[str, Row] = MappingProxyType(
+    {
+        "aten.complex.default": complex_,
+        "aten.view_as_complex.default": aten_shape.same,
+        "aten.mul.Tensor": complex_mul,
+        "aten.unsqueeze.default": aten_shape.view,
+        **dict.fromkeys(("aten.to.device", "aten.to.dtype_layout", "aten.to.dtype"), aten_shape.same),
     }
 )

@@ -259,6 +259,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.copy.default": lambda c, x, source, *_: c.broadcast(c.cast(source, c.type.dtype), c.shape),
         "aten.repeat.default": repeat,
         "aten.expand_as.default": expand,
+        "aten.broadcast_to.default": expand,
         "aten.zeros.default": zeros,
         "aten.zeros_like.default": zeros,
         "aten.ones.default": ones,

@@ -14,11 +14,11 @@ from llmc.ir.ops import OPS
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
 
-from .aten import TABLE
+from .aten import COMPLEX, TABLE
 from .aten_math import Row
 from .aten_shape import ALIASES, END, joined
 from .export import Exported
-from .lower import Call, Sizes, Unsupported
+from .lower import PARTS, Call, Sizes, Unsupported
 from .source import KNOWN_TO_WORK
 
 
@@ -134,10 +134,11 @@ class _Lowering:
             return fake
         if n.target.__name__ == "getitem":
             return self.env[n.args[0]][n.args[1]]
-        row = self.table.get(_functional(name) if _in_place(n) else name)
+        fakes = fake if isinstance(fake, list | tuple) else [fake]
+        table = COMPLEX if any(f.dtype in PARTS for f in fakes) else self.table
+        row = table.get(_functional(name) if _in_place(n) else name)
         if row is None:
             raise _no_row(name, loc, module)
-        fakes = fake if isinstance(fake, list | tuple) else [fake]
         types = tuple(self._sized(self.sizes.type, f, name, loc) for f in fakes)
         call = Call(Builder(self.graph, OPS, loc=loc), types, self.inputs["position_ids"])
         result = self._apply(call, row, n, name, loc)

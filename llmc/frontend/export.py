@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llmc.diagnostics import Diagnostic
 
-from . import hooks, kinds, rope
+from . import hooks, kinds, older, rope
 from .source import KNOWN_TO_WORK, Source
 
 TORCH = types.MappingProxyType(
@@ -96,6 +96,8 @@ def load_config(source: Source) -> Any:
         if source.config.get("auto_map"):
             raise kinds.refuse_code(f"model_type {name!r} is in auto_map alone")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
+    if (why := kinds.outside(source.config)) is not None:
+        raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     rope.check_config(dict(source.config))
     try:
         with quiet():
@@ -122,13 +124,14 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
 
     Raises Diagnostic E305 (the model cannot be traced) and E306 (rope type)."""
     hooks.register()
-    with quiet():
+    with quiet(), older.taken_in(config.model_type):
         model = _build(config, dtype)
         hooks.read_gates(model)
         computed = rope.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
         wanted = _computed_names(model, program)
-        buffers = {n: computed[n] if n in computed else _recompute(model, n) for n in wanted}
+        made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
+        buffers = {n: made[n] if n in made else _recompute(model, n) for n in wanted}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
 
@@ -148,7 +151,7 @@ def _build(config: Any, dtype: str) -> Any:
     if missing:
         raise Diagnostic(
             "E305",
-            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}",
+            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}, as a decoder's does",
             KNOWN_TO_WORK,
         )
     return model
@@ -197,6 +200,8 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
         reason = "it bypasses transformers' AttentionInterface"
     elif "Constraints violated (T)" in str(e):
         reason = "its forward is not one computation for every number of tokens (recurrent and chunked layers are not)"
+    elif "data-dependent" in str(e):
+        reason = "a size in it depends on what it computes (experts that gather their own tokens, for example)"
     return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
 
 
@@ -212,21 +217,22 @@ def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
 
 
 def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:
-    """Buffers that the program reads and that no checkpoint holds."""
+    """Buffers and constants that the program reads and that no checkpoint holds."""
     saved = set(model.state_dict())
     read = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     out = []
     for spec in program.graph_signature.input_specs:
         if getattr(spec.arg, "name", None) not in read or spec.target is None:
             continue
-        if spec.kind == InputKind.BUFFER and spec.target not in saved:
-            out.append(spec.target)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
+        constant = spec.kind == InputKind.CONSTANT_TENSOR
+        if constant and program.constants[spec.target].device.type == "meta":
             raise Diagnostic(
                 "E305",
                 f"{type(model).__name__} makes a constant tensor ({spec.target}) while it runs",
                 "the model's forward must build its constants in __init__, as buffers",
             )
+        if constant or (spec.kind == InputKind.BUFFER and spec.target not in saved):
+            out.append(spec.target)
     return out
 
 

@@ -121,8 +121,7 @@ def _attention_hook(
     name, mask = type(module).__name__, attention_mask
     if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
         raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
-    if is_causal is False or getattr(module, "is_causal", True) is False or isinstance(mask, Tensor):
-        raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
+    check_causal(name, is_causal is not False and getattr(module, "is_causal", True) is not False, mask)
     # Eager attention applies the window through its mask, so the mask's word counts where there is one.
     window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -131,6 +130,12 @@ def _attention_hook(
         raise Diagnostic("E305", f"{name} does not say which layer it is (layer_idx)", _OTHER)
     out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux)
     return out, None
+
+
+def check_causal(name: str, causal: bool, mask: Any) -> None:
+    """Diagnostic E305 where an attention is not causal, or brings a mask of its own making."""
+    if not causal or isinstance(mask, Tensor):
+        raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
 
 
 def read_gates(model: torch.nn.Module) -> None:

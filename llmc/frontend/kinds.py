@@ -66,6 +66,30 @@ UNQUANTISE: Mapping[str, str] = MappingProxyType(
         + SAVE_AGAIN.format(", dtype='bfloat16', quantization_config=FineGrainedFP8Config(dequantize=True)"),
     }
 )
+ALIBI = "its attention adds a bias by distance (ALiBi)"
+WRITTEN = "its attention is written out, where others call transformers' AttentionInterface"
+RECURRENT = "it keeps a recurrent state a sequence, where attention keeps keys and values"
+HYBRID = "most of its layers are recurrent or linear attention, which keep a state a sequence"
+# Families that transformers has and that we know not to fit, with the reason.
+OUTSIDE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("bloom", "mpt"), ALIBI),
+        **dict.fromkeys(("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "xglm"), WRITTEN),
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
+        **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
+        **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),
+        "dbrx": "its experts loop over the tokens they find, instead of calling transformers' ExpertsInterface",
+        "jetmoe": "its attention routes tokens to experts by counts that are not known before it runs",
+        "llama4_text": "it attends in chunks",
+    }
+)
+
+
+def outside(config: Mapping[str, Any]) -> str | None:
+    """Why a family does not fit, by its name and what its config.json asks for; None where nothing is known."""
+    inner = config.get("text_config")
+    named = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
+    return ALIBI if config.get("alibi") is True else next((OUTSIDE[n] for n in named if n in OUTSIDE), None)
 
 
 def refuse_file(path: Path) -> Diagnostic:

@@ -30,6 +30,8 @@ IR_DTYPE = MappingProxyType(
         torch.bool: "bool",
     }
 )
+# A complex tensor is one of floats with a last axis of real and imaginary parts.
+PARTS = MappingProxyType({torch.complex64: torch.float32, torch.complex128: torch.float64})
 
 
 class Unsupported(Exception):
@@ -55,6 +57,8 @@ class Sizes:
         return tuple(self.dim(s) for s in sizes)
 
     def type(self, fake: torch.Tensor) -> Type:
+        if (floats := PARTS.get(fake.dtype)) is not None:
+            return Type(IR_DTYPE[floats], (*self.shape(fake.shape), Dim.of(2)))
         return Type(IR_DTYPE[fake.dtype], self.shape(fake.shape))
 
     def _walk(self, e: Any) -> Dim:

@@ -23,6 +23,7 @@ LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.Mapping
         "pairs": lambda a: a.repeat_interleave(2, -1),
     }
 )
+COMPLEX = "complex"  # cos + i sin as one table of half width
 
 
 def check_config(config: dict[str, Any]) -> None:
@@ -74,6 +75,9 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
 def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         name, scaling, layout, dtype = plans[layer_type]
+        if layout == COMPLEX:
+            freq = getattr(module, name)
+            return torch.complex(*torch.ops.llmc.rope_tables(freq, position_ids, scaling, "half", torch.float32))
         return torch.ops.llmc.rope_tables(getattr(module, name), position_ids, scaling, layout, dtype or x.dtype)
 
     return forward
@@ -105,6 +109,9 @@ def _layout(
         tables = low = None
     angles = torch.arange(4)[None, :, None].float() * freq
     scaling = float(getattr(module, f"{prefix}attention_scaling"))
+    if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
+        if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
+            return COMPLEX, None
     for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
         (cos, sin), a = tables, spread(angles)
         if a.shape == cos.shape and torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):

@@ -37,7 +37,8 @@ TESTED = (
     "gemma4_unified_text", "granite_swa", "hrm_text", "hyperclovax", "jais2", "ministral", "modernbert-decoder",
     "nanochat", "vaultgemma", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
     "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mimo_v2_flash",
-    "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu",
+    "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu", "deepseek_v2",
+    "falcon", "gptj", "granitemoehybrid",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -178,6 +178,15 @@ UNLISTED = (
 
 # Families that nobody had tried when the front end was written, and what came of them: data alone, of which the parity
 # tests draw some, the table in docs/models.md all.
+ORIGINAL = {"original_max_position_embeddings": 64}
+YARN = rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7)
+FALCON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
 FURTHER = (
@@ -210,7 +219,6 @@ FURTHER = (
             "hy_v3",
             "laguna",
             "mellum",
-            "mimo_v2_flash",
             "minimax_m2",
             "minimax_m3_vl_text",
             "qwen2_moe",
@@ -223,7 +231,27 @@ FURTHER = (
         "dots1",
         SMALL | ROUTED | {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
     ),
+    Case("mimo_v2_flash", "mimo_v2_flash", WINDOWED | ROUTED | {"v_head_dim": 12}),
+    Case("deepseek_v2", "deepseek_v2", MLA | EXPERTS | MLA_EXPERTS | {"topk_method": "greedy"}),
+    Case("falcon", "falcon", FALCON),
+    Case("falcon-new", "falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    Case(
+        "gptj",
+        "gptj",
+        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
+    ),
     Case("ctrl", "ctrl", {"vocab_size": 320, "n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    Case("phi3-longrope-short", "phi3", SMALL | LONG | ORIGINAL, (37,), {"max_positions": 64}),
+    Case("phi3-longrope-long", "phi3", SMALL | LONG | ORIGINAL, (77,), {"max_positions": 256}),
+    Case("deepseek_v3-yarn", "deepseek_v3", MLA | EXPERTS | MLA_EXPERTS | YARN, (77,)),
+    Case(
+        "granitemoehybrid",
+        "granitemoehybrid",
+        SMALL
+        | {"layer_types": ["attention", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "num_local_experts": 0}
+        | {"shared_intermediate_size": 96, "position_embedding_type": "rope"},
+    ),
+    Case("gpt_oss-yarn", "gpt_oss", WINDOWED | {"num_local_experts": 4} | YARN, (77,)),
     Case("fuyu", "fuyu", {"text_config": SMALL | {"model_type": "persimmon"}}),
 )
 

@@ -23,8 +23,18 @@ from llmc.ir.verify import verify
 
 Fn = Callable[..., torch.Tensor]
 
+
 # x: f32 [1, T, 12]; p: positions i64 [1, T]; each answers [1, T, n]
+def rotated(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Pairs of columns as complex numbers, turned by the position."""
+    angles = torch.stack([p * f for f in (1.0, 0.5, 0.25, 0.1, 0.01, 0.001)], -1)
+    y = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.complex(angles.cos(), angles.sin())
+    return torch.view_as_real(y.unsqueeze(1)).flatten(3).flatten(1, 2)
+
+
 CASES: dict[str, Fn] = {
+    "complex": rotated,
+    "broadcast_to": lambda x, p: x + p[..., None].broadcast_to(x.shape),
     "arith": lambda x, p: (1.5 - x) * 2 / (x * x + 1) + torch.add(x, x, alpha=3) - torch.rsub(x, 2),
     "divide_ints": lambda x, p: x + (p / 7)[..., None] + torch.div(p, 3, rounding_mode="floor")[..., None],
     "powers": lambda x, p: x**2 + (x * x + 1) ** 0.5 + (x * x + 1) ** -0.5 + x.abs() ** 1.7 + (x + 9) ** -1,
