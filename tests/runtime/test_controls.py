@@ -129,3 +129,57 @@ def test_words_need_a_tokenizer() -> None:
     with pytest.raises(LlmcError) as caught:
         make(tok=None).generate([[1, 2]], params(3, bad_words=["x"]), use_tqdm=False)
     assert caught.value.code == "E620" and "bad_words" in caught.value.cause
+
+
+def stopped_at(texts: list[str], stops: list[str], low: int, include: bool) -> tuple[str, str | None, int]:
+    """(text, stop string, tokens) of an output whose text after each token is given: character by character."""
+    whole, gate = texts[-1], len(texts[low - 1]) if low else 0
+    for end in range(gate + 1, len(whole) + 1):
+        found = [s for s in stops if whole[:end].endswith(s)]
+        if found:
+            stop = max(found, key=len)
+            count = next(i for i, text in enumerate(texts, 1) if len(text) >= end)
+            return whole[: end if include else end - len(stop)], stop, count
+    return whole, None, len(texts)
+
+
+def test_stop_strings_across_tokens_are_those_of_the_whole_text() -> None:
+    """Stop strings cut from the text anywhere, with min_tokens, kept or not, from a list and from a stream."""
+    rng = random.Random()
+    seed = rng.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng.seed(seed)
+    grown, texts = "", []
+    for piece in make().stream("The kernel of a matrix", params(24)):
+        grown += piece.text
+        texts.append(grown)
+    assert len(texts) == 24
+    for _ in range(40):
+        starts = [rng.randrange(len(grown)) for _ in range(rng.randint(1, 4))]
+        stops = [grown[at : at + rng.randint(1, 9)] for at in starts]
+        low, include = rng.choice((0, 0, 5, 20)), rng.random() < 0.4
+        asked = params(24, stop=stops, min_tokens=low, include_stop_str_in_output=include)
+        text, stop, count = stopped_at(texts, stops, low, include)
+        (one,) = make().generate("The kernel of a matrix", asked, use_tqdm=False)[0].outputs
+        assert (one.text, one.stop_reason, len(one.token_ids)) == (text, stop, count), (stops, low, include)
+        assert one.finish_reason == ("length" if stop is None else "stop")
+        assert "".join(p.text for p in make().stream("The kernel of a matrix", asked)) == text
+
+
+def test_min_tokens_masks_stop_ids_and_end_tokens() -> None:
+    """Also those of a request that ignores the model's own, as in vLLM; afterwards they end it."""
+    rig = Rig(eos_token_ids=(7,))
+    stops = list(range(100, 120))
+    for name, ignore in (("a", False), ("b", True)):
+        request = rig.add(name, 9, max_tokens=40, min_tokens=30, stop_token_ids=stops, ignore_eos=ignore)
+        assert request.row_params.stops == (7, *stops) and request.eos == (set() if ignore else {7})
+    rig.drain()
+
+
+def test_without_detokenizing_there_is_no_text() -> None:
+    told = params(5, detokenize=False, logprobs=1, prompt_logprobs=0)
+    (output,) = make().generate("The kernel", told, use_tqdm=False)
+    (one,) = output.outputs
+    assert one.text == "" and len(one.token_ids) == 5 and output.prompt_logprobs is not None
+    rows = [*(one.logprobs or []), *output.prompt_logprobs[1:]]
+    assert rows and all(found.decoded_token is None for row in rows if row for found in row.values())
