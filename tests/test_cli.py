@@ -204,8 +204,10 @@ def test_weights_may_come_later(model: Path, tmp_path: Path, capsys: pytest.Capt
     whole, later = tmp_path / "whole.llmc", tmp_path / "later.llmc"
     assert main(["compile", str(model), "-o", str(whole), *cache]) == 0
     assert main(["compile", str(model), "-o", str(later), "--no-weights", *cache]) == 0
+    assert capsys.readouterr().err.endswith(f"next: llmc pack {later} {model}\n")
     assert not (later / "weights").exists() and main(["verify", str(later)]) == 0
     assert main(["pack", str(later), str(model)]) == 0
+    assert capsys.readouterr().err.endswith(f"next: llmc-run {later} --prompt 'Hello'\n")
     assert main(["verify", str(later)]) == 0
     shards = [sorted(p.read_bytes() for p in (a / "weights").iterdir()) for a in (whole, later)]
     assert shards[0] == shards[1]

@@ -11,7 +11,7 @@ from look.conftest import Made
 
 from llmc import console as consoles
 from llmc.cli import main
-from llmc.console import Console, Quiet, Summary
+from llmc.console import Console, Quiet
 
 
 class Terminal(io.StringIO):
@@ -72,13 +72,3 @@ def test_the_summary_names_every_stage_and_the_next_command(made: Made, capsys: 
     assert main([*args, "--json", "--force"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["next"] == lines[-1] and set(told["seconds"]) == {"reuse"}
-
-
-def test_packing_ends_with_the_next_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    later = made.artifact.with_name("later.llmc")
-    args = ["compile", str(made.model), "-o", str(later), "--cache", str(made.cache), "--max-num-seqs", "4"]
-    assert main([*args, "--no-weights"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == f"next: llmc pack {later} {made.model}"
-    assert main(["pack", str(later), str(made.model)]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == f"next: llmc-run {later} --prompt 'Hello'"
-    assert Summary("m.llmc").as_json().keys() == {"output", "seconds", "notes"}
