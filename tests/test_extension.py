@@ -101,4 +101,13 @@ def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:
     assert "norm_last" in first and hashes() == first
     with open(tmp_path / "norm_last.py", "a") as file:
         file.write("# changed\n")
-    assert hashes() != first
+    second = hashes()
+    assert second != first
+    (tmp_path / "beside.py").write_text("# another module of the package\n")
+    assert hashes() == second
+    (info,) = tmp_path.glob("*.dist-info")
+    (info / "RECORD").write_text("norm_last.py,,\nbeside.py,,\n../bin/tool.py,,\n")
+    third = hashes()
+    assert "beside" in third
+    (tmp_path / "beside.py").write_text("# changed\n")
+    assert hashes() != third

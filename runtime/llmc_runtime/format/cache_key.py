@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
@@ -33,9 +33,18 @@ def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
 
 
 def extension_hashes() -> dict[str, str]:
-    """Package -> hash of its files, for every installed package that extends the compiler; nothing is imported."""
-    packages = {p.module.partition(".")[0] for p in entry_points(group="llmc.extensions")}
-    return {p: package_hash(p) for p in sorted(packages - {"llmc"})}
+    """Module -> hash of its files, for all modules of installed packages that extend the compiler; none is imported."""
+    found = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc"]
+    return {name: package_hash(name) for name in sorted({name for p in found for name in _modules(p)})}
+
+
+def _modules(point: EntryPoint) -> set[str]:
+    """The module that an entry point names, and those that its package brought along, as far as it tells."""
+    names = {point.module.partition(".")[0]}
+    if point.dist is not None:
+        names.update((point.dist.read_text("top_level.txt") or "").split())
+        names.update(f.parts[0].removesuffix(".py") for f in point.dist.files or () if f.suffix == ".py")
+    return {n for n in names if n.isidentifier()}
 
 
 def source_hashes(source: Path, root: Path) -> dict[str, str]:
