@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,12 +122,15 @@ def kernel_rows(path: Path, shape: Shape, batch: int, roof: Roof) -> Iterator[Ro
         env = bench.env()
         context, page = batch * (PROMPT + STEPS), bench.executor.capacity.page_size
         total = floor = 0.0
+        seen: Counter[str] = Counter()
         for (kernel, place), launches in groups(bench.step.program).items():
             each = bench.seconds(launches) * len(launches)
             least = sum(_floor(x, env, context, page, roof) for x in launches)
             total, floor = total + each, floor + least
             x = launches[0]
             case = f"b{batch} {x.op} {place} x{len(launches)}"
+            seen[case] += 1
+            case += f", {seen[case]}" if seen[case] > 1 else ""  # two products of one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
             yield Row("kernels", shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
         extra = {"launches": len(bench.step.program.launches)}
