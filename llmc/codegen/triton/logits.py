@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llmc.codegen.triton.tiles import power
 from llmc.ir.graph import Node
 
 # A row of raw logits with all that a request may change of them: `logits_of(ROW, j, ok)` gives
@@ -10,14 +9,22 @@ from llmc.ir.graph import Node
 ROW = "x, bits, counts, stops, bias_ids, biases, allowed, penal, masks, some, masked, repetition, presence, frequency"
 PENALISED = """\
 @triton.jit
-def biased(v, bias_ids, biases, some, lanes: tl.constexpr, j):
-    # The list ascends: those of its ids that lie in this tile are next to one another.
-    s = tl.arange(0, lanes)
-    id = tl.load(bias_ids + s, mask=s < some, other=2147483647)
-    first = tl.sum((id < tl.min(j, 0)).to(tl.int32), 0)
-    behind = tl.sum((id <= tl.max(j, 0)).to(tl.int32), 0)
-    for n in range(first, behind):
-        v += tl.where(j == tl.load(bias_ids + n), tl.load(biases + n), 0.0)
+def biased(v, bias_ids, biases, some, j):
+    # The list ascends: those of its ids that lie in this tile are next to one another, and searched by halves.
+    least = tl.min(j, 0)
+    n = tl.full([], 0, tl.int32)
+    end = n + some
+    while n < end:
+        mid = (n + end) // 2
+        below = tl.load(bias_ids + mid) < least
+        n = tl.where(below, mid + 1, n)
+        end = tl.where(below, end, mid)
+    most = tl.max(j, 0)
+    id = tl.load(bias_ids + n, mask=n < some, other=2147483647)
+    while id <= most:
+        v += tl.where(j == id, tl.load(biases + n), 0.0)
+        n += 1
+        id = tl.load(bias_ids + n, mask=n < some, other=2147483647)
     return v
 
 
@@ -32,13 +39,12 @@ def penalised(v, bits, counts, repetition, presence, frequency, j, ok):
 _LOGITS = """\
 STOPS = tl.constexpr({stops})
 BIASES = tl.constexpr({biases})
-BIAS_LANES = tl.constexpr({lanes})
 
 
 @triton.jit
 def finished(v, ROW, j, ok):
     if some > 0:
-        v = biased(v, bias_ids, biases, some, BIAS_LANES, j)
+        v = biased(v, bias_ids, biases, some, j)
     if penal:
         v = penalised(v, bits, counts, repetition, presence, frequency, j, ok)
     if masks:
@@ -96,8 +102,7 @@ def _width(node: Node, operand: int) -> int:
 def logits(node: Node) -> str:
     """Module-level text for a node whose operands begin as row_block_max's do."""
     stops, biases = _width(node, 6), _width(node, 9)
-    text = _LOGITS.replace("ROW", ROW).format(stops=stops, biases=biases, lanes=power(biases))
-    return f"{PENALISED}\n\n{text}"
+    return f"{PENALISED}\n\n{_LOGITS.replace('ROW', ROW).format(stops=stops, biases=biases)}"
 
 
 def parameters(node: Node) -> str:

@@ -33,7 +33,7 @@ penal = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.
 _PENALIZED = """\
 v = tl.load(x0 + at + j, mask=j < {v}, other=0.0).to(tl.float32)
 if some > 0:
-    v = biased(v, x6 + row * {biases}, x7 + row * {biases}, some, {lanes}, j)
+    v = biased(v, x6 + row * {biases}, x7 + row * {biases}, some, j)
 if penal:
     v = penalised(v, x4 + row * {words}, x5 + row * {v}, repetition, presence, frequency, j, j < {v})
 tl.store(y0 + at + j, v, mask=j < {v})"""
@@ -210,8 +210,7 @@ class Penalize(Sampling):
         if self.inplace(u.node, u.schedule):
             text = f"if penal | (some > 0) | (x0.to(tl.int64) != y0.to(tl.int64)):\n{_indent(text, 4)}"
         words, biases = (int(u.node.operands[n].type.shape[1]) for n in (4, 6))
-        sizes = {"block": block, "v": int(v), "words": words, "biases": biases, "lanes": power(biases)}
-        body = (_PENALIZE + text).format(**sizes, wait=u.wait)
+        body = (_PENALIZE + text).format(block=block, v=int(v), words=words, biases=biases, wait=u.wait)
         return Code(body, (v.ceildiv(block), rows), PENALISED, u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
