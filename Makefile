@@ -4,6 +4,7 @@
 #   make lint    ruff, mypy, import-linter
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
+#   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
 #   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 SHELL := /bin/bash
@@ -21,7 +22,7 @@ JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 
-.PHONY: demo test lint bench bench-gpu bench-peers sim clean
+.PHONY: demo test test-gpu lint bench bench-gpu bench-peers sim clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
@@ -33,6 +34,11 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 
 test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -n $(JOBS) -q $(PYTEST_ARGS)
+
+# On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
+test-gpu: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -q $(PYTEST_ARGS)
+	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(or $(SAMPLE),20)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from gpu.borrowed import borrowed_cases  # noqa: E402
 from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
-from llmc.codegen.kernel import Kernel, Source  # noqa: E402
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
 from llmc.codegen.triton.table import KERNELS  # noqa: E402
 from llmc.codegen.triton.toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
@@ -39,11 +39,12 @@ GAINED = ("rms_norm", "layer_norm", "rope_append")  # ops whose vectors are weig
 
 @dataclass(frozen=True)
 class Job:
-    """A case, its text, and the key of its binary."""
+    """A case, its text, the key of its binary, and the operands that are there before the launch in front has ended."""
 
     case: Case
     source: Source
     key: str
+    settled: tuple[int, ...] = ()
 
 
 def triton_kernels() -> Mapping[str, Kernel]:
@@ -65,7 +66,8 @@ def all_cases(target: Target) -> Iterator[Case]:
 
 
 def all_jobs(target: Target) -> list[Job]:
-    """Every case with its source; a name that comes twice gets a number."""
+    """Every case with its source, and with what it becomes between other launches; a name that comes twice gets a
+    number."""
     toolchain = TritonToolchain.find(target)
     seen: dict[str, int] = {}
     jobs = []
@@ -73,9 +75,20 @@ def all_jobs(target: Target) -> list[Job]:
         seen[case.name] = seen.get(case.name, 0) + 1
         if seen[case.name] > 1:
             case.name = f"{case.name}.{seen[case.name]}"
-        source = case.kernel.emit(case.node, case.schedule, target)
-        jobs.append(Job(case, source, toolchain.key(source)))
+        for told in tellings(case, len(jobs)):
+            source = case.kernel.emit(case.node, {**case.schedule, **told}, target)
+            settled = case.kernel.early(case.node) if SETTLED in told else ()
+            jobs.append(Job(case, source, toolchain.key(source), settled))
     return jobs
+
+
+def tellings(case: Case, number: int) -> Iterator[Schedule]:
+    """What code generation may tell a kernel of the launches around it; of a next one that crowds every fourth time."""
+    yield {}
+    if case.kernel.early(case.node):
+        yield {SETTLED: 1}
+    if case.kernel.yields and number % 4 == 0:
+        yield {LATE: 1}
 
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:

@@ -76,23 +76,24 @@ def prepare(job: Job) -> Prepared:
 
 
 def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) -> None:
-    """Run once and bring every buffer back, guards included. late: operands that are no weights come late."""
+    """Run once and bring every buffer back, guards included. late: operands that are neither weights nor settled come
+    late."""
     source, node = job.source, job.case.node
     fn = card.function(compiled, source.entry)
     grid = [int(d.subs(p.sizes).const) for d in source.grid]  # type: ignore[arg-type]
     sizes = [int(d.subs(p.sizes).const) for d in source.sizes]  # type: ignore[arg-type]
-    weights = {id(b) for b, v in zip(p.operands, node.operands, strict=True) if v.weight}
-    buffers = sorted(p.distinct, key=lambda b: id(b) not in weights)  # what comes late is one span
+    on_time = {id(b) for i, b in enumerate(p.operands) if node.operands[i].weight or i in job.settled}
+    buffers = sorted(p.distinct, key=lambda b: id(b) not in on_time)  # what comes late is one span
     where = place(card, buffers)
     for b in buffers:
         raw = _seen(card, b)
-        if late and id(b) not in weights:
+        if late and id(b) not in on_time:
             card.write(where[id(b)] - where.base + card.staged, raw)
             card.write(where[id(b)], np.full_like(raw, POISON))
         else:
             card.write(where[id(b)], raw)
     if late:
-        card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in weights])
+        card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
     if 0 not in grid:
         pointers = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
         card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
@@ -145,7 +146,7 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
             found.append(f"{job.case.name}: {compiled}")
             continue
         for late in (False, True) if card.producer is not None and job.source.pdl else (False,):
-            how = "operands late" if late else "alone"
+            how = f"{'operands late' if late else 'alone'}{', settled' if job.settled else ''}"
             p = prepare(job)
             try:
                 launch(card, job, compiled, p, late)
