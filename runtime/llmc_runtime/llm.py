@@ -300,7 +300,8 @@ class LLM:
         if self._grammars is None:
             cause = "structured outputs need the tokenizer, which the artifact lacks"
             raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
-        return self._grammars.submit(params.structured_outputs)
+        with self._turns:  # a forked process has no threads that compile
+            return self._grammars.submit(params.structured_outputs)
 
     def _compiled(self, compiling: Future[Any] | None) -> Grammar | None:
         return None if compiling is None or self._grammars is None else self._grammars.wait(compiling)

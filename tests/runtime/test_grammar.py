@@ -110,6 +110,14 @@ def test_a_closed_llm_and_one_without_a_tokenizer() -> None:
     assert caught.value.code == "E620"
 
 
+def test_a_forked_process_is_told_at_once() -> None:
+    llm = make()
+    llm._turns._process += 1
+    with pytest.raises(LlmcError) as caught:
+        llm.generate([[1, 2]], structured(), use_tqdm=False)
+    assert caught.value.code == "E609"
+
+
 def test_end_tokens_are_where_the_grammar_ends() -> None:
     """Also of a request that ignores them: nothing else may follow."""
     end = TOK.named_id("eos_token")
