@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
-from bench.gpu import floors
+from bench.gpu import floors, in_step
 from bench.gpu.kernels import groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
+from llmc.codegen.tuning import Record
+from llmc.ir.graph import Builder, Graph, Module
+from llmc.ir.ops import OPS
+from llmc.ir.types import tensor
 
 # ms at context 192 for batches 1, 8, 16, 32, 64, 128, 256; prefill ms at 512, 2048, 8192; offline tokens a second.
 TABLE = (
@@ -89,3 +95,40 @@ def test_launches_of_one_kernel_in_equal_places_are_a_group() -> None:
         ("a", "model.layers.mlp"): 3,
         ("b", "model.layers.mlp"): 3,
     }
+
+
+def ways(times: dict[str, float], node: str = "linear(bf16[R, 64], bf16[96, 64]) -> bf16[R, 96]") -> list[Record]:
+    return [Record("cuda+sm_90", node, (("R", 8),), "triton/tile", way, us) for way, us in times.items()]
+
+
+def test_each_way_in_turn_is_made_the_best() -> None:
+    records = [*ways({"a": 3.0, "b": 2.0, "c": 5.0}), *ways({"d": 1.0}, "exp(f32[R]) -> f32[R]")]
+    for k, best in enumerate(["b", "a", "c"]):
+        made = in_step.promoted(records, k)
+        assert min(made[:3], key=lambda r: r.us).schedule == best and made[3] == records[3]
+    assert in_step.promoted(records, 3) == records
+
+
+def test_times_inside_the_step_are_those_of_the_best_alone_and_what_the_step_takes_longer() -> None:
+    records = ways({"a": 3.0, "b": 2.0, "c": 5.0})
+    ranked = in_step.ranked(records)
+    (key,) = ranked
+    group = in_step.Group(key, (4, 9, 14, 19))
+    found = in_step.adjusted(group, {0: 108.0, 1: 100.0, 2: 104.0}, ranked)
+    assert {r.schedule: r.us for r in found} == {"b": 4.0, "a": 2.0, "c": 3.0}
+    assert in_step.adjusted(group, {0: 108.0, 3: 100.0}, ranked) == [replace(records[1], us=4.0)]
+
+
+def test_launches_of_one_place_are_told_apart_by_their_nodes() -> None:
+    """Output and down products of a layer have one op and one place."""
+    m = Module(symbols={"R": (1, 8)})
+    g = m.graphs["decode"] = Graph("decode")
+    b = Builder(g, OPS, loc="model.layers.0")
+    x = g.input("x", tensor("bf16", "R", 64))
+    for n in (96, 64):
+        x = b.linear(x, g.input(f"w{n}", tensor("bf16", n, int(x.type.shape[-1])), weight=True))
+    g.outputs = [x]
+    launches = [SimpleNamespace(op=n.op.name, loc=n.loc) for n in g.nodes]
+    first, second = in_step.groups(m, g, SimpleNamespace(launches=launches))  # type: ignore[arg-type]
+    assert (first.places, second.places) == ((0,), (1,))
+    assert "bf16[96, 64]" in first.key[0] and "bf16[64, 96]" in second.key[0]
