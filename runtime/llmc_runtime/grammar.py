@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.guide import empty
 from llmc_runtime.sched.structured import StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -139,7 +140,7 @@ class GrammarGuide:
 
     def _next(self) -> bytes:
         mask: bytes = self._matcher.compute_bitmask()
-        if self._matcher.is_error() or not any(mask):
+        if self._matcher.is_error() or empty(mask):
             raise self._failed()
         return mask[: self._size].ljust(self._size, b"\0")
 

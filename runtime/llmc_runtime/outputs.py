@@ -60,7 +60,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new since the last piece of a stream; the texts of all pieces joined are the whole text."""
+    """What is new since the last piece of a stream; the texts of all pieces of an `index` joined are that output's."""
 
     text: str
     token_ids: list[int]
