@@ -35,26 +35,15 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
 
 
 def _report(e: Exception, verbose: bool) -> int:
-    from llmc_runtime.format.errors import LlmcError
+    from llmc_runtime.format.errors import as_told
 
-    if verbose or not isinstance(e, LlmcError | OSError):
+    if verbose:
         import traceback
 
         traceback.print_exc()
-    if isinstance(e, LlmcError):
-        print(e, file=sys.stderr)
-        return 3 if e.of_environment else 1
-    if isinstance(e, OSError):
-        print(
-            f"LLMC-E100: {e.strerror or e}: {e.filename or ''}\n  Try: check the path and its permissions",
-            file=sys.stderr,
-        )
-        return 3
-    print(
-        "LLMC-E000: this is a mistake in llmc, not in your input\n  Try: report it with the lines above",
-        file=sys.stderr,
-    )
-    return 1
+    error = as_told(e)
+    print(error, file=sys.stderr)
+    return 3 if error.of_environment else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -147,8 +147,10 @@ class Trip:
         from llmc.artifact.place import check_free
         from llmc.artifact.write import PackedWeights
         from llmc.frontend.checkpoint import Checkpoint
+        from llmc.frontend.texts import check_tokenizer
 
         check_free(self.output.absolute(), self.force)
+        check_tokenizer(self.model)
         seed = random_seed(self.options.weights)
         traced = self.trace()
         with ExitStack() as stack:

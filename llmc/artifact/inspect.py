@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.fields import load_json
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.report import memory, roofline
+from llmc.artifact.reports import read_reports
 from llmc.diagnostics import Diagnostic
 from llmc.targets.names import parse as parse_target
-
-ROOFLINE = "report/roofline.json"
-COMPILE = "report/compile.json"
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
@@ -33,7 +30,8 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         raise error
     programs = [Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs]
     weights = sum(w.bytes for w in m.weights.files)
-    predicted = _predictions(folder, m, programs)
+    reports = read_reports(folder, m)
+    predicted = _predictions(reports, m, programs)
     return {
         "artifact": str(path),
         "digest": m.digest,
@@ -45,7 +43,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "canary": "canary.json" in m.files,
-        "compile": load_json(folder.read(COMPILE, m.files[COMPILE].bytes), COMPILE) if COMPILE in m.files else {},
+        "compile": reports.get("compile", {}),
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": weights + sum(i.bytes for i in m.files.values()),
         "folders": _folders(m),
@@ -109,10 +107,10 @@ def _program(p: Program) -> dict[str, Any]:
     return {"name": p.name, "serves": serves, "launches": len(kinds), "arena_bytes": p.arena_bytes, "ranks": p.ranks}
 
 
-def _predictions(folder: Folder, m: Manifest, programs: Sequence[Program]) -> dict[str, Any]:
+def _predictions(reports: Mapping[str, Any], m: Manifest, programs: Sequence[Program]) -> dict[str, Any]:
     """By program: as the compiler reported them, else by the peaks of the target's record; none for other targets."""
-    if ROOFLINE in m.files:
-        return dict(load_json(folder.read(ROOFLINE, m.files[ROOFLINE].bytes), ROOFLINE)["programs"])
+    if "roofline" in reports:
+        return dict(reports["roofline"]["programs"])
     try:
         target = parse_target(m.target.name)
     except Diagnostic:

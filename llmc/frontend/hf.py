@@ -14,6 +14,7 @@ from llmc.ir.graph import Module
 from llmc.ir.types import Type
 
 from .layers import first_layers
+from .sizes import check_layers, check_sizes
 from .source import Source, open_source
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def trace(
             config, total = first_layers(config, layers)
         cut = (layers, total)
     text = config.get_text_config()
+    check_sizes(text)
+    check_layers(source.folder, int(text.num_hidden_layers))
     stored = _stored_dtype(source, text)
     dtype = dtype or stored
     if dtype not in FLOATS:

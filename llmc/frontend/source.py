@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.fields import too_much
+
 from llmc.diagnostics import Diagnostic
 
 from . import kinds
+
+MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # of one file of JSON: parsed it takes some 100 MB
+MOST_SMALL = 256 << 20  # of a file that goes into the artifact as it is
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,6 +83,7 @@ def open_source(path: str | Path) -> Source:
     names = {p.name for p in folder.iterdir()}
     if "config.json" not in names:
         raise kinds.refuse_without_config(names, str(folder))
+    check_files(folder)
     config = read_json(folder / "config.json")
     if "adapter_config.json" in names and not any(n in names for n in (kinds.SINGLE, kinds.INDEX)):
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "not named")
@@ -90,6 +98,27 @@ def open_source(path: str | Path) -> Source:
     return source
 
 
+def check_files(folder: Path) -> None:
+    """Diagnostic E308 where a small file is no plain file, too large for one, or a link out of the folder: its
+    contents would go into the artifact.
+
+    A hub's cache keeps files beside its snapshots, in blobs/; weights may lie anywhere, as no byte of theirs is copied
+    before it is known to be a tensor's."""
+    inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        target = Path(os.path.realpath(path))
+        if not is_regular(path):
+            raise Diagnostic("E308", f"{path} is no plain file ({target})", "fetch the file again")
+        if (size := path.stat().st_size) > MOST_SMALL:
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MOST_SMALL}", "fetch the file again")
+        if not any(target.is_relative_to(root) for root in inside):
+            cause = f"{path} is a link to {target}, outside of the folder"
+            raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
+
+
 def check_weights(folder: Path) -> None:
     """Diagnostic E320 where a folder holds no safetensors of a model; told before anything is traced."""
     names = {p.name for p in folder.iterdir()}
@@ -98,14 +127,30 @@ def check_weights(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; Diagnostic E302 where it is not one."""
+    """A JSON object from a file; Diagnostic E302 where it is not one, or is larger than any is."""
+    if not is_regular(path):
+        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
+        raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, over the cap of {MOST_BYTES}")
+        data = path.read_bytes()
+        if (why := too_much(data, MOST_BYTES, MOST_VALUES)) is not None:
+            raise ValueError(why)
+        value = json.loads(data.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
         raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "fetch the file again") from None
     if not isinstance(value, dict):
         raise Diagnostic("E302", f"{path} holds a {type(value).__name__}, not a JSON object", "fetch the file again")
     return value
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a path leads to a plain file; reading a pipe or a device might never end."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _check(source: Source) -> None:

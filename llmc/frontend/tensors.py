@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.fields import is_safe_name, too_much
+from llmc_runtime.format.safetensors import MAX_HEADER, header_length
 from safetensors import SafetensorError, safe_open
 
 from llmc.diagnostics import Diagnostic
 
 from .kinds import INDEX, SINGLE
-from .source import check_weights, read_json
+from .source import check_weights, is_regular, read_json
+
+MOST_VALUES = 500_000  # in one header: some 60,000 tensors
 
 # safetensors' names of the dtypes that a float model's weights come in.
 STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
@@ -59,7 +65,8 @@ class TensorFiles:
         if absent := sorted(listed.keys() - found.keys()):
             raise Diagnostic(
                 "E322",
-                f"{INDEX} places {absent[0]!r} in {listed[absent[0]].name}, which does not hold it ({some(absent)})",
+                f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not hold it "
+                f"({some(absent)})",
                 "fetch the index and the files again, from one revision",
             )
 
@@ -80,6 +87,7 @@ class TensorFiles:
         self._handles.clear()
 
     def _keys(self, file: Path) -> list[str]:
+        _check_header(file)
         try:
             handle = self._open.enter_context(safe_open(file, framework="np"))
             self._handles[file] = handle
@@ -88,32 +96,56 @@ class TensorFiles:
             raise _corrupt(file, e) from e
 
 
-def _corrupt(file: Path, e: Exception) -> Diagnostic:
-    return Diagnostic(
-        "E321",
-        f"{file} ({file.stat().st_size} bytes) is cut short or damaged: {e}",
-        "fetch the file again and compare its size and sha256 with the model's page",
-    )
+def _check_header(file: Path) -> None:
+    """Diagnostic E321 where the file is none, is too short for its header, or has one too large to be read at ease."""
+    if not is_regular(file):
+        what = "is no plain file" if file.exists() else "is a link to nothing" if file.is_symlink() else "is missing"
+        raise Diagnostic("E321", f"{file} {what}", "fetch the file again")
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as opened:
+            count = header_length(opened.read(8), size, "")
+            with mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+                why = too_much(data[8 : 8 + count], MAX_HEADER, MOST_VALUES)
+    except LlmcError as e:
+        raise _corrupt(file, e.cause.removeprefix(": ")) from None
+    except OSError as e:
+        raise _corrupt(file, e) from None
+    if why is not None:
+        raise Diagnostic("E321", f"{file} has a header of {why}", "save the model again, in several files")
+
+
+_AGAIN = "fetch the file again and compare its size and sha256 with the model's page"
+
+
+def _corrupt(file: Path, why: object) -> Diagnostic:
+    size = f" ({file.stat().st_size} bytes)" if is_regular(file) else ""
+    return Diagnostic("E321", f"{file}{size} is cut short or damaged: {why}", _AGAIN)
 
 
 def _listed(folder: Path) -> dict[str, Path]:
     """Tensor name -> file by the index; empty where the checkpoint is one file."""
     check_weights(folder)
-    if not (folder / INDEX).is_file():
+    if not (folder / INDEX).exists() and not (folder / INDEX).is_symlink():
         return {}
     entries = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(entries, dict) or not all(isinstance(v, str) and v == Path(v).name for v in entries.values()):
-        raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of plain file names", "fetch the index again")
-    missing = sorted({f for f in entries.values() if not (folder / f).is_file()})
+    if not isinstance(entries, dict) or not entries or not all(isinstance(v, str) for v in entries.values()):
+        raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of names", "fetch the index again")
+    named = {name: folder / name for name in sorted(set(entries.values())) if is_safe_name(name) and "/" not in name}
+    for name in entries.values():
+        if name not in named:
+            cause = f"{folder / INDEX} has no plain file names in its weight_map: {name[:80]!r}"
+            raise Diagnostic("E322", cause, "fetch the index again")
+    missing = [name for name, file in named.items() if not file.exists()]
     if missing:
         raise Diagnostic(
             "E322",
             f"{INDEX} names files that {folder} lacks: {some(missing)}",
             "fetch the missing files into the folder",
         )
-    return {name: folder / f for name, f in entries.items()}
+    return {name: named[f] for name, f in entries.items()}
 
 
 def some(names: list[str]) -> str:
     """The first few names and how many there are."""
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; {len(names)} in all"
+    return f"{', '.join(n[:120] for n in names[:3])}{', ...' if len(names) > 3 else ''}; {len(names)} in all"

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.fields import load_json
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.report import roofline
+from llmc.artifact.reports import read_reports
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.targets.names import parse as parse_target
@@ -65,6 +65,4 @@ def open_to_look(path: Path) -> Opened:
     if problems:
         raise problems[0]
     programs = tuple(Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs)
-    named = [n for n in m.files if n.startswith("report/") and n.endswith(".json")]
-    reports = {Path(n).stem: load_json(folder.read(n, m.files[n].bytes), n) for n in named}
-    return Opened(folder, m, programs, reports)
+    return Opened(folder, m, programs, read_reports(folder, m))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.errors import LlmcError, as_told
 
 if TYPE_CHECKING:
     from llmc_runtime.terminal import Session
@@ -51,16 +51,22 @@ def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool =
     except BrokenPipeError:  # whoever read our output has gone
         _forget_output()
         return OK
-    except LlmcError as e:
-        if args.verbose:
-            import traceback
+    except Exception as e:
+        return _report(e, args.verbose)
 
-            traceback.print_exc()
-        print(e, file=sys.stderr)
-        if e.code == "E644":
-            _forget_output()
-        inner = e.code == "E641" and "LLMC-E5" in e.cause  # the compiler's own complaint about this machine
-        return ENVIRONMENT if e.of_environment or inner else FAILED
+
+def _report(e: Exception, verbose: bool) -> int:
+    """Print the error. The exit code."""
+    if verbose:
+        import traceback
+
+        traceback.print_exc()
+    error = as_told(e)
+    print(error, file=sys.stderr)
+    if error.code == "E644":
+        _forget_output()
+    inner = error.code == "E641" and "LLMC-E5" in error.cause  # the compiler's own complaint about this machine
+    return ENVIRONMENT if error.of_environment or inner else FAILED
 
 
 def _forget_output() -> None:

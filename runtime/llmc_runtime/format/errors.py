@@ -1,6 +1,9 @@
-"""The one error type users see; it is not for programming mistakes, which stay ordinary exceptions."""
+"""The one error type users see, and how a command tells any other; it knows no command and prints nothing."""
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
 
 _ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E640"})
 
@@ -9,14 +12,15 @@ class LlmcError(Exception):
     """A failure with a stable code, its cause and what to do about it.
 
     `code` is "E" and three digits: E1xx artifact, E2xx memory and limits, E3xx model and checkpoint,
-    E4xx IR and passes, E5xx toolchain, E6xx request.
+    E4xx IR and passes, E5xx toolchain, E6xx request. Whatever the texts are made of, printed they are five lines at
+    most, of no control characters.
     """
 
     def __init__(self, code: str, cause: str, remedy: str = "") -> None:
         super().__init__(code, cause, remedy)
         self.code = code
-        self.cause = cause
-        self.remedy = remedy
+        self.cause = brief(cause, 4)
+        self.remedy = brief(" ".join(remedy.split()), 1)
 
     @property
     def of_environment(self) -> bool:
@@ -26,3 +30,37 @@ class LlmcError(Exception):
     def __str__(self) -> str:
         head = f"LLMC-{self.code}: {self.cause}"
         return f"{head}\n  Try: {self.remedy}" if self.remedy else head
+
+
+_LETTERS = 700
+
+
+def brief(text: str, lines: int) -> str:
+    """`text` as a terminal may show it: `lines` at most, its middle left out where it is long, control characters,
+    unpaired surrogates and marks of direction as escapes."""
+    if len(text) > _LETTERS:
+        text = f"{text[: _LETTERS - 150]} [...] {text[-100:]}"
+    rows = text.split("\n")
+    kept = rows if len(rows) <= lines else [*rows[: lines - 1], f"[{len(rows) - lines + 1} more lines]"]
+    return "\n".join(map(_printable, kept))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def as_told(error: BaseException) -> LlmcError:
+    """How a command tells an error: E100 what the system refuses, E203 memory, E000 any other mistake of ours."""
+    if isinstance(error, LlmcError):
+        return error
+    if isinstance(error, MemoryError):
+        return LlmcError("E203", "the system refuses the memory that this takes", "stop other programs")
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return LlmcError("E100", f"{error.strerror or error}{where}", "check the path and its permissions")
+    places = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
+    cause = f"this is a mistake in llmc, not in your input: {type(error).__name__}: {str(error)[:200]}{at}"
+    return LlmcError("E000", cause, "run it again with -v, and report it with the lines that come then")

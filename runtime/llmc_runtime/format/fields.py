@@ -11,7 +11,8 @@ from llmc_runtime.format.errors import LlmcError
 
 T = TypeVar("T")
 
-MAX_JSON = 256 << 20
+MAX_JSON = 16 << 20
+MAX_VALUES = 250_000  # in one document: parsed they take some 70 MB
 MAX_NAME = 240
 MAX_PARTS = 8
 REMEDY = "copy the artifact again, or recompile it"
@@ -27,13 +28,21 @@ def damaged(where: str, why: str) -> LlmcError:
 
 
 def load_json(data: bytes, where: str) -> Any:
-    """`data` as JSON without duplicate keys, NaN or excessive depth; LlmcError E103 otherwise."""
-    if len(data) > MAX_JSON:
-        raise damaged(where, f"{len(data)} bytes of JSON, over the cap of {MAX_JSON}")
+    """`data` as JSON without duplicate keys, NaN or excessive depth or size; LlmcError E103 otherwise."""
+    if (why := too_much(data, MAX_JSON, MAX_VALUES)) is not None:
+        raise damaged(where, why)
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not valid JSON ({str(error)[:120]})") from None
+
+
+def too_much(data: bytes, most_bytes: int, most_values: int) -> str | None:
+    """Why parsing `data` as JSON could take too much memory or time, told by its bytes alone; None: it cannot."""
+    if len(data) > most_bytes:
+        return f"{len(data)} bytes of JSON, over the cap of {most_bytes}"
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    return f"up to {values} values of JSON, over the cap of {most_values}" if values > most_values else None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

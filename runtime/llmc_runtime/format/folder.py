@@ -14,7 +14,7 @@ from llmc_runtime.format.fields import REMEDY, check_name
 from llmc_runtime.format.hashing import sha256, wrong_blocks
 from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
 
-MAX_MANIFEST = 64 << 20
+MAX_MANIFEST = 16 << 20
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 

@@ -217,7 +217,7 @@ def check_version(doc: Any, where: str) -> bool:
         newer = major > MAJOR
         raise LlmcError(
             "E102",
-            f"artifact has format version {major}.{minor}; this runtime reads version {MAJOR}",
+            f"{where}: the artifact has format version {major}.{minor}; this runtime reads version {MAJOR}",
             "upgrade llmc-aot" if newer else "recompile the model with this version of llmc",
         )
     return minor > MINOR

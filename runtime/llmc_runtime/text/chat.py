@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.texts import plain_bytes
 
 if TYPE_CHECKING:
     import jinja2
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIR = "additional_chat_templates"
 LEGACY_FILE = "chat_template.json"
-SECONDS = 5.0
-SIZE = 8 << 20
-_LONGEST_TEMPLATE = 1 << 20
+SECONDS = 1.0
+SIZE = 4 << 20
+_LONGEST_TEMPLATE, _MOST_TAGS = 128 << 10, 5000  # a compiled template takes time and memory for each
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
 
@@ -35,7 +36,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
 
     paths = {"default": folder / TEMPLATE_FILE}
     paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
-    found = {name: _read(path) for name, path in paths.items() if path.is_file()}
+    found = {name: _read(path) for name, path in paths.items() if path.exists()}
     if found:
         return MappingProxyType(found)
     value = config.get("chat_template") or read_json(folder / LEGACY_FILE, {}).get("chat_template")
@@ -43,13 +44,16 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
         return MappingProxyType({"default": value})
     if isinstance(value, dict):
         return MappingProxyType({str(k): str(v) for k, v in value.items()})
+    if not isinstance(value or [], list):
+        cause = f"{folder / 'tokenizer_config.json'}: chat_template is a {type(value).__name__}, not a text"
+        raise LlmcError("E151", cause, "copy the file again from the model's folder")
     rows = [row for row in value or () if isinstance(row, dict) and {"name", "template"} <= row.keys()]
     return MappingProxyType({str(row["name"]): str(row["template"]) for row in rows})
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return plain_bytes(path, _LONGEST_TEMPLATE * 4).decode("utf-8")
     except (OSError, ValueError) as e:
         raise LlmcError("E151", f"{path} cannot be read: {e}", "copy the file again from the model's folder") from e
 
@@ -88,7 +92,7 @@ def _named(templates: Mapping[str, str], wanted: str) -> str:
 class ChatTemplate:
     """One compiled template. `named_tokens` (bos_token, eos_token, ...) are visible to it as variables.
 
-    Rendering takes at most `seconds` and builds no text longer than `size` characters; one rendering at a time.
+    Rendering takes at most `seconds` of its thread and builds no text longer than `size` characters; one at a time.
     """
 
     def __init__(
@@ -100,6 +104,9 @@ class ChatTemplate:
             raise LlmcError(
                 "E634", f"the chat template has {len(text)} characters (most: {_LONGEST_TEMPLATE})", _ANOTHER
             )
+        tags = sum(text.count(opening) for opening in ("{%", "{{", "{#"))
+        if tags > _MOST_TAGS:
+            raise LlmcError("E634", f"the chat template has {tags} tags (most: {_MOST_TAGS})", _ANOTHER)
         self._text = text
         self._named = dict(named_tokens)
         self._budget = Budget(seconds, size)

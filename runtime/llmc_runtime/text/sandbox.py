@@ -1,26 +1,38 @@
 """The Jinja environment of chat templates: transformers' dialect, sandboxed, capped in time and size; no files read.
 
-Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation) and no value
-it builds is longer than the budget's size. Attribute access outside Jinja's immutable sandbox is an error.
+Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation), no value it
+builds is longer than the budget's size, and all that it builds takes no more than `_IN_ALL` bytes. Attribute access
+outside Jinja's immutable sandbox is an error.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 _NUMBER = re.compile(r"\d+")
-_IN_ALL = 128
+_IN_ALL = 48 << 20
+_STEP = 64  # bytes that a turn of a loop may leave behind
+_NODES = 100_000  # values inside of one that is printed or compared, each counted as often as it is found
+_SLOW = 100_000  # characters or items that filters take which look at each of them for long
+_SLOW_FILTERS = frozenset(
+    {"wordwrap", "urlize", "striptags", "wordcount", "pprint", "groupby", "sort", "unique", "title", "xmlattr"}
+)
+_FLAT_FILTERS = frozenset({"length", "count", "first", "last", "list", "default", "d", "reverse", "batch", "slice"})
+_WALKED_TESTS = frozenset({"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "gt", "greaterthan", ">", "le",
+                           "<=", "ge", ">=", "in"})  # fmt: skip
 _WIDEST_INDENT = 1024
 _LARGEST_POWER = 1024
 _MOST_BITS = 1 << 16
@@ -32,31 +44,61 @@ class OverBudget(Exception):
 
 
 class Budget:
-    """What one rendering may use: `seconds`, `size` characters (or items) in one value, 128 times that in all."""
+    """What one rendering may use: `seconds` of its thread, `size` characters (or items) in one value."""
 
     def __init__(self, seconds: float, size: int) -> None:
         self.seconds = seconds
         self.size = size
         self._deadline = float("inf")
-        self._left = _IN_ALL * size
+        self._left = _IN_ALL
 
     def start(self) -> None:
         """Begin a rendering: its time runs from now."""
-        self._deadline = time.monotonic() + self.seconds
-        self._left = _IN_ALL * self.size
+        self._deadline = time.thread_time() + self.seconds
+        self._left = _IN_ALL
 
     def tick(self) -> None:
         """Raise OverBudget once the time is up."""
-        if time.monotonic() > self._deadline:
+        if time.thread_time() > self._deadline:
             raise OverBudget(f"it ran longer than {self.seconds:g} s")
+        self._charge(_STEP)
 
     def need(self, size: int) -> None:
         """Raise OverBudget if a value of `size` is about to be built and is too large."""
         if size > self.size:
             raise OverBudget(f"it builds a value of {size} characters; the limit is {self.size}")
+
+    def built(self, value: Any) -> Any:
+        """The value, which has just been built, after its memory is counted."""
+        if isinstance(value, (str, list, tuple, dict)):
+            self._charge(sys.getsizeof(value))
+        return value
+
+    def walk(self, *values: Any) -> None:
+        """Raise OverBudget if printing, comparing or hashing these would meet too many values, each as often as it is
+        found: a list that holds another one twice, forty deep, is small in memory alone."""
+        left, todo = _NODES, [v for v in values if isinstance(v, _HOLDERS)]
+        while todo:
+            value = todo.pop()
+            inner = [*value, *value.values()] if isinstance(value, dict) else _inside(value)
+            left -= len(inner)
+            if left < 0:
+                raise OverBudget(f"it prints or compares a value of more than {_NODES} parts")
+            todo += [v for v in inner if isinstance(v, _HOLDERS)]
+
+    def _charge(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise OverBudget(f"it builds values of more than {_IN_ALL * self.size} characters in all")
+            raise OverBudget(f"it builds values of more than {_IN_ALL} bytes in all")
+
+
+_HOLDERS = (list, tuple, dict, Namespace)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Namespace):  # it answers for its attributes alone
+        return list(object.__getattribute__(value, "_Namespace__attrs").values())
+    return list(value)
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -65,19 +107,31 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, budget: Budget) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, Guard, jinja2.ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, Guard, jinja2.ext.loopcontrols],
+            finalize=self._printed,
+        )
         self.budget = budget
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         self.filters = {name: _capped_filter(name, f, budget) for name, f in self.filters.items()}
         self.filters["tojson"] = _capped_filter("tojson", tojson, budget)
+        for name in _WALKED_TESTS & self.tests.keys():
+            self.tests[name] = _walked(cast(Callable[..., Any], self.tests[name]), budget)
         self.concat = self.join  # type: ignore[method-assign]
+
+    def _printed(self, value: Any) -> Any:
+        """What `{{ value }}` prints, if that is not too much."""
+        self.budget.walk(value)
+        return value
 
     def join(self, parts: Iterable[Any]) -> str:
         """The parts joined, if their sum is within the budget; every buffer of the generated code ends here."""
         texts = list(parts)
         self.budget.need(sum(map(len, texts)))
-        return "".join(texts)
+        return str(self.budget.built("".join(texts)))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call from a template, after its time and the size of what it could build are checked."""
@@ -85,7 +139,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             _check_str_method(self.budget, owner, obj.__name__, args, kwargs)
-        return super().call(context, obj, *args, **kwargs)
+        if isinstance(owner, (str, list, tuple, dict)):
+            self.budget.walk(*args, *kwargs.values(), owner if obj.__name__ in ("index", "count") else None)
+        return self.budget.built(super().call(context, obj, *args, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """An item; a key that is a tuple has to be hashed."""
+        self.budget.walk(argument)
+        return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """What the immutable sandbox allows, less `str.translate` (it multiplies sizes)."""
@@ -106,7 +167,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An intercepted operator, after the size of its result is checked."""
         _check_binop(self.budget, operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        if operator == "%":
+            self.budget.walk(right)
+        return self.budget.built(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -138,11 +201,26 @@ class Guard(jinja2.ext.Extension):
 
     def joined(self, *parts: Any) -> str:
         """What `a ~ b` means, within the size budget."""
+        self._budget.walk(*parts)
         return str(self.environment.concat([str(p) for p in parts]))
+
+    def built(self, value: Any) -> Any:
+        """A list or dict as it is written, or a slice, counted; the keys of a dict are hashed by now."""
+        return self._budget.built(value)
+
+    def walked(self, value: Any) -> Any:
+        """What is compared with another value, or becomes a key."""
+        self._budget.walk(value)
+        return value
+
+    @property
+    def _budget(self) -> Budget:
+        return self.environment.budget  # type: ignore[attr-defined]
 
 
 class _Guarding(NodeTransformer):
-    """Plants a time check in every loop body (a call checks by itself), and sends `~` through a size check."""
+    """Plants a time check in every loop body (a call checks by itself), and sends what can be large through a check:
+    `~`, lists and dicts as they are written, slices, and both sides of a comparison."""
 
     def __init__(self, environment: ChatEnvironment) -> None:
         self.guard = environment.extensions[Guard.identifier]
@@ -158,6 +236,37 @@ class _Guarding(NodeTransformer):
         """`a ~ b ~ c` as one checked call."""
         self.generic_visit(node)
         return self.guard.call_method("joined", list(node.nodes), lineno=node.lineno)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        """The list, counted."""
+        self.generic_visit(node)
+        return self._counted(node) if node.items else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        """The dict, counted, its keys checked before they are hashed."""
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = self.guard.call_method("walked", [pair.key], lineno=node.lineno)
+        return self._counted(node) if node.items else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        """An item; a slice is a copy, counted."""
+        self.generic_visit(node)
+        return self._counted(node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """A comparison; where no side is a constant, both could be large."""
+        self.generic_visit(node)
+        sides = [node.expr, *(o.expr for o in node.ops)]
+        if not any(isinstance(side, nodes.Const) for side in sides):
+            node.expr = self.guard.call_method("walked", [node.expr], lineno=node.lineno)
+            for operand in node.ops:
+                operand.expr = self.guard.call_method("walked", [operand.expr], lineno=node.lineno)
+        return node
+
+    def _counted(self, node: Any) -> nodes.Node:
+        return self.guard.call_method("built", [node], lineno=node.lineno)
 
 
 def raise_exception(message: str) -> None:
@@ -236,12 +345,28 @@ def _capped_filter(name: str, function: Callable[..., Any], budget: Budget) -> C
         budget.tick()
         value, rest = (args[1], args[2:]) if marked and len(args) > 1 else (args[0], args[1:])
         _check_filter(budget, name, value, [*rest, *kwargs.values()])
-        return function(*args, **kwargs)
+        if name not in _FLAT_FILTERS:
+            budget.walk(value, *rest, *kwargs.values())
+        return budget.built(function(*args, **kwargs))
 
     return capped
 
 
+def _walked(function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
+    """A test that compares its values, after they are checked."""
+
+    def walked(*args: Any) -> Any:
+        budget.walk(*args)
+        return function(*args)
+
+    return walked
+
+
 def _check_filter(budget: Budget, name: str, value: Any, extra: list[Any]) -> None:
+    if name in _SLOW_FILTERS and _length(value) > _SLOW:
+        raise OverBudget(f"{name} of {_length(value)} characters or items; the limit is {_SLOW}")
+    if name == "list" and isinstance(value, str):
+        budget.need(len(value) * 16)
     if name in ("indent", "tojson"):
         widest = max([_largest_int(extra), *(len(v) for v in extra if isinstance(v, str))], default=0)
         if widest > _WIDEST_INDENT:

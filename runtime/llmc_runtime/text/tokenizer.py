@@ -7,12 +7,12 @@ effect), and `tokenizer_config.json` / `special_tokens_map.json` name special to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmc_runtime.format import texts as files
 from llmc_runtime.format.errors import LlmcError
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json", {})
         names = _special_names(folder, config)
         backend = _backend(folder)
-        _add_missing_tokens(backend, config, names)
+        try:
+            _add_missing_tokens(backend, config, names)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise _corrupt(folder / "tokenizer_config.json", e) from e
         from llmc_runtime.text.chat import read_templates
 
         texts = {name: text for name, value in names.items() if name.endswith("_token") and (text := _content(value))}
@@ -55,6 +58,11 @@ class Tokenizer:
             words = "it has unpaired surrogates" if isinstance(text, str) else _reason(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
             raise LlmcError("E621", f"the text cannot be tokenized: {words}", remedy) from e
+        except BaseException as e:  # tokenizers raises bare Exception where its model has no answer, and panics
+            if not isinstance(e, Exception) and not files.is_panic(e):
+                raise
+            remedy = "check the model's tokenizer.json, or pass token ids instead of text"
+            raise LlmcError("E621", f"the tokenizer fails on the text: {_reason(e)}", remedy) from e
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -94,7 +102,7 @@ class Tokenizer:
 def read_json(path: Path, missing: Any = None) -> Any:
     """The parsed object of `path`, or `missing` where there is no such file. Raises LlmcError E151 on anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = files.document(path)
     except FileNotFoundError:
         return missing
     except (OSError, ValueError, RecursionError) as e:
@@ -108,7 +116,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    if not path.exists():
         others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
         found = f"; found only {', '.join(others)}" if others else ""
         raise LlmcError(
@@ -118,15 +126,20 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             " or pass token ids instead of text",
         )
     try:
-        backend = Backend.from_buffer(path.read_bytes())  # its own opening takes no path that is not UTF-8
-    except Exception as e:  # tokenizers raises bare Exception for every malformed file
+        data = files.plain_bytes(path, files.MOST_BYTES)  # its own opening takes no path that is not UTF-8
+        files.check_charsmaps(data)
+        backend = Backend.from_buffer(data)
+        backend.no_truncation()
+        backend.no_padding()
+        files.check_growth(backend)
+    except BaseException as e:  # tokenizers raises bare Exception for every malformed file, and panics at some
+        if not isinstance(e, Exception) and not files.is_panic(e):
+            raise
         raise _corrupt(path, e) from e
-    backend.no_truncation()
-    backend.no_padding()
     return backend
 
 
-def _corrupt(path: Path, e: Exception) -> LlmcError:
+def _corrupt(path: Path, e: BaseException) -> LlmcError:
     return LlmcError(
         "E151", f"{path} cannot be read: {_reason(e)}", "copy the file again from the model's folder and compile again"
     )

@@ -1,0 +1,49 @@
+"""The tokenizer's files of a model folder, tried before anything is compiled; the runtime reads them from then on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format import texts
+
+from llmc.diagnostics import Diagnostic
+
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json")
+TEMPLATE = "chat_template.jinja"
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Diagnostic E309 where a tokenizer or template that is there cannot be read; without one ids still work."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.exists():
+            _open(path)
+        for name in BESIDE:
+            path = folder / name
+            if path.exists():
+                _check(texts.document(path))
+        path = folder / TEMPLATE
+        if path.exists():
+            texts.plain_bytes(path, texts.MOST_CONFIG).decode("utf-8")
+    except BaseException as e:
+        if not isinstance(e, Exception) and not texts.is_panic(e):
+            raise
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise Diagnostic("E309", f"{path} cannot be read: {why}", "fetch the file again, or remove it") from e
+
+
+def _open(path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    data = texts.plain_bytes(path, texts.MOST_BYTES)
+    texts.check_charsmaps(data)
+    texts.check_growth(Tokenizer.from_buffer(data))
+
+
+def _check(found: Any) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, found {type(found).__name__}")
+    template = found.get("chat_template")
+    if template and not isinstance(template, str | dict | list):
+        raise ValueError(f"its chat_template is a {type(template).__name__}, not a text")

@@ -1,0 +1,87 @@
+"""Safe reading of a tokenizer's files, whose library does not survive all of them; it tokenizes nothing.
+
+The library ends the process where memory lacks, so whatever grows without bound is refused before it is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from llmc_runtime.format.fields import too_much
+
+MOST_BYTES = 256 << 20  # of a tokenizer.json; the largest known ones have 40 MB
+MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # of the documents beside it
+MOST_GROWTH = 1000  # letters that one letter may become
+MOST_SPECIAL = 1024  # tokens around a text
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+
+
+def plain_bytes(path: Path, most: int) -> bytes:
+    """The bytes of a plain file (links are followed). OSError where it is none, ValueError where it is too large."""
+    info = path.stat()
+    if not S_ISREG(info.st_mode):
+        raise ValueError("it is no plain file")
+    if info.st_size > most:
+        raise ValueError(f"it has {info.st_size} bytes, over the cap of {most}")
+    return path.read_bytes()
+
+
+def document(path: Path) -> Any:
+    """A file of JSON, parsed. OSError, ValueError or RecursionError where it is none, too large, or no Unicode."""
+    data = plain_bytes(path, MOST_CONFIG)
+    if (why := too_much(data, MOST_CONFIG, MOST_VALUES)) is not None:
+        raise ValueError(why)
+    found = json.loads(data.decode("utf-8"))
+    if b"\\ud" in data or b"\\uD" in data:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # a half of a pair of surrogates alone is no text
+    return found
+
+
+def check_charsmaps(data: bytes) -> None:
+    """ValueError where a SentencePiece charsmap in a tokenizer.json claims a table larger than itself: 4 bytes of
+    size, then the table."""
+    for found in _CHARSMAP.finditer(data):
+        try:
+            raw = base64.b64decode(found[1], validate=True)
+        except binascii.Error as e:
+            raise ValueError(f"its charsmap is not base64: {e}") from None
+        size = int.from_bytes(raw[:4], "little")
+        if len(raw) < 4 or size > len(raw) - 4 or size % 4:
+            raise ValueError(f"its charsmap of {len(raw)} bytes claims a table of {size}")
+
+
+def check_growth(backend: Any) -> None:
+    """ValueError where a `tokenizers.Tokenizer` could make more than `MOST_GROWTH` letters of one, or puts more
+    special tokens around a text than are sane."""
+    for part in (backend.normalizer, backend.decoder):
+        growth = 1.0
+        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+            content, pattern = str(step.get("content", "")), step.get("pattern")
+            length = len(pattern.get("String", "x")) if isinstance(pattern, dict) else len(str(pattern))
+            growth *= max(1.0, len(content) / length if length else len(content) + 1)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"it makes up to {growth:.3g} letters of one; at most {MOST_GROWTH} are allowed")
+    special = backend.num_special_tokens_to_add(False)
+    if special > MOST_SPECIAL:
+        raise ValueError(f"it puts {special} special tokens around a text; at most {MOST_SPECIAL} are allowed")
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    """The replacements of a normalizer or decoder, sequences flattened."""
+    if isinstance(state, dict):
+        if state.get("type") == "Replace":
+            yield state
+        for inner in (*state.get("normalizers", ()), *state.get("decoders", ())):
+            yield from _steps(inner)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust gave up: such an error is no Exception."""
+    return type(error).__name__ == "PanicException"
