@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
@@ -83,7 +84,7 @@ def _read_memo(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     partial.write_bytes(data)
     os.replace(partial, path)
 
