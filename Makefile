@@ -7,6 +7,7 @@
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
 #   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
+#   make corpus  damaged inputs, all of them (SEED=n CORPUS_ARGS="--only flips"; half an hour on two cores)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -66,6 +67,9 @@ bench-peers: $(VENV)/.stamp-venv
 sim: $(VENV)/.stamp-dev
 	$(BIN)/python tests/runtime/simulator.py --seed $(SEED) --steps $(STEPS) --jobs 2
 
+corpus: $(VENV)/.stamp-dev
+	$(BIN)/python tests/corpus/run.py --full --seed $(SEED) --jobs 2 $(CORPUS_ARGS)
+
 clean:
 	rm -rf build
 
@@ -88,6 +92,6 @@ $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-compile requirements-gpu.txt
-	$(PIP) -e '.[compile,grammar,dev]'
+	$(PIP) -e '.[compile,grammar,serve,dev]'
 	$(PIP) --no-deps -r requirements-gpu.txt
 	@touch $@

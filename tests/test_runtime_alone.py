@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ABSENT = ("torch", "triton", "transformers", "safetensors", "ml_dtypes", "pytest", "llmc")
+ABSENT = ("torch", "triton", "transformers", "safetensors", "ml_dtypes", "pytest", "llmc", "zmq", "msgspec")
 
 PROGRAM = """
 import sys
@@ -22,8 +22,15 @@ for name in {absent}:
     assert importlib.util.find_spec(name) is None, name
 import llmc_runtime
 names = [m.name for m in pkgutil.walk_packages(llmc_runtime.__path__, "llmc_runtime.")]
-for name in names:
+served = [n for n in names if n.startswith(("llmc_runtime.core.", "llmc_runtime.server."))]  # the extra "serve"
+for name in sorted(set(names) - set(served)):
     importlib.import_module(name)
+from llmc_runtime.format.errors import LlmcError
+try:
+    llmc_runtime.AsyncLLM
+    raise SystemExit("AsyncLLM came without its packages")
+except LlmcError as e:
+    assert e.code == "E665", e
 print(len(names), "modules")
 from llmc_runtime.cli import main_run
 sys.exit(main_run(["--help"]))

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llmc_runtime.core.args import EngineArgs
+    from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.llm import LLM
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 _FACE = MappingProxyType(
     {
         "LLM": "llmc_runtime.llm",
+        "AsyncLLM": "llmc_runtime.core.async_llm",
+        "EngineArgs": "llmc_runtime.core.args",
         "SamplingParams": "llmc_runtime.sched.params",
         "StructuredOutputsParams": "llmc_runtime.sched.structured",
         "RequestOutput": "llmc_runtime.outputs",
@@ -36,15 +40,23 @@ _FACE = MappingProxyType(
 )
 
 __all__ = [
-    "LLM", "CompletionOutput", "LlmcError", "Logprob", "Piece", "RequestOutput", "SamplingParams",
-    "StructuredOutputsParams",
+    "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "LlmcError", "Logprob", "Piece", "RequestOutput",
+    "SamplingParams", "StructuredOutputsParams",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FACE:
         raise AttributeError(f"module 'llmc_runtime' has no attribute {name!r}")
-    return getattr(importlib.import_module(_FACE[name]), name)
+    try:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    except ModuleNotFoundError as e:
+        if e.name not in ("msgspec", "zmq"):
+            raise
+        from llmc_runtime.format.errors import LlmcError
+
+        cause = f"{name} needs the package {e.name}, which is not installed"
+        raise LlmcError("E665", cause, "pip install 'llmc-aot[serve]'") from None
 
 
 def __dir__() -> list[str]:

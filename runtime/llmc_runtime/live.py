@@ -26,14 +26,12 @@ class Live:
         self._parts: dict[str, tuple[Answer, Collector]] = {}  # by the engine's ids
         self._ids = itertools.count()
 
-    def add(self, prompt: Prompt, params: SamplingParams, priority: int, grammar: Grammar | None = None) -> Answer:
-        """Queue a request, all of its outputs or none of them; `grammar` is that of its structured outputs. LlmcError
-        E6xx where it cannot run."""
-        for name, value in (("stop strings", params.stop), ("bad_words", params.bad_words)):
-            if value and self._tokenizer is None:
-                remedy = "use stop_token_ids, allowed_token_ids or logit_bias"
-                raise LlmcError("E620", f"{name} need the tokenizer, which the artifact lacks", remedy)
-        words = bad_word_ids(self._tokenizer, params.bad_words or ()) if self._tokenizer else []
+    def add(
+        self, prompt: Prompt, params: SamplingParams, priority: int, grammar: Grammar | None = None, salt: str = ""
+    ) -> Answer:
+        """Queue a request, all of its outputs or none of them; `grammar` is that of its structured outputs, and it
+        shares prefixes with requests of the same `salt`. LlmcError E6xx where it cannot run."""
+        words = words_of(params, self._tokenizer)
         name = str(next(self._ids))
         names = [name] if params.n == 1 else [f"{i}_{name}" for i in range(params.n)]
         try:
@@ -41,7 +39,7 @@ class Live:
             for i, one in enumerate(names):
                 mine = one_of(params, i)
                 guide = None if grammar is None else grammar.guide()
-                request = Request(one, prompt.ids, mine, priority, "", words, guide, leader)
+                request = Request(one, prompt.ids, mine, priority, salt, words, guide, leader)
                 self._engine.add(request)
                 leader = leader or request
             parts = [Collector(one, i, prompt.ids, params, self._tokenizer) for i, one in enumerate(names)]
@@ -77,6 +75,15 @@ class Live:
         """End every request."""
         for answer, _ in list(self._parts.values()):
             self.drop(answer)
+
+
+def words_of(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The bad words as token ids. LlmcError E620 where the request needs a tokenizer and there is none."""
+    for name, value in (("stop strings", params.stop), ("bad_words", params.bad_words)):
+        if value and tokenizer is None:
+            remedy = "use stop_token_ids, allowed_token_ids or logit_bias"
+            raise LlmcError("E620", f"{name} need the tokenizer, which the artifact lacks", remedy)
+    return bad_word_ids(tokenizer, params.bad_words or ()) if tokenizer else []
 
 
 def one_of(params: SamplingParams, index: int) -> SamplingParams:

@@ -1,0 +1,243 @@
+"""AsyncLLM: an open model for the programs of one event loop, its engine in a process of its own; it serves no network.
+
+Text is made here, tokens there: prompts are encoded and answers decoded in this process, long prompts in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.channel import default_command
+from llmc_runtime.core.messages import Add, Open, Ready, params_of
+from llmc_runtime.core.requests import KINDS
+from llmc_runtime.core.supervisor import DEAD, READY, STARTING, Supervisor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.live import words_of
+from llmc_runtime.llm import resolve
+from llmc_runtime.open import whole
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, default_params, fitted
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+_INLINE = 4096  # characters that are encoded without a thread
+_GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
+
+
+@dataclass(frozen=True)
+class Front:
+    """What the front needs to know of a model: its engine's command and first message, and the text side."""
+
+    command: Sequence[str]
+    opening: Open
+    tokenizer: Tokenizer | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    step_timeout: float = _CPU_STEP
+
+
+class AsyncLLM:
+    """A compiled model for asyncio; `options` are those of EngineArgs, `say` gets a line for each thing that happens.
+
+        async with AsyncLLM("model.llmc") as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=50), "request-1"):
+                print(output.outputs[0].text)
+
+    The engine process is opened by `start`, or on entering the context. Where it ends or hangs, every open request
+    ends with LlmcError E661 or E662, and it is replaced.
+    """
+
+    def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
+        self.args = EngineArgs(model, **options)
+        self._say = say or _to_stderr
+        self._front: Front | None = None
+        self._supervisor: Supervisor | None = None
+
+    @classmethod
+    def over(cls, front: Front, *, say: Callable[[str], None] | None = None, **options: Any) -> AsyncLLM:
+        """An AsyncLLM over an engine program of another make: a simulated device, a test."""
+        self = cls("", say=say, **options)
+        self._front = front
+        return self
+
+    async def start(self) -> Ready:
+        """Open the model; the limits in force. LlmcError as LLM's, E660 to E664. Once."""
+        if self._supervisor is not None:
+            raise LlmcError("E660", "AsyncLLM was started before", "make another one")
+        if self._front is None:
+            self._front = await asyncio.to_thread(_read, self.args, self._say)
+        front = self._front
+        limit = self.args.step_timeout or front.step_timeout
+        self._supervisor = Supervisor(front.command, front.opening, self.args, limit, self._say)
+        ready = await self._supervisor.start()
+        self._say(ready.summary)
+        return ready
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        output_kind: str = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt (see LLM.generate); each output is what is known when it is asked for.
+
+        `output_kind`: "cumulative" (everything so far), "delta" (of each output what is new) or "final_only". A reader
+        that is slow gets fewer and larger ones. Leaving the iterator, or cancelling its task, ends the request. Without
+        parameters the model's defaults count. LlmcError: E6xx where it cannot run, E660 to E664 from the process.
+        """
+        if output_kind not in KINDS:
+            raise LlmcError("E601", f"output_kind = {output_kind!r:.60} is not allowed", f"one of {', '.join(KINDS)}")
+        supervisor = self._running()
+        supervisor.require()
+        ready, tokenizer = await self._prompt(prompt), self.tokenizer
+        params = sampling_params or self._defaults(ready)
+        words = words_of(params, tokenizer)
+        reader = supervisor.requests.open(request_id, ready, params, tokenizer)
+        try:
+            supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words))
+            async with aclosing(reader.outputs(output_kind)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            supervisor.requests.drop(reader)
+
+    async def abort(self, request_id: str) -> int:
+        """End the requests of this id; their readers get a last output, of finish reason "abort". How many."""
+        return self._running().requests.abort(request_id)
+
+    async def shutdown(self, drain: float = 0.0) -> None:
+        """Take nothing new, let open requests go on for `drain` seconds, tell the rest (E663), end the process."""
+        if self._supervisor is not None:
+            await self._supervisor.stop(drain)
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "draining" or "dead"."""
+        return STARTING if self._supervisor is None else self._supervisor.state
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken now."""
+        return self.state == READY
+
+    @property
+    def errored(self) -> bool:
+        """Whether nothing will be taken any more."""
+        return self.state == DEAD
+
+    @property
+    def dead_error(self) -> LlmcError | None:
+        """The last failure of the engine process."""
+        return None if self._supervisor is None else self._supervisor.error
+
+    @property
+    def restarts(self) -> int:
+        """Engine processes that were replaced."""
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The process id of the engine."""
+        return None if self._supervisor is None else self._supervisor.pid
+
+    @property
+    def config(self) -> Ready:
+        """The limits in force. LlmcError E660 before they are known."""
+        ready = self._running().ready
+        if ready is None:
+            raise LlmcError("E660", "the engine is starting", "wait for start()")
+        return ready
+
+    async def check_health(self) -> None:
+        """LlmcError where no request would be taken now."""
+        self._running().require()
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges, at most a heartbeat old; `restarts`, and requests that are open here."""
+        supervisor = self._running()
+        pulse = supervisor.pulse
+        mine = {"restarts": supervisor.restarts, "num_requests_open": len(supervisor.requests)}
+        return {**({} if pulse is None else pulse.stats), **mine}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, None where there is none or the model is not open yet."""
+        return None if self._front is None else self._front.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. LlmcError E620 where the artifact has none."""
+        if self.tokenizer is None:
+            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
+        return self.tokenizer
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """What is used where none are given: the model's generation_config.json, as transformers reads it."""
+        return default_params({} if self._front is None else self._front.generation, max_tokens=max_tokens)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+    def _running(self) -> Supervisor:
+        if self._supervisor is None:
+            raise LlmcError("E660", "the engine was not started", "await start(), or use: async with AsyncLLM(...)")
+        return self._supervisor
+
+    async def _prompt(self, given: Any) -> Prompt:
+        text = given.get("prompt") if isinstance(given, Mapping) else given
+        if isinstance(text, str) and len(text) > _INLINE:
+            return await asyncio.to_thread(as_prompt, given, self.tokenizer)
+        return as_prompt(given, self.tokenizer)
+
+    def _defaults(self, prompt: Prompt) -> SamplingParams:
+        config = self.config
+        room = min(config.max_model_len, config.num_pages * config.page_size + 1) - len(prompt.ids)
+        return fitted(self.get_default_sampling_params(), room)
+
+
+def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
+    """The text side of the artifact, and what its engine is told. LlmcError E1xx, E64x from compiling."""
+    path = resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
+    folder = Folder(path)
+    manifest = folder.manifest()
+    for error in folder.check_small(manifest.files):
+        raise error
+    has_text = f"tokenizer/{TOKENIZER_FILE}" in manifest.tokenizer
+    tokenizer = Tokenizer.open(path / "tokenizer") if has_text else None
+    end = None if tokenizer is None else tokenizer.eos_token_id
+    opening = Open(
+        str(path.resolve()),
+        max_model_len=whole("max_model_len", args.max_model_len),
+        max_num_seqs=whole("max_num_seqs", args.max_num_seqs),
+        max_num_batched_tokens=whole("max_num_batched_tokens", args.max_num_batched_tokens),
+        kv_bytes=whole("kv_cache_memory_bytes", args.kv_cache_memory_bytes),
+        threads=whole("threads", args.threads),
+        seed=args.seed,
+        eos=[] if end is None else [end],
+        prefix_caching=args.enable_prefix_caching,
+        policy=args.scheduling_policy,
+        verify=args.verify,
+        canary=args.canary,
+        prepare=args.prepare,
+        trace=None if args.trace is None else str(Path(args.trace).resolve()),
+    )
+    step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
+    return Front(default_command(), opening, tokenizer, manifest.generation, step)
+
+
+def _to_stderr(line: str) -> None:
+    print(f"llmc: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""The engine process's loop without its sockets: messages become requests of the engine, steps become deltas to send.
+
+One request can fail here and nobody else notices: what it asks for is checked, its grammar compiles in a thread, and
+whatever goes wrong is told to it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from llmc_runtime.core.messages import Add, Delta, fault_of, sampling_of, sent
+from llmc_runtime.engine import Engine
+from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.grammar import SECONDS, Grammar, Grammars
+from llmc_runtime.live import one_of
+from llmc_runtime.sched.params import MAX_N, SamplingParams
+from llmc_runtime.sched.request import Request
+
+_MOST_GONE = 1 << 16  # aborts that came before their request
+
+
+class _Compiling(NamedTuple):
+    add: Add
+    params: SamplingParams
+    future: Future[Any]
+    deadline: float
+
+
+class Loop:
+    """Requests of one engine by number. `grammars` gives the grammars of its vocabulary, None where there are none; it
+    is called when they are first needed."""
+
+    def __init__(self, engine: Engine, grammars: Callable[[], Grammars | None]) -> None:
+        self._engine, self._open_grammars = engine, grammars
+        self._grammars: Grammars | None = None
+        self._compiling: deque[_Compiling] = deque()
+        self._told: list[Delta] = []  # refusals that were not sent yet
+        self._gone: set[int] = set()  # aborted, not arrived
+        self._last = -1  # the highest number that arrived
+        self.nonsense = 0  # messages that cannot be meant
+
+    @property
+    def busy(self) -> bool:
+        """step() is worth calling."""
+        return bool(self._told) or self._engine.has_work()
+
+    @property
+    def waiting(self) -> bool:
+        """Some grammar is being compiled: step() is worth calling now and then."""
+        return bool(self._compiling)
+
+    def add(self, add: Add) -> None:
+        """Queue a request; where it cannot run, the next step says why."""
+        if not self._last < add.first < 1 << 62:
+            self.nonsense += 1
+            return
+        self._last = add.first + min(max(add.params.n, 1), MAX_N) - 1
+        try:
+            params = sampling_of(add.params)
+            wanted = params.structured_outputs
+            if wanted is None:
+                self._start(add, params, None)
+                return
+            future = self._need_grammars().submit(wanted)
+            self._compiling.append(_Compiling(add, params, future, time.monotonic() + SECONDS))
+        except Exception as e:
+            self._refuse(add, e)
+
+    def abort(self, ids: list[int]) -> None:
+        """End these outputs; those that have not arrived will not start."""
+        for number in ids:
+            arrived = number <= self._last
+            if arrived and self._engine.abort(str(number)):
+                continue
+            unborn = not arrived or any(0 <= number - one.add.first < one.params.n for one in self._compiling)
+            if unborn and number >= 0 and len(self._gone) < _MOST_GONE:
+                self._gone.add(number)
+
+    def step(self) -> list[Delta]:
+        """One step of the engine where it has work, and what has to be said."""
+        if self._compiling:
+            self._take_compiled()
+        deltas, self._told = self._told, []
+        if self._engine.has_work():
+            deltas += [sent(delta) for delta in self._engine.step()]
+        return deltas
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _take_compiled(self) -> None:
+        now, later = time.monotonic(), deque[_Compiling]()
+        for one in self._compiling:
+            if not one.future.done() and now < one.deadline:
+                later.append(one)
+                continue
+            try:
+                if not one.future.done():
+                    cause = f"the grammar was not compiled within {SECONDS:.0f} s"
+                    raise LlmcError("E651", cause, "ask for a simpler one")
+                self._start(one.add, one.params, self._need_grammars().wait(one.future))
+            except Exception as e:
+                self._refuse(one.add, e)
+        self._compiling = later
+
+    def _start(self, add: Add, params: SamplingParams, grammar: Grammar | None) -> None:
+        """All outputs of a request, or none: LlmcError. Aborted ones are left out."""
+        numbers = range(add.first, add.first + params.n)
+        leader = None
+        try:
+            for i, number in enumerate(numbers):
+                if number in self._gone:
+                    self._gone.discard(number)
+                    continue
+                guide = None if grammar is None else grammar.guide()
+                request = Request(
+                    str(number),
+                    add.prompt,
+                    one_of(params, i),
+                    add.priority,
+                    add.cache_salt,
+                    add.bad_words,
+                    guide,
+                    leader,
+                )
+                self._engine.add(request)
+                leader = leader or request
+        except BaseException:
+            for number in numbers:
+                self._engine.abort(str(number))
+            raise
+
+    def _need_grammars(self) -> Grammars:
+        if self._grammars is None:
+            self._grammars = self._open_grammars()
+        if self._grammars is None:
+            cause = "structured outputs need the tokenizer, which the artifact lacks"
+            raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
+        return self._grammars
+
+    def _refuse(self, add: Add, error: Exception) -> None:
+        self._gone.difference_update(range(add.first, self._last + 1))
+        fault = fault_of(as_told(error))
+        self._told.append(Delta(add.first, [], "error", None, None, 0, fault, None, False))

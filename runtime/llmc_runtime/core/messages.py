@@ -1,0 +1,232 @@
+"""What the front and the engine process say to each other: msgspec structs in msgpack, as arrays. It sends nothing.
+
+The front sends `Add` on one socket and `Control` on another, so that an abort overtakes a queue of requests; the engine
+process answers with `Report`. Request ids are numbers that the front gives, rising, each to one output of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import RequestDelta
+from llmc_runtime.sched.step import TokenLogprobs
+from llmc_runtime.sched.structured import StructuredOutputsParams
+
+TEXT_SIDE = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "bad_words"})
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Arrays whose first element names the kind."""
+
+
+class Fault(msgspec.Struct, array_like=True, gc=False):
+    """An LlmcError on its way."""
+
+    code: str
+    cause: str
+    remedy: str
+
+
+class Form(msgspec.Struct, array_like=True, gc=False):
+    """StructuredOutputsParams on their way: the kind, its text (choices as a JSON list), the flags."""
+
+    kind: str
+    text: str
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+    whitespace_pattern: str | None
+
+
+class Params(msgspec.Struct, array_like=True, gc=False):
+    """The fields of SamplingParams that the engine needs; those of TEXT_SIDE stay with the front."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logprobs: int | None
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: list[int] | None
+    prompt_logprobs: int | None
+    structured_outputs: Form | None
+
+
+class Add(_Message):
+    """A request: its outputs are called first, first + 1, ...; `bad_words` as token ids."""
+
+    first: int
+    prompt: list[int]
+    params: Params
+    priority: int
+    cache_salt: str
+    bad_words: list[list[int]]
+
+
+class Open(_Message):
+    """The artifact and the limits; said once, first. `heartbeat`: seconds between two signs of life."""
+
+    path: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    kv_bytes: int | None
+    threads: int | None
+    seed: int
+    eos: list[int]
+    prefix_caching: bool
+    policy: str
+    verify: bool
+    canary: bool
+    prepare: bool
+    trace: str | None
+
+
+class Abort(_Message):
+    """These outputs end now; nothing more is said of them."""
+
+    ids: list[int]
+
+
+class Stop(_Message):
+    """Give everything back and end."""
+
+
+class Progress(_Message):
+    """A line about opening."""
+
+    line: str
+
+
+class Ready(_Message):
+    """The engine is open, within these limits."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    summary: str
+
+
+class Failed(_Message):
+    """The engine did not open, or ended; the process ends with it."""
+
+    fault: Fault
+
+
+class Delta(msgspec.Struct, array_like=True, gc=False):
+    """A RequestDelta on its way."""
+
+    id: int
+    new_token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | None
+    logprobs: list[TokenLogprobs] | None
+    num_cached: int
+    fault: Fault | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    stopped: bool
+
+
+class Outputs(_Message):
+    """What a step did."""
+
+    deltas: list[Delta]
+
+
+class Pulse(_Message):
+    """A sign of life: seconds that the step under way has taken so far (0: none is), messages that made no sense, and
+    the engine's counters and gauges."""
+
+    age: float
+    nonsense: int
+    stats: dict[str, float | dict[str, int]]
+
+
+Control = Open | Abort | Stop
+Report = Progress | Ready | Failed | Outputs | Pulse
+
+
+def fault_of(error: LlmcError) -> Fault:
+    """The error as it is sent."""
+    return Fault(error.code, error.cause, error.remedy)
+
+
+def error_of(fault: Fault) -> LlmcError:
+    """The error that was sent."""
+    return LlmcError(fault.code, fault.cause, fault.remedy)
+
+
+def params_of(params: SamplingParams) -> Params:
+    """The parameters as they are sent."""
+    values = {name: getattr(params, name) for name in Params.__struct_fields__}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        values[name] = None if values[name] is None else list(values[name])
+    form = params.structured_outputs
+    if form is not None:
+        flags = (form.disable_any_whitespace, form.disable_additional_properties, form.whitespace_pattern)
+        values["structured_outputs"] = Form(form.kind, form.text, *flags)
+    return Params(**values)
+
+
+def sampling_of(params: Params) -> SamplingParams:
+    """The parameters that were sent, checked like any others. LlmcError E601."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in Params.__struct_fields__}
+    if params.structured_outputs is not None:
+        values["structured_outputs"] = _structured(params.structured_outputs)
+    return SamplingParams(**values)
+
+
+def _structured(form: Form) -> StructuredOutputsParams:
+    value: Any = form.text
+    if form.kind == "json_object":
+        value = True
+    elif form.kind == "choice":
+        try:
+            value = msgspec.json.decode(form.text, type=list[str])
+        except msgspec.MsgspecError:
+            raise LlmcError("E601", "structured_outputs: choices that are no list", "a list of texts") from None
+    known = {f.name for f in fields(StructuredOutputsParams)}
+    if form.kind not in known:
+        raise LlmcError("E601", f"structured_outputs: no kind {form.kind!r:.40}", "json, regex, choice or grammar")
+    named: Mapping[str, Any] = {form.kind: value}
+    return StructuredOutputsParams(
+        **named,
+        disable_any_whitespace=form.disable_any_whitespace,
+        disable_additional_properties=form.disable_additional_properties,
+        whitespace_pattern=form.whitespace_pattern,
+    )
+
+
+def sent(delta: RequestDelta) -> Delta:
+    """The delta of an engine whose ids are numbers in letters."""
+    fault = None if delta.error is None else fault_of(delta.error)
+    return Delta(
+        int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
+        delta.num_cached, fault, delta.prompt_logprobs, delta.stopped,
+    )  # fmt: skip
+
+
+def received(delta: Delta) -> RequestDelta:
+    """The delta as the collectors take it."""
+    error = None if delta.fault is None else error_of(delta.fault)
+    return RequestDelta(
+        str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
+        delta.num_cached, error, delta.prompt_logprobs, delta.stopped,
+    )  # fmt: skip

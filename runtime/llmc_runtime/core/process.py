@@ -1,0 +1,257 @@
+"""The engine process: it opens the artifact it is told of, serves two sockets, and gives signs of life. No text.
+
+`python -m llmc_runtime.core.process PARENT FOLDER HEARTBEAT`: the front's process id, the folder of the sockets, the
+seconds between two signs of life. It ends when the front does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from llmc_runtime.core.loop import Loop
+from llmc_runtime.core.messages import (
+    Abort,
+    Add,
+    Control,
+    Failed,
+    Open,
+    Outputs,
+    Progress,
+    Pulse,
+    Ready,
+    Stop,
+    fault_of,
+)
+from llmc_runtime.engine import Engine
+from llmc_runtime.format.errors import as_told
+from llmc_runtime.grammar import Grammars
+
+ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
+_DRAIN = 0.002  # seconds between two steps for new requests
+_LINGER = 2000  # milliseconds for the last words
+_SENSELESS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open engine: one line about it, the grammars of its vocabulary, and how to give everything back."""
+
+    engine: Engine
+    summary: str
+    grammars: Callable[[], Grammars | None]
+    close: Callable[[], None]
+
+
+Opener = Callable[[Open, Callable[[str], None]], Session]
+
+
+def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
+    """Open the artifact as `LLM` does; `say` is told what happens. LlmcError E1xx, E2xx."""
+    from llmc_runtime.artifact import open_artifact
+    from llmc_runtime.open import Limits, open_engine
+    from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+    from llmc_runtime.trace import follow
+
+    say(f"opening {wanted.path}")
+    artifact = open_artifact(wanted.path, verify=wanted.verify, threads=wanted.threads)
+    limits = Limits(wanted.max_model_len, wanted.max_num_seqs, wanted.max_num_batched_tokens, wanted.kv_bytes)
+    opened = open_engine(
+        artifact,
+        limits,
+        threads=wanted.threads,
+        seeds=random.Random(wanted.seed).getrandbits,
+        eos=wanted.eos,
+        prefix_caching=wanted.prefix_caching,
+        policy=wanted.policy,
+        canary=wanted.canary,
+        prepare=wanted.prepare,
+    )
+    trace = None if wanted.trace is None else follow(opened.engine, wanted.trace)
+
+    def grammars() -> Grammars | None:
+        if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
+            return None
+        config = opened.engine.scheduler.config
+        return Grammars(Tokenizer.open(artifact.tokenizer_dir), config.vocab_size, config.eos_token_ids)
+
+    def close() -> None:
+        opened.close()
+        if trace is not None:
+            trace.finish()
+
+    return Session(opened.engine, opened.summary, grammars, close)
+
+
+class _Pulses(threading.Thread):
+    """Signs of life from a thread and a socket of its own, so that a long step does not stop them."""
+
+    def __init__(self, process: CoreProcess) -> None:
+        super().__init__(name="llmc-pulse", daemon=True)
+        self._process, self.ended = process, threading.Event()
+
+    def run(self) -> None:
+        process = self._process
+        socket = process.socket(zmq.PUSH, REPORTS, linger=0)
+        while True:
+            if os.getppid() != process.parent:  # whoever is the parent now, the front has gone
+                shutil.rmtree(process.folder, ignore_errors=True)
+                os._exit(0)
+            socket.send(msgspec.msgpack.encode(process.pulse()))
+            if self.ended.wait(process.heartbeat):
+                break
+        socket.close()
+
+
+class CoreProcess:
+    """One engine and its sockets, from the front's first word to its last."""
+
+    def __init__(self, parent: int, folder: Path, heartbeat: float, opener: Opener) -> None:
+        self.parent, self.folder, self.heartbeat, self._opener = parent, folder, heartbeat, opener
+        self._context = zmq.Context()
+        self._began = 0.0  # when the work under way began; 0: none is
+        self._session: Session | None = None
+        self._loop: Loop | None = None
+        self._nonsense = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._add_of, self._control_of = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
+
+    def socket(self, kind: int, name: str, linger: int = _LINGER) -> Any:
+        """A socket that is connected to the front's of this name."""
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, linger)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.connect(f"ipc://{self.folder / name}")
+        return socket
+
+    def pulse(self) -> Pulse:
+        """How it is; asked from another thread than the one that works."""
+        began, session, loop = self._began, self._session, self._loop
+        stats: dict[str, Any] = {}
+        if session is not None:
+            stats = {**session.engine.counters.as_dict(), **session.engine.stats()}
+        nonsense = self._nonsense + (0 if loop is None else loop.nonsense)
+        return Pulse(time.monotonic() - began if began else 0.0, nonsense, stats)
+
+    def run(self) -> int:
+        """Serve until told to stop, or until the engine has ended. The exit code."""
+        self._adds, self._control = self.socket(zmq.PULL, ADDS), self.socket(zmq.PULL, CONTROL)
+        self._reports = self.socket(zmq.PUSH, REPORTS)
+        pulses = _Pulses(self)
+        pulses.start()
+        code = 0
+        try:
+            code = self._open_and_serve()
+        except Exception as e:
+            traceback.print_exc()
+            self._say(Failed(fault_of(as_told(e))))
+            code = 1
+        pulses.ended.set()
+        pulses.join(1.0)
+        for socket in (self._adds, self._control, self._reports):
+            socket.close()
+        self._context.term()
+        return code
+
+    def _open_and_serve(self) -> int:
+        wanted = self._control_message()
+        if not isinstance(wanted, Open):
+            return 0
+        try:
+            session = self._session = self._opener(wanted, lambda line: self._say(Progress(line)))
+        except Exception as e:
+            error = as_told(e)
+            if error.code == "E000":
+                traceback.print_exc()
+            self._say(Failed(fault_of(error)))
+            return 1
+        config = session.engine.scheduler.config
+        sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
+        self._say(Ready(*sizes, config.num_pages, config.page_size, config.vocab_size, session.summary))
+        self._loop = Loop(session.engine, session.grammars)
+        try:
+            return self._serve(self._loop, session.engine)
+        finally:
+            self._loop.close()
+            session.close()
+
+    def _serve(self, loop: Loop, engine: Engine) -> int:
+        poller = zmq.Poller()
+        poller.register(self._adds, zmq.POLLIN)
+        poller.register(self._control, zmq.POLLIN)
+        while True:
+            self._began = time.monotonic()
+            if self._take_control(loop):
+                return 0
+            self._take_adds(loop)
+            if loop.busy or loop.waiting:
+                deltas = loop.step()
+                if deltas:
+                    self._say(Outputs(deltas))
+                if engine.error is not None:
+                    self._say(Failed(fault_of(engine.error)))
+                    return 1
+            if not loop.busy:
+                self._began = 0.0
+                poller.poll(5 if loop.waiting else None)
+
+    def _take_control(self, loop: Loop) -> bool:
+        """Do all that is asked for now. True: to stop."""
+        while self._control.get(zmq.EVENTS) & zmq.POLLIN:
+            message = self._control_message()
+            if isinstance(message, Stop):
+                return True
+            if isinstance(message, Abort):
+                loop.abort(message.ids)
+            else:
+                self._nonsense += 1
+        return False
+
+    def _take_adds(self, loop: Loop) -> None:
+        """Queue new requests, for as long as no step has to wait for it."""
+        until = time.monotonic() + _DRAIN
+        while self._adds.get(zmq.EVENTS) & zmq.POLLIN:
+            frames = self._adds.recv_multipart()
+            try:
+                loop.add(self._add_of.decode(b"".join(frames)))
+            except _SENSELESS:
+                self._nonsense += 1
+            if time.monotonic() >= until:
+                break
+
+    def _control_message(self) -> Open | Abort | Stop | None:
+        """The next one; None where it made no sense, which is counted by the caller."""
+        frames = self._control.recv_multipart()
+        try:
+            message: Open | Abort | Stop = self._control_of.decode(b"".join(frames))
+            return message
+        except _SENSELESS:
+            return None
+
+    def _say(self, message: Progress | Ready | Failed | Outputs) -> None:
+        self._reports.send(self._encode(message))
+
+
+def main(argv: Sequence[str], opener: Opener = open_session) -> int:
+    """What the engine process runs. The exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the front's affair
+    parent, folder, heartbeat = argv
+    return CoreProcess(int(parent), Path(folder), float(heartbeat), opener).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""The open requests of the front: deltas go in, outputs come out as fast as their reader takes them. No sockets.
+
+A slow reader holds nobody: its request keeps one state, into which deltas are merged, and one mark that it changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+from llmc_runtime.core.messages import Delta, received
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.outputs import Answer, Collector, CompletionOutput, Piece, RequestOutput
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.text.tokenizer import Tokenizer
+
+KINDS = ("cumulative", "delta", "final_only")
+
+
+class Reader:
+    """One request: its outputs so far, and who waits for more. Ends with LlmcError where the request did."""
+
+    def __init__(self, answer: Answer, first: int) -> None:
+        self.answer, self.first = answer, first
+        self.error: LlmcError | None = None
+        self._changed = asyncio.Event()
+        self._open = list(answer.parts)  # whose last piece was not given yet
+        self._texts = [""] * len(answer.parts)
+
+    @property
+    def numbers(self) -> range:
+        """What the engine calls its outputs."""
+        return range(self.first, self.first + len(self.answer.parts))
+
+    def wake(self) -> None:
+        """Something changed."""
+        self._changed.set()
+
+    async def outputs(self, kind: str) -> AsyncGenerator[RequestOutput, None]:
+        """What is new whenever it is asked for, by `kind` (see AsyncLLM.generate)."""
+        while self._open:
+            await self._changed.wait()
+            self._changed.clear()
+            if self.error is not None:
+                raise self.error
+            if kind == "final_only":
+                if self.answer.finished:
+                    self._open.clear()
+                    yield self.answer.output()
+                continue
+            new = self._news(kind == "delta")
+            if new:
+                yield self._output(new)
+
+    def _news(self, delta: bool) -> list[CompletionOutput]:
+        """The outputs that have something new, or all of them so far; none where nothing is new."""
+        pieces = []
+        for part in [part for part in self._open if part.finished or part.fresh]:
+            pieces.append(piece := part.piece())
+            self._texts[piece.index] += piece.text
+            if part.finished:
+                self._open.remove(part)
+        if delta or not pieces:
+            return [_output_of(piece) for piece in pieces]
+        return [replace(part.output(), text=self._texts[part.index]) for part in self.answer.parts]
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        answer, first = self.answer, self.answer.parts[0]
+        ids = list(answer.prompt_ids)
+        return RequestOutput(
+            answer.request_id, answer.prompt, ids, outputs, not self._open, first.num_cached, first.prompt_logprobs
+        )
+
+
+class Requests:
+    """All open requests, by the numbers of their outputs. `abort` is told which numbers nobody waits for."""
+
+    def __init__(self, abort: Callable[[list[int]], None]) -> None:
+        self._abort = abort
+        self._parts: dict[int, tuple[Reader, Collector]] = {}
+        self._readers: dict[Reader, None] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def open(self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> Reader:
+        """A request with numbers of its own; nothing is sent."""
+        first, self._next = self._next, self._next + params.n
+        parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer) for i in range(params.n)]
+        reader = Reader(Answer(request_id, prompt.text, prompt.ids, parts), first)
+        self._parts |= {first + i: (reader, part) for i, part in enumerate(parts)}
+        self._readers[reader] = None
+        return reader
+
+    def take(self, deltas: Sequence[Delta]) -> None:
+        """What the engine did. Of a request that nobody knows it is told to end it."""
+        unwanted = []
+        for delta in deltas:
+            found = self._parts.get(delta.id)
+            if found is None:
+                if delta.finish_reason is None:
+                    unwanted.append(delta.id)
+                continue
+            reader, part = found
+            if part.take(received(delta)):
+                unwanted.append(delta.id)
+            if part.finished:
+                del self._parts[delta.id]
+            if part.error is not None:
+                unwanted += self._end(reader, part.error)
+            reader.wake()
+        if unwanted:
+            self._abort(unwanted)
+
+    def drop(self, reader: Reader) -> None:
+        """Nobody waits for this one any more; it ends where it is."""
+        self._readers.pop(reader, None)
+        unwanted = self._end(reader, None)
+        if unwanted:
+            self._abort(unwanted)
+        reader.wake()
+
+    def abort(self, request_id: str) -> int:
+        """End what has this id; their readers get a last output. How many there were."""
+        found = [reader for reader in self._readers if reader.answer.request_id == request_id]
+        for reader in found:
+            self.drop(reader)
+        return len(found)
+
+    def fail_all(self, error: LlmcError) -> int:
+        """Every open request ends with `error`. How many had not finished."""
+        failed = 0
+        for reader in self._readers:
+            if not reader.answer.finished:
+                failed += 1
+                self._end(reader, error)
+                reader.wake()
+        return failed
+
+    def _end(self, reader: Reader, error: LlmcError | None) -> list[int]:
+        """The numbers that still ran."""
+        reader.error = reader.error or error
+        running = [number for number in reader.numbers if self._parts.pop(number, None) is not None]
+        for part in reader.answer.parts:
+            part.abort()
+        return running
+
+
+def _output_of(piece: Piece) -> CompletionOutput:
+    total = None
+    if piece.logprobs is not None:
+        total = sum(row[token].logprob for row, token in zip(piece.logprobs, piece.token_ids))
+    return CompletionOutput(
+        piece.index, piece.text, piece.token_ids, total, piece.logprobs, piece.finish_reason, piece.stop_reason
+    )

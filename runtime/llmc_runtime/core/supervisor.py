@@ -1,0 +1,163 @@
+"""Keeps one engine process running: opens it, looks after it, replaces it when it ends or hangs, up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.channel import TICK, Channel
+from llmc_runtime.core.messages import Add, Open, Pulse, Ready
+from llmc_runtime.core.requests import Requests
+from llmc_runtime.format.errors import LlmcError
+
+STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
+_FORGIVEN = 3600.0  # seconds after which a failure no longer counts
+_STOP = 3.0  # seconds that an engine process has for its end
+
+
+class Supervisor:
+    """One engine process at a time, of one event loop. Whatever it loses, every open request is told.
+
+    `state`: "starting" (also between two processes), "ready", "draining" (nothing new is taken), "dead"; `error`: the
+    last failure; `restarts`: processes that were replaced.
+    """
+
+    def __init__(
+        self, command: Sequence[str], wanted: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
+    ) -> None:
+        self._command, self._wanted, self._args = command, wanted, args
+        self._step_timeout, self._say = step_timeout, say
+        self.requests = Requests(self._abort)
+        self.state, self.restarts = STARTING, 0
+        self.error: LlmcError | None = None
+        self.ready: Ready | None = None
+        self._failures: list[float] = []
+        self._channel: Channel | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """The engine's last sign of life."""
+        return None if self._channel is None else self._channel.pulse
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process."""
+        return None if self._channel is None else self._channel.process.pid
+
+    async def start(self) -> Ready:
+        """Open the engine and look after it from now on. LlmcError where it does not open."""
+        try:
+            ready = await self._open()
+        except BaseException as e:
+            self.state = DEAD
+            self.error = e if isinstance(e, LlmcError) else None
+            raise
+        self._watch = asyncio.create_task(self._look_after())
+        return ready
+
+    def require(self) -> None:
+        """LlmcError where nothing new is taken: E660 for now, E663 and E664 for good."""
+        if self.state == STARTING:
+            why = "is starting" if self.error is None else f"is starting again: {self.error.cause}"
+            raise LlmcError("E660", f"the engine {why}", "send the request again in a moment")
+        if self.state == DRAINING:
+            raise _closing()
+        if self.state == DEAD:
+            raise self.error or _closing()
+
+    def add(self, add: Add) -> None:
+        """Send a request. LlmcError as `require`, and E601 where it cannot be sent."""
+        self.require()
+        if self._channel is not None:
+            self._channel.add(add)
+
+    async def stop(self, drain: float) -> None:
+        """Take nothing new, let open requests go on for `drain` seconds, tell the others, end the process."""
+        if self.state == DEAD and self._watch is None:
+            return
+        was_ready = self.state == READY
+        self.state = DRAINING
+        deadline = time.monotonic() + drain
+        while was_ready and len(self.requests) and self.error is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        self.requests.fail_all(_closing())
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.stop(_STOP)
+        self.state = DEAD
+        self.error = self.error or _closing()
+
+    def _abort(self, ids: list[int]) -> None:
+        if self._channel is not None:
+            self._channel.abort(ids)
+
+    async def _open(self) -> Ready:
+        heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
+        channel = Channel(self._command, heartbeat, self.requests.take, self._say)
+        try:
+            self.ready = await channel.open(self._wanted, self._args.start_timeout)
+        except BaseException:
+            await asyncio.shield(channel.kill())
+            raise
+        self._channel, self.state, self.error = channel, READY, None
+        return self.ready
+
+    async def _look_after(self) -> None:
+        last = time.monotonic()
+        while self._channel is not None:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            error = self._channel.check(now - last, self._args.heartbeat_timeout, self._step_timeout)
+            last = now
+            if error is not None:
+                await self._replace(error)
+                last = time.monotonic()
+
+    async def _replace(self, error: LlmcError) -> None:
+        """Tell everybody, end what is left of the process, and start another one unless that was too often."""
+        closing = self.state == DRAINING
+        channel, self._channel = self._channel, None
+        self.state, self.error = (DRAINING if closing else STARTING), error
+        if channel is not None:
+            await channel.kill()
+        told = self.requests.fail_all(error)
+        self._say(f"{error.cause}; requests that were told: {told}")
+        while not closing:
+            delay = self._delay()
+            if delay is None:
+                self._give_up()
+                return
+            await asyncio.sleep(delay)
+            self.restarts += 1
+            try:
+                await self._open()
+                self._say(f"the engine process was replaced ({self.restarts} so far)")
+                return
+            except LlmcError as e:
+                self.error = e
+                self._say(f"the engine did not open again: {e.cause}")
+
+    def _delay(self) -> float | None:
+        """Seconds until the next try; None where there were enough."""
+        now = time.monotonic()
+        self._failures = [*(t for t in self._failures if now - t < _FORGIVEN), now]
+        count = len(self._failures)
+        return None if count > self._args.max_restarts else self._args.restart_delay * 2.0 ** (count - 1)
+
+    def _give_up(self) -> None:
+        cause = "" if self.error is None else self.error.cause
+        words = f"the engine ended {len(self._failures)} times within an hour, the last time so: {cause}"
+        self.error = LlmcError("E664", words, "start again when the cause is found; its messages are on stderr")
+        self.state = DEAD
+        self._say(words)
+
+
+def _closing() -> LlmcError:
+    return LlmcError("E663", "the engine is shutting down", "send the request to another server, or later")

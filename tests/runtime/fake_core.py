@@ -1,0 +1,72 @@
+"""An engine process over the simulated device, for tests: `fake_core.py SECONDS_A_STEP PARENT FOLDER HEARTBEAT`.
+
+A request whose prompt begins with one of these ids does something to it: 1 ends the process, 2 hangs the step, 3 makes
+the executor fail.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llmc_runtime.core.messages import Open
+from llmc_runtime.core.process import Session, main
+from llmc_runtime.device.fake import FakeExecutor
+from llmc_runtime.engine import Engine
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.scheduler import Scheduler
+
+VOCAB, PAGE, PAGES, ROWS, LENGTH, TOKENS = 428, 4, 512, 16, 256, 64
+CRASH, HANG, FAIL = 1, 2, 3
+
+
+class Mischief:
+    """The simulated device at a pace; some prompts end it."""
+
+    def __init__(self, inner: FakeExecutor, pace: float) -> None:
+        self.inner, self.pace = inner, pace
+        self.depth, self.wait, self.settle = inner.depth, inner.wait, inner.settle
+
+    def launch(self, step: Any) -> Any:
+        for init in step.inits:
+            if init.tokens[0] == CRASH:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if init.tokens[0] == HANG:
+                time.sleep(3600)
+            if init.tokens[0] == FAIL:
+                raise RuntimeError("the device fell off")
+        time.sleep(self.pace)
+        return self.inner.launch(step)
+
+
+def build(pace: float, depth: int = 2) -> Engine:
+    """An engine over the simulated device."""
+    config = SchedulerConfig(PAGES, PAGE, LENGTH, ROWS, TOKENS, VOCAB, eos_token_ids=(VOCAB - 1,))
+    fake = FakeExecutor(ROWS, PAGES, PAGE, VOCAB, LENGTH, TOKENS, depth, random.Random(3))
+    return Engine(Scheduler(config, lambda: 11), Mischief(fake, pace))
+
+
+def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
+    """What the engine process is given; the path "missing" does not open."""
+
+    def open_fake(wanted: Open, say: Callable[[str], None]) -> Session:
+        say(f"opening {wanted.path}")
+        if wanted.path == "missing":
+            raise LlmcError("E101", "artifact 'missing' does not exist", "give another")
+        if wanted.path != "ok" and os.path.exists(wanted.path):  # it opens once
+            raise LlmcError("E106", f"{wanted.path} was opened before", "give another")
+        if wanted.path != "ok":
+            open(wanted.path, "w").close()
+        return Session(build(pace), "the simulated device", lambda: None, lambda: None)
+
+    return open_fake
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], opener(float(sys.argv[1]))))

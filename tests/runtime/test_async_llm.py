@@ -1,0 +1,257 @@
+"""AsyncLLM over an engine process: the same tokens as LLM, many at a time, aborts, slow readers, bad requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import textkit
+from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams
+from llmc_runtime.core.async_llm import Front
+from llmc_runtime.core.messages import Open
+from llmc_runtime.text.tokenizer import Tokenizer
+
+from tests.runtime.fake_core import LENGTH, PAGES, VOCAB, build
+
+PROGRAM = Path(__file__).with_name("fake_core.py")
+TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {})
+
+
+def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **options: Any) -> AsyncLLM:
+    opening = Open(path, None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+    front = Front([sys.executable, "-P", str(PROGRAM), str(pace)], opening, tok)
+    calm = {"heartbeat_timeout": 20.0, "restart_delay": 0.0, "say": lambda line: None}  # a busy machine is no failure
+    return AsyncLLM.over(front, **(calm | options))
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(limited())
+
+
+def prompt_of(rng: random.Random, least: int = 1) -> dict[str, Any]:
+    return {"prompt_token_ids": [rng.randrange(10, VOCAB) for _ in range(rng.randrange(least, 40))]}
+
+
+async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None, kind: str = "final_only") -> RequestOutput:
+    found = None
+    async for output in llm.generate(prompt, params, "r", output_kind=kind):
+        found = output
+    assert found is not None and found.finished
+    return found
+
+
+async def settled(llm: AsyncLLM) -> dict[str, Any]:
+    """The figures when nothing is left to do."""
+    before = llm._running().pulse
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        stats = llm.stats()
+        fresh = llm._running().pulse is not before
+        if fresh and not stats["num_requests_running"] and not stats["num_requests_waiting"]:
+            return stats
+    raise AssertionError(f"requests are left: {stats}")
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    ids = rng.sample(range(VOCAB), 5)
+    return SamplingParams(
+        n=rng.choice([1, 1, 2, 3]), temperature=0.5 + rng.random(), seed=rng.randrange(2**64), top_k=rng.randrange(9),
+        max_tokens=rng.randrange(1, 40), min_tokens=rng.randrange(2), stop_token_ids=ids[:2],
+        logit_bias={ids[3]: 2.5} if rng.random() < 0.3 else None, ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice([None, 0, 3]), prompt_logprobs=rng.choice([None, None, 2]),
+        allowed_token_ids=ids[2:] if rng.random() < 0.3 else None,
+    )  # fmt: skip
+
+
+def test_a_hundred_at_a_time_give_what_LLM_gives_one_by_one() -> None:
+    rng = random.Random()
+    work = [(prompt_of(rng), random_params(rng)) for _ in range(100)]
+
+    async def together() -> list[RequestOutput]:
+        async with fake() as llm:
+            outputs = await asyncio.gather(*(last(llm, *one, rng.choice(["cumulative", "final_only"])) for one in work))
+            stats = await settled(llm)
+            assert stats["kv_cache_usage_perc"] == 0 and not stats["num_requests_open"]
+            return list(outputs)
+
+    one = LLM.over(build(0.0, depth=1))
+    for (prompt, params), got in zip(work, run(together())):
+        (want,) = one.generate(prompt, params, use_tqdm=False)
+        assert got.outputs == want.outputs
+        assert (got.prompt_token_ids, got.prompt_logprobs) == (want.prompt_token_ids, want.prompt_logprobs)
+
+
+def test_the_pieces_joined_are_the_whole_and_stop_strings_end_it() -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, n=1)
+
+    async def both() -> None:
+        async with fake(tok=TOK) as llm:
+            whole = await last(llm, "The kernel", params)
+            text = whole.outputs[0].text
+            stop = text[len(text) // 2 :][:2]
+            limited = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+            pieces, seen = [], ""
+            async for output in llm.generate("The kernel", limited, "p", output_kind="delta"):
+                pieces += output.outputs
+            async for output in llm.generate("The kernel", limited, "q"):
+                assert output.outputs[0].text.startswith(seen)
+                seen = output.outputs[0].text
+            assert seen == "".join(p.text for p in pieces) == text[: text.index(stop)]
+            assert pieces[-1].finish_reason == "stop" and pieces[-1].stop_reason == stop
+            ids = [token for p in pieces for token in p.token_ids]
+            assert ids == whole.outputs[0].token_ids[: len(ids)] and len(ids) < 60
+            assert (await settled(llm))["request_success"]["abort"] == 2
+
+    run(both())
+
+
+def test_leaving_the_iterator_frees_the_pages_within_two_steps() -> None:
+    pace = 0.2
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def leave() -> None:
+        async with fake(pace) as llm:
+            task = asyncio.create_task(last(llm, {"prompt_token_ids": [50, 51]}, params))
+            while not llm.stats().get("num_requests_running"):
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            steps = llm.stats()["num_steps"]
+            stats = await settled(llm)
+            assert stats["kv_cache_usage_perc"] == 0
+            assert stats["num_steps"] <= steps + 1 + 2  # one that no pulse had told of
+            outputs = llm.generate({"prompt_token_ids": [60]}, params, "x")
+            await anext(outputs)
+            await outputs.aclose()
+            assert (await settled(llm))["request_success"]["abort"] == 2
+            reader = asyncio.create_task(last(llm, {"prompt_token_ids": [61]}, params))
+            while not await llm.abort("r"):
+                await asyncio.sleep(0.02)
+            assert (await reader).outputs[0].finish_reason == "abort"
+
+    run(leave())
+
+
+def test_a_thousand_quick_cancels_leak_nothing() -> None:
+    rng = random.Random()
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def cancel_all() -> None:
+        async with fake() as llm:
+            for _ in range(10):
+                tasks = [asyncio.create_task(last(llm, prompt_of(rng), params)) for _ in range(100)]
+                for task in tasks:
+                    await asyncio.sleep(0 if rng.random() < 0.9 else 0.002)
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            stats = await settled(llm)
+            assert stats["kv_cache_usage_perc"] == 0 and stats["num_requests_open"] == 0
+            requests = llm._running().requests
+            assert not requests._parts and not requests._readers
+            ended = await last(llm, {"prompt_token_ids": [77]}, params)
+            assert len(ended.outputs[0].token_ids) == 100
+
+    run(cancel_all())
+
+
+def test_a_slow_reader_holds_nobody_and_gets_everything() -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def slowly() -> None:
+        async with fake() as llm:
+            slow = llm.generate({"prompt_token_ids": [90]}, params, "slow", output_kind="delta")
+            first = await anext(slow)
+            for _ in range(3):
+                await last(llm, {"prompt_token_ids": [91]}, params)
+            stats = await settled(llm)  # the slow one's tokens, too, though nobody has read them
+            assert stats["generation_tokens"] == 800
+            rest = [output async for output in slow]
+            assert len(rest) == 1
+            ids = first.outputs[0].token_ids + rest[0].outputs[0].token_ids
+            whole = await last(llm, {"prompt_token_ids": [90]}, params)
+            assert ids == whole.outputs[0].token_ids
+
+    run(slowly())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "code"),
+    [
+        ({"prompt_token_ids": [VOCAB]}, {}, "E606"),
+        ({"prompt_token_ids": []}, {}, "E605"),
+        ({"prompt_token_ids": [2**70]}, {}, "E601"),
+        ({"prompt_token_ids": [9] * LENGTH}, {}, "E602"),
+        ({"prompt_token_ids": [9]}, {"max_tokens": LENGTH}, "E603"),
+        ({"prompt_token_ids": [9]}, {"stop": "x"}, "E620"),
+        ({"prompt_token_ids": [9]}, {"stop_token_ids": [VOCAB]}, "E601"),
+        ("text", {}, "E620"),
+        (3.5, {}, "E625"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options: dict[str, Any], code: str) -> None:
+    async def refused() -> None:
+        async with fake() as llm:
+            other = asyncio.create_task(last(llm, {"prompt_token_ids": [70]}, SamplingParams(max_tokens=50)))
+            with pytest.raises(LlmcError) as told:
+                await last(llm, prompt, SamplingParams(**options))
+            assert told.value.code == code
+            with pytest.raises(LlmcError, match="no message can"):
+                async for _ in llm.generate({"prompt_token_ids": [9]}, None, "s", cache_salt="\ud800"):
+                    pass
+            assert (await other).finished and llm.restarts == 0
+
+    run(refused())
+
+
+def test_opening_fails_with_the_engine_s_own_error() -> None:
+    async def fails() -> None:
+        llm = fake(path="missing")
+        with pytest.raises(LlmcError) as told:
+            await llm.start()
+        assert (told.value.code, told.value.remedy, llm.state) == ("E101", "give another", "dead")
+        with pytest.raises(LlmcError, match="E101"):
+            await last(llm, {"prompt_token_ids": [9]}, None)
+
+    run(fails())
+
+
+def test_an_artifact_on_the_CPU_target_gives_what_LLM_gives(toy: Path) -> None:
+    rng = random.Random()
+    prompts = ["abc", "the end", {"prompt_token_ids": [5, 6, 7]}]
+    wanted = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=2),
+        SamplingParams(seed=rng.randrange(2**63), max_tokens=12, n=2, bad_words=["a"]),
+        None,
+    ]
+    lines: list[str] = []
+
+    async def ours() -> list[RequestOutput]:
+        async with AsyncLLM(toy, threads=1, heartbeat_timeout=20.0, say=lines.append) as llm:
+            assert llm.config.num_pages > 0
+            return list(await asyncio.gather(*(last(llm, p, w) for p, w in zip(prompts, wanted))))
+
+    got = run(ours())
+    with LLM(toy, threads=1, say=lines.append) as llm:
+        for prompt, params, output in zip(prompts, wanted, got):
+            (want,) = llm.generate(prompt, params, use_tqdm=False)
+            assert output.outputs == want.outputs
+    assert lines[0].startswith("opening ") and lines[1] == lines[2]
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    for options in ({"heartbeat_timeout": 0}, {"max_restarts": -1}, {"step_timeout": "x"}):
+        with pytest.raises(LlmcError, match="E201"):
+            AsyncLLM(tmp_path, **options)
+    with pytest.raises(TypeError):
+        AsyncLLM(tmp_path, no_such_option=1)
+    assert PAGES > 0
