@@ -5,60 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import textkit
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams
-from llmc_runtime.core.async_llm import Front
-from llmc_runtime.core.messages import Open
 from llmc_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.fake_core import LENGTH, PAGES, VOCAB, build
+from tests.runtime.async_kit import fake, last, prompt_of, run, settled
+from tests.runtime.fake_core import LENGTH, VOCAB, build
 
-PROGRAM = Path(__file__).with_name("fake_core.py")
 TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {})
-
-
-def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **options: Any) -> AsyncLLM:
-    opening = Open(path, None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
-    front = Front([sys.executable, "-P", str(PROGRAM), str(pace)], opening, tok)
-    calm = {"heartbeat_timeout": 20.0, "restart_delay": 0.0, "say": lambda line: None}  # a busy machine is no failure
-    return AsyncLLM.over(front, **(calm | options))
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        return await asyncio.wait_for(work, 60)
-
-    return asyncio.run(limited())
-
-
-def prompt_of(rng: random.Random, least: int = 1) -> dict[str, Any]:
-    return {"prompt_token_ids": [rng.randrange(10, VOCAB) for _ in range(rng.randrange(least, 40))]}
-
-
-async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None, kind: str = "final_only") -> RequestOutput:
-    found = None
-    async for output in llm.generate(prompt, params, "r", output_kind=kind):
-        found = output
-    assert found is not None and found.finished
-    return found
-
-
-async def settled(llm: AsyncLLM) -> dict[str, Any]:
-    """The figures when nothing is left to do."""
-    before = llm._running().pulse
-    for _ in range(200):
-        await asyncio.sleep(0.05)
-        stats = llm.stats()
-        fresh = llm._running().pulse is not before
-        if fresh and not stats["num_requests_running"] and not stats["num_requests_waiting"]:
-            return stats
-    raise AssertionError(f"requests are left: {stats}")
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -254,4 +212,3 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             AsyncLLM(tmp_path, **options)
     with pytest.raises(TypeError):
         AsyncLLM(tmp_path, no_such_option=1)
-    assert PAGES > 0

@@ -138,6 +138,11 @@ class Channel:
             return False
         return True
 
+    @property
+    def alive(self) -> bool:
+        """Whether nothing is known against it; `check` finds out."""
+        return self._failed is None and self.process.returncode is None
+
     def check(self, seconds: float, heartbeat_timeout: float, step_timeout: float) -> LlmcError | None:
         """Why the engine no longer serves; `seconds` have passed since the last call. Ours that the machine or the
         event loop took at once count as two ticks at most."""

@@ -200,10 +200,12 @@ class CoreProcess:
             self._take_adds(loop)
             if loop.busy or loop.waiting:
                 deltas = loop.step()
+                error = engine.error
+                if error is not None:  # said first, so that nothing new comes
+                    self._say(Failed(fault_of(error)))
                 if deltas:
                     self._say(Outputs(deltas))
-                if engine.error is not None:
-                    self._say(Failed(fault_of(engine.error)))
+                if error is not None:
                     return 1
             if not loop.busy:
                 self._began = 0.0

@@ -30,12 +30,18 @@ class Supervisor:
         self._command, self._wanted, self._args = command, wanted, args
         self._step_timeout, self._say = step_timeout, say
         self.requests = Requests(self._abort)
-        self.state, self.restarts = STARTING, 0
+        self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
         self._failures: list[float] = []
         self._channel: Channel | None = None
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        """How it is now."""
+        lost = self._state == READY and (self._channel is None or not self._channel.alive)
+        return STARTING if lost else self._state
 
     @property
     def pulse(self) -> Pulse | None:
@@ -52,7 +58,7 @@ class Supervisor:
         try:
             ready = await self._open()
         except BaseException as e:
-            self.state = DEAD
+            self._state = DEAD
             self.error = e if isinstance(e, LlmcError) else None
             raise
         self._watch = asyncio.create_task(self._look_after())
@@ -76,10 +82,10 @@ class Supervisor:
 
     async def stop(self, drain: float) -> None:
         """Take nothing new, let open requests go on for `drain` seconds, tell the others, end the process."""
-        if self.state == DEAD and self._watch is None:
+        if self._state == DEAD and self._watch is None:
             return
-        was_ready = self.state == READY
-        self.state = DRAINING
+        was_ready = self._state == READY
+        self._state = DRAINING
         deadline = time.monotonic() + drain
         while was_ready and len(self.requests) and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -91,7 +97,7 @@ class Supervisor:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.stop(_STOP)
-        self.state = DEAD
+        self._state = DEAD
         self.error = self.error or _closing()
 
     def _abort(self, ids: list[int]) -> None:
@@ -106,7 +112,7 @@ class Supervisor:
         except BaseException:
             await asyncio.shield(channel.kill())
             raise
-        self._channel, self.state, self.error = channel, READY, None
+        self._channel, self._state, self.error = channel, READY, None
         return self.ready
 
     async def _look_after(self) -> None:
@@ -122,11 +128,11 @@ class Supervisor:
 
     async def _replace(self, error: LlmcError) -> None:
         """Tell everybody, end what is left of the process, and start another one unless that was too often."""
-        closing = self.state == DRAINING
+        closing = self._state == DRAINING
         channel, self._channel = self._channel, None
-        self.state, self.error = (DRAINING if closing else STARTING), error
+        self._state, self.error = (DRAINING if closing else STARTING), error
         if channel is not None:
-            await channel.kill()
+            await asyncio.shield(channel.kill())
         told = self.requests.fail_all(error)
         self._say(f"{error.cause}; requests that were told: {told}")
         while not closing:
@@ -155,7 +161,7 @@ class Supervisor:
         cause = "" if self.error is None else self.error.cause
         words = f"the engine ended {len(self._failures)} times within an hour, the last time so: {cause}"
         self.error = LlmcError("E664", words, "start again when the cause is found; its messages are on stderr")
-        self.state = DEAD
+        self._state = DEAD
         self._say(words)
 
 

@@ -1,0 +1,235 @@
+"""What happens to the engine process, and what everybody is told: ends, hangs, failures, nonsense, the front's end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
+from llmc_runtime.core.messages import TEXT_SIDE, Abort, Add, Control, Params, Report, params_of, sampling_of
+
+from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
+from tests.runtime.fake_core import CRASH, FAIL, HANG
+
+FRONT = Path(__file__).with_name("front_program.py")
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+async def ready_again(llm: AsyncLLM) -> None:
+    while not llm.is_running:
+        assert not llm.errored, llm.dead_error
+        await asyncio.sleep(0.02)
+
+
+async def told(tasks: list[asyncio.Task[Any]]) -> tuple[set[str], float]:
+    """The codes of their errors, and how long they took."""
+    began = time.monotonic()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(e, LlmcError) for e in found), found
+    return {e.code for e in found}, time.monotonic() - began
+
+
+async def busy(llm: AsyncLLM, count: int = 30) -> list[asyncio.Task[Any]]:
+    """Requests, more than there are rows, of which some have begun."""
+    rng = random.Random()
+    tasks = [asyncio.create_task(last(llm, prompt_of(rng))) for _ in range(count)]
+    while not llm.stats().get("num_requests_running"):
+        await asyncio.sleep(0.02)
+    return tasks
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, "E661"), (signal.SIGSTOP, "E662")])
+def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(number: int, code: str) -> None:
+    async def strike() -> None:
+        async with fake(0.004, heartbeat_timeout=1.0) as llm:
+            want = await last(llm, {"prompt_token_ids": [40, 41]}, SHORT)
+            tasks = await busy(llm)
+            pid = llm.engine_pid
+            assert pid is not None
+            os.kill(pid, number)
+            codes, seconds = await told(tasks)
+            assert codes == {code} and seconds < 2.0  # a second, and what a busy machine adds
+            with pytest.raises(LlmcError, match="E660"):
+                await llm.check_health()
+            await ready_again(llm)
+            assert llm.restarts == 1 and llm.engine_pid != pid and not psutil.pid_exists(pid)
+            assert (await last(llm, {"prompt_token_ids": [40, 41]}, SHORT)).outputs == want.outputs
+            assert (await settled(llm))["kv_cache_usage_perc"] == 0
+
+    run(strike())
+
+
+@pytest.mark.parametrize(("deed", "code"), [(CRASH, "E661"), (HANG, "E662"), (FAIL, "E608")])
+def test_a_request_that_ends_the_engine_is_told_and_so_are_the_others(deed: int, code: str) -> None:
+    async def strike() -> None:
+        async with fake(0.004, step_timeout=0.8) as llm:
+            tasks = await busy(llm, 5)
+            tasks.append(asyncio.create_task(last(llm, {"prompt_token_ids": [deed]})))
+            codes, seconds = await told(tasks)
+            assert codes == {code} and seconds < 3.0
+            await ready_again(llm)
+            assert (await last(llm, {"prompt_token_ids": [40]}, SHORT)).finished
+
+    run(strike())
+
+
+def test_after_too_many_ends_it_gives_up_and_says_why(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    async def strike(llm: AsyncLLM, times: int) -> None:
+        async with llm:
+            for _ in range(times):
+                await ready_again(llm)
+                with pytest.raises(LlmcError, match="SIGKILL"):
+                    await last(llm, {"prompt_token_ids": [CRASH]})
+            while not llm.errored:
+                await asyncio.sleep(0.02)
+            with pytest.raises(LlmcError) as refused:
+                await last(llm, {"prompt_token_ids": [40]})
+            assert refused.value.code == "E664"
+            assert "was opened before" in refused.value.cause or "SIGKILL" in refused.value.cause
+
+    run(strike(fake(max_restarts=1, say=lines.append), 2))
+    assert sum("requests that were told: 1" in line for line in lines) == 2
+    run(strike(fake(path=str(tmp_path / "once"), max_restarts=2), 1))  # it does not open again
+    run(strike(fake(max_restarts=0), 1))
+
+
+def test_a_process_that_ends_or_talks_nonsense_while_opening_is_an_error() -> None:
+    quits = [sys.executable, "-c", "import sys; sys.exit(7)"]
+    babbles = [
+        sys.executable, "-c",
+        "import sys, time, zmq; s = zmq.Context().socket(zmq.PUSH); s.connect(f'ipc://{sys.argv[2]}/reports');"
+        "s.send(bytes([193, 0, 255])); time.sleep(30)",
+    ]  # fmt: skip
+
+    async def opens(command: list[str], words: str) -> None:
+        llm = fake()
+        object.__setattr__(llm._front, "command", command)
+        with pytest.raises(LlmcError, match=words):
+            await llm.start()
+        assert llm.errored
+
+    run(opens(quits, "code 7"))
+    run(opens(babbles, "makes no sense"))
+
+
+def some_add(rng: random.Random) -> bytes:
+    params = params_of(SamplingParams(seed=rng.randrange(2**63), max_tokens=3))
+    return msgspec.msgpack.encode(Add(rng.randrange(1 << 40), [rng.randrange(300)], params, 0, "", []))
+
+
+def garbled(rng: random.Random) -> bytes:
+    kind = rng.randrange(4)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(80))
+    message = bytearray(some_add(rng) if kind < 3 else msgspec.msgpack.encode(Abort([rng.randrange(1 << 70 >> 7)])))
+    for _ in range(rng.randrange(1, 4)):
+        message[rng.randrange(len(message))] = rng.randrange(256)
+    return bytes(message[: rng.randrange(len(message) + 1)]) if kind == 2 else bytes(message)
+
+
+def test_messages_that_make_no_sense_harm_nobody() -> None:
+    rng = random.Random()
+
+    async def babble() -> None:
+        async with fake() as llm:
+            channel = llm._running()._channel
+            assert channel is not None
+            want = await last(llm, {"prompt_token_ids": [44]})
+            for _ in range(3000):
+                channel._push(channel._control, rng.randbytes(rng.randrange(60)))
+                channel._push(channel._adds, rng.randbytes(rng.randrange(60)))
+            assert (await last(llm, {"prompt_token_ids": [44]})).outputs == want.outputs
+            for _ in range(3000):
+                channel._push(channel._adds, garbled(rng))
+            stats = await settled(llm)
+            assert stats["kv_cache_usage_perc"] == 0 and llm.restarts == 0
+            assert channel.pulse is not None and channel.pulse.nonsense > 3000
+
+    run(babble())
+    allowed = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+    for _ in range(5000):
+        for kind in (Add, Control, Report):
+            try:
+                msgspec.msgpack.decode(garbled(rng), type=kind)
+            except allowed:
+                pass
+
+
+def test_every_parameter_reaches_the_engine_or_stays_with_the_text() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert set(Params.__struct_fields__) | TEXT_SIDE == names and not set(Params.__struct_fields__) & TEXT_SIDE
+    params = SamplingParams(
+        n=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.5, presence_penalty=1,
+        frequency_penalty=-1, seed=2**64 - 1, max_tokens=9, stop_token_ids=[3], ignore_eos=True, logprobs=2,
+        logit_bias={7: 1.5}, allowed_token_ids=[1, 7], prompt_logprobs=1,
+    )  # fmt: skip
+    assert sampling_of(msgspec.msgpack.decode(msgspec.msgpack.encode(params_of(params)), type=Params)) == params
+    for form in ({"choice": ["a", "b"]}, {"json": {"type": "object"}}, {"json_object": True}, {"regex": "a+"}):
+        wanted = StructuredOutputsParams(**form, disable_any_whitespace=True)
+        got = sampling_of(params_of(SamplingParams(structured_outputs=wanted))).structured_outputs
+        assert got is not None and (got.kind, got.text, got.disable_any_whitespace) == (wanted.kind, wanted.text, True)
+
+
+def begun(folder: Path, tokens: int) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A program whose request runs, and its engine process."""
+    program = subprocess.Popen(
+        [sys.executable, str(FRONT), str(tokens)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{FRONT.parents[2]}{os.pathsep}{FRONT.parents[1]}"},
+    )  # fmt: skip
+    assert program.stdout is not None
+    return program, psutil.Process(int(program.stdout.readline()))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_engine_process_ends_with_the_front_and_leaves_nothing(tmp_path: Path, stopped: bool) -> None:
+    program, engine = begun(tmp_path, 200)
+    if stopped:
+        engine.suspend()
+    program.kill()
+    program.wait()
+    assert not psutil.wait_procs([engine], 3)[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_lets_requests_finish_within_the_limit(tmp_path: Path) -> None:
+    for tokens, end in ((5, "5 finished"), (200, "E663")):
+        program, engine = begun(tmp_path, tokens)
+        began = time.monotonic()
+        program.send_signal(signal.SIGTERM)
+        out, _ = program.communicate(timeout=20)
+        assert end in out and program.returncode == 0
+        assert time.monotonic() - began < 8 and not engine.is_running()
+        assert not list(tmp_path.iterdir())
+
+
+def test_while_it_drains_nothing_new_is_taken() -> None:
+    async def drains() -> None:
+        llm = fake(0.003)
+        await llm.start()
+        task = asyncio.create_task(last(llm, {"prompt_token_ids": [60]}, LONG))
+        while not llm.stats().get("num_requests_running"):
+            await asyncio.sleep(0.02)
+        closing = asyncio.create_task(llm.shutdown(20))
+        await asyncio.sleep(0.05)
+        with pytest.raises(LlmcError, match="E663"):
+            await last(llm, {"prompt_token_ids": [61]})
+        assert len((await task).outputs[0].token_ids) == 200
+        await closing
+        assert llm.errored
+        with pytest.raises(LlmcError, match="E663"):
+            await last(llm, {"prompt_token_ids": [61]})
+
+    run(drains())
