@@ -70,7 +70,7 @@ def _convert(converter: Any, target: str, group: dict[str, list[Part]], known: A
 
 def _merge(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
     if op.dim != 0:
-        raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", "")
+        raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _AGAIN)
     out: dict[str, list[Part]] = {}
     for pattern, parts in group.items():
         if len({p.shape for p in parts}) > 1:
@@ -88,7 +88,7 @@ def _join(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list
 
 def _cut(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
     if op.num_shards_attribute is not None:
-        raise Diagnostic("E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", "")
+        raise Diagnostic("E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", _AGAIN)
     (parts,) = group.values()
     pieces = cuts(parts[0], len(c.target_patterns), op.dim)
     return {name: [piece] for name, piece in zip(c.target_patterns, pieces, strict=True)}
@@ -108,6 +108,7 @@ def _unequal(target: str, parts: list[Part]) -> Diagnostic:
     return Diagnostic("E325", cause, "fetch the checkpoint again")
 
 
+_AGAIN = "save the model again with transformers 5"
 _OPERATIONS: Mapping[str, Any] = MappingProxyType(
     {"MergeModulelist": _merge, "Concatenate": _join, "Chunk": _cut, "Transpose": _swap}
 )

@@ -7,6 +7,8 @@ from llmc.diagnostics import Diagnostic
 from .graph import Graph, Module, Node, Value
 from .signature import Mismatch
 
+MEND = "mend the text, or the pass that made it: llmc opt FILE -p PASSES --print-after all shows each"
+
 
 def verify(m: Module) -> None:
     """Raise Diagnostic (E402) at the first broken invariant, naming graph, op and module path."""
@@ -30,14 +32,14 @@ def verify_graph(g: Graph, m: Module) -> None:
         seen |= set(n.results)
     for v in g.outputs:
         if v not in seen:
-            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never made")
+            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never made", MEND)
         if v in spent:
-            raise Diagnostic("E402", f"@{g.name}: output %{v.name} was overwritten by {spent[v].op.name}")
+            raise Diagnostic("E402", f"@{g.name}: output %{v.name} was overwritten by {spent[v].op.name}", MEND)
     _check_uses(g)
 
 
 def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
-    return Diagnostic("E402", f"@{g.name}: {n.op.name} ({n.loc or 'no loc'}): {why}")
+    return Diagnostic("E402", f"@{g.name}: {n.op.name} ({n.loc or 'no loc'}): {why}", MEND)
 
 
 def _check_symbols(g: Graph, m: Module) -> None:
@@ -79,6 +81,6 @@ def _check_uses(g: Graph) -> None:
             want.setdefault(v, []).append(n)
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         if sorted(map(id, v.uses)) != sorted(map(id, want.get(v, []))):
-            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers")
+            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers", MEND)
         if v.node is not None and not any(v is r for r in v.node.results):
-            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node")
+            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node", MEND)

@@ -71,7 +71,7 @@ def section(programs: Iterable[Program], predictions: Mapping[str, Any], kernel_
 
 
 def _overview(low: Sequence[Priced], high: Sequence[Priced]) -> Html:
-    most = max((h.us for h in high), default=1.0)
+    most = max((h.us for h in high), default=1.0) or 1.0
     rows = []
     for a, b in zip(low, high, strict=True):
         serves = sizes_text({s: f"{lo}-{hi}" if lo < hi else lo for s, (lo, hi) in a.program.serves.items()})
@@ -101,7 +101,7 @@ def _groups(a: Priced, machine: Mapping[str, Any], kernel_link: Any) -> Html:
     groups: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
     for x in a.launches:
         groups.setdefault((x["kernel"], pattern(x["loc"]), x["us"]), []).append(x)
-    most = max((len(g) * g[0]["us"] for g in groups.values()), default=1.0)
+    most = max((len(g) * g[0]["us"] for g in groups.values()), default=1.0) or 1.0
     rows = []
     for (kernel, place, us), group in groups.items():
         x = group[0]

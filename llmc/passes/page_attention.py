@@ -17,6 +17,7 @@ from .base import Ctx, Pass
 STOPS, BIASES = 32, 1024
 TOP_LOGPROBS = 20
 PAGES_MAX = 1 << 30
+_CAUSAL = "take a causal model: its tokens see themselves and earlier ones"
 ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
 
@@ -60,12 +61,16 @@ def _check(g: Graph) -> None:
         if n.op.name != "attention":
             continue
         if not n.attrs["causal"]:
-            raise Diagnostic("E435", "attention that looks ahead cannot be served token by token", "", node=n)
+            raise Diagnostic("E435", "attention that looks ahead cannot be served token by token", _CAUSAL, node=n)
         if n.attrs["layer"] in layers:
-            raise Diagnostic("E435", f"two attention nodes say they are layer {n.attrs['layer']}", "", node=n)
+            raise Diagnostic(
+                "E435", f"two attention nodes say they are layer {n.attrs['layer']}", "number them from 0", node=n
+            )
         layers.add(n.attrs["layer"])
     if len(g.outputs) != 1:
-        raise Diagnostic("E435", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "")
+        raise Diagnostic(
+            "E435", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "return the logits alone"
+        )
 
 
 class _Rows:
@@ -104,7 +109,9 @@ class _Rows:
         q, k, v, _, *sinks = n.operands
         wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
         if narrow > wide:
-            raise Diagnostic("E435", f"values are wider than keys ({narrow} against {wide})", "", node=n)
+            raise Diagnostic(
+                "E435", f"values are wider than keys ({narrow} against {wide})", "pad the keys first", node=n
+            )
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         if narrow < wide:
             v = _pad(b, v, wide)

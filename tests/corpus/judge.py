@@ -45,8 +45,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a case did: exit code (-1: it died), seconds (of its CPU, where it computed), bytes of memory beyond the
-    child's own, what it printed."""
+    """What a case did: exit code (-1: it died), seconds (without waiting for a processor), bytes of memory beyond
+    the child's own, what it printed."""
 
     code: int
     seconds: float
@@ -176,7 +176,7 @@ def run_one(case: Case, scratch: Path) -> Outcome:
     folder = Path(tempfile.mkdtemp(dir=scratch))
     said = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", write_through=True)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, begin, busy = _memory("VmRSS"), time.perf_counter(), time.process_time()
+    before, begin = _memory("VmRSS"), time.perf_counter() - _queued()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             code = case.act(folder)
@@ -185,14 +185,17 @@ def run_one(case: Case, scratch: Path) -> Outcome:
         except BaseException:
             traceback.print_exc()
             code = 1
-    seconds, busy, peak = time.perf_counter() - begin, time.process_time() - busy, _memory("VmHWM")
-    if seconds < 4 * busy:  # it computed, beside others: what it would have taken alone
-        seconds = min(seconds, busy)
+    seconds, peak = time.perf_counter() - _queued() - begin, _memory("VmHWM")
     shutil.rmtree(folder, ignore_errors=True)
     text = said.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
     text = (scratch / "said").read_text(errors="replace")[:2000] + text
     os.truncate(scratch / "said", 0)
     return Outcome(code, seconds, max(0, peak - before), text if len(text) < 8000 else text[:4000] + text[-4000:])
+
+
+def _queued() -> float:
+    """Seconds that this thread could have run and did not, because others had the processors."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _memory(name: str) -> int:

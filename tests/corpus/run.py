@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -47,6 +46,8 @@ def report(name: str, cases: list[Case], jobs: int, verbose: bool) -> int:
     begin = time.monotonic()
 
     def told(index: int, outcome: Outcome) -> None:
+        if (why := wrong(cases[index], outcome)) and not verbose:
+            print(f"  seen: {cases[index].name[:100]!r}: {why[:100]!r}", flush=True)
         if verbose:
             print(f"  {cases[index].name}: {outcome.code}, {outcome.seconds:.3f} s, {outcome.memory >> 10} KiB: "
                   f"{outcome.text.strip()}", flush=True)  # fmt: skip
@@ -63,12 +64,6 @@ def report(name: str, cases: list[Case], jobs: int, verbose: bool) -> int:
     for case, why in broken[:40]:
         print(f"  BROKEN {case[:200]!r}: {why}", flush=True)
     return len(broken)
-
-
-def some(cases: Iterator[Case], rng: Random, count: int) -> list[Case]:
-    """At most `count` of them."""
-    every = list(cases)
-    return every if len(every) <= count else rng.sample(every, count)
 
 
 if __name__ == "__main__":

@@ -289,7 +289,9 @@ def _state(f: Fields) -> State:
     s = State(f.text("name"), f.text("dtype"), f.list("shape", a_size, cap=16), f.text("role"))
     f.close()
     if s.dtype not in DTYPE_BITS:
-        raise damaged(f.where, f"unknown dtype {s.dtype!r}")
+        raise damaged(f.where, f"unknown dtype {s.dtype[:40]!r}")
+    if not s.shape or any(d.const is not None and d.const < 1 for d in s.shape):
+        raise damaged(f.where, f"{s.name[:40]!r} has the shape [{', '.join(str(d)[:40] for d in s.shape[:4])}]")
     return s
 
 
