@@ -8,14 +8,14 @@ executor that fails ends the engine: every live request is told once, and nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request, RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import Step, StepOutput
+from llmc_runtime.sched.step import RowMask, Step, StepOutput
 
 
 class Executor(Protocol):
@@ -28,6 +28,9 @@ class Executor(Protocol):
 
     def launch(self, step: Step) -> Any:
         """Have the step's diffs applied, its rows computed, and tokens sampled where asked; a ticket for the output."""
+
+    def guide(self, ticket: Any, masks: Sequence[RowMask]) -> None:
+        """Let an open step, the only one under way, sample under these masks too."""
 
     def wait(self, ticket: Any) -> StepOutput:
         """The output of a launched step. Tickets are waited for in launch order, each once."""
@@ -67,8 +70,8 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestDelta]:
-        """Launch what can be launched, then take the oldest step under way: what it did for each request that got
-        tokens or ended.
+        """Let the open step under way sample and launch what can be launched, then take the oldest step under way: what
+        it did for each request that got tokens or ended.
 
         An Exception of the executor becomes one "error" delta per live request, and ends the engine. An interrupt (a
         BaseException, such as Ctrl-C) while the executor launches or waits passes through and costs only recomputation
@@ -82,6 +85,10 @@ class Engine:
                 outside = True
                 executor.settle()
                 outside = self._unsettled = False
+            if (masks := scheduler.guide()) is not None:
+                outside = True
+                executor.guide(tickets[0], masks)
+                outside = False
             while len(tickets) < executor.depth:
                 plan = scheduler.next()
                 note("plan", plan)

@@ -4,6 +4,7 @@ tokens and log-probabilities held against transformers. No binary is made here; 
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from kernels.triton_harness import INTERPRETED
 from llmc_runtime import LLM, SamplingParams
+from llmc_runtime.sched.guide import mask_of
+from llmc_runtime.sched.request import Request
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
 from models.kit import save
@@ -74,8 +77,38 @@ def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
 
 
-def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice) -> None:
-    """A prompt whose tokens are entries of one row, beside a row with a mask and a bias."""
+class Upwards:
+    """A guide: each token is one of the three behind the one before."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def mask(self) -> bytes:
+        return mask_of(range(self.last + 1, self.last + 4), 320)
+
+    def accept(self, token: int) -> bool:
+        assert self.last < token < self.last + 4
+        self.last = token
+        return False
+
+
+def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:
+    """The tokens of a guided request beside a free one, and whether a program was cut."""
+    with LLM(path, say=lambda text: None) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        requests = [Request("guided", ids, params, guide=Upwards(ids[-1])), Request("free", ids[:1], params)]
+        for request in requests:
+            llm.engine.add(request)
+        while llm.engine.has_work():
+            llm.engine.step()
+        assert llm.engine.error is None
+        cut = any(bound.halves for bound in llm.engine.executor._programs)  # type: ignore[attr-defined]
+        return [t for r in requests for t in r.output_token_ids], cut
+
+
+def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose tokens are entries of one row, beside a row with a mask and a bias; masks that follow the tokens,
+    of steps planned one by one, and of programs cut in front of their sampling."""
     model = save(SHALLOW, tmp_path / "model", SEED).float()
     options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
@@ -92,3 +125,13 @@ def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice) -> No
         assert row is not None and set(row) == {ids[i + 1], *np.argsort(-want[i])[:2].tolist()}
         assert all(abs(found.logprob - want[i, token]) < 1e-3 for token, found in row.items())
     assert scored.outputs[0].token_ids == [int(want[-1].argmax())] and masked.outputs[0].token_ids == [300, 300]
+
+    found = []
+    for depth in (1, 2):
+        made = InterpretDevice()
+        made.depth = depth
+        monkeypatch.setattr("llmc_runtime.open.open_device", lambda artifact, threads, made=made: made)
+        tokens, cut = guided(tmp_path / "model.llmc", [5, 11])
+        found.append(tokens)
+        assert cut == (depth == 2)
+    assert found[0] == found[1] and all(a < b < a + 4 for a, b in pairwise([11, *found[0][:4]]))

@@ -9,6 +9,7 @@ from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.sched.request import Status
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.step import Step, Work
 
 from tests.runtime.oracle import Expected
 
@@ -73,16 +74,24 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
 
 
 def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
-    """Rows on the device are what the host believes once the steps under way have run, and all their KV is that of the
-    true prefix, as far as the host knows it."""
+    """Rows on the device are what the host believes once the steps under way, but for an open one, have run, and all
+    their KV is that of the true prefix, as far as the host knows it."""
     device.catch_up()
     size = device.page_size
+    late = next((step for step, _ in scheduler._under_way if step.open), Step())
+    built, work = {init.row for init in late.inits}, {item.row: item for item in late.work}
+    grown = {grow.row: len(grow.pages) for grow in late.pages}
     for request in scheduler.running:
+        if request.row in built:
+            continue
+        item = work.get(request.row, Work(request.row, 0, False))
+        total, planned = request.num_total - item.emit, request.num_planned - item.num_tokens
+        pages = request.pages[: len(request.pages) - grown.get(request.row, 0)]
         row = device.rows[request.row]
         assert row is not None and row.tokens[: len(request.tokens)] == request.tokens, f"{request.id}: tokens there"
-        assert len(row.tokens) == request.num_total, f"{request.id}: {len(row.tokens)} tokens, not {request.num_total}"
-        assert row.length == request.num_planned, f"{request.id}: {row.length} computed, not {request.num_planned}"
-        assert row.table == request.pages, f"{request.id}: the page table on the device"
+        assert len(row.tokens) == total, f"{request.id}: {len(row.tokens)} tokens, not {total}"
+        assert row.length == planned, f"{request.id}: {row.length} computed, not {planned}"
+        assert row.table == pages, f"{request.id}: the page table on the device"
         chain = expected[request.id].chain
         for position in range(min(row.length, len(request.tokens))):
             slot = row.table[position // size] * size + position % size

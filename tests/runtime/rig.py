@@ -64,6 +64,10 @@ class Rig:
         self.plans.append(step)
         return self.device.launch(step)
 
+    def guide(self, ticket: Any, masks: Any) -> None:
+        """Pass it on."""
+        self.device.guide(ticket, masks)
+
     def wait(self, ticket: Any) -> StepOutput:
         """Pass it on."""
         return self.device.wait(ticket)

@@ -80,6 +80,16 @@ class Watch:
             assert scheduler.running[0].id == oldest, f"{oldest} is the oldest and not first in line"
         return self.inner.launch(step)
 
+    def guide(self, ticket: Any, masks: Any) -> None:
+        """Masks of an open step, before or after which somebody may lose interest."""
+        episode = self.episode
+        when = episode.world.rng.randrange(8 * episode.world.abort_every)
+        if when == 0:
+            episode.abort()
+        self.inner.guide(ticket, masks)
+        if when == 1:
+            episode.abort()
+
     def wait(self, ticket: Any) -> Any:
         """An output, before or after which somebody may lose interest."""
         episode = self.episode

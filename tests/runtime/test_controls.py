@@ -74,27 +74,37 @@ def test_ids_are_those_of_the_vocabulary_and_one_stays(fields: dict[str, Any], w
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_nothing_is_planned_while_a_guided_token_is_under_way(depth: int) -> None:
+def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) -> None:
     rig = Rig(depth)
     rig.add("plain", 5, max_tokens=30)
     rig.step()
     assert len(rig.scheduler._under_way) == depth - 1
     guided = Request("guided", [1] * 40, SamplingParams(max_tokens=6, ignore_eos=True), guide=Wandering(1000))
     rig.engine.add(guided)
-    launch, emitted = rig.launch, 0
+    launch, guide = rig.launch, rig.guide
+    told: list[str] = []
 
-    def watched(step: Any) -> Any:
-        nonlocal emitted
+    def has(step: Any, planned: list[Request]) -> bool:
+        return any(r is guided and w.emit for r, w in zip(planned, step.work))
+
+    def launched(step: Any) -> Any:
         *earlier, (_, planned) = rig.scheduler._under_way
-        assert not any(r is guided and w.emit for s, late in earlier for r, w in zip(late, s.work))
-        emitted += any(r is guided and w.emit for r, w in zip(planned, step.work))
-        assert len(step.masks) == any(r is guided and w.emit for r, w in zip(planned, step.work))
+        assert not any(s.open for s, _ in earlier)
+        late = any(has(s, them) for s, them in earlier)
+        assert step.open == (late and has(step, planned)) and len(step.masks) == (has(step, planned) and not late)
+        told.extend(["open" if step.open else "masked"] * has(step, planned))
         return launch(step)
 
-    rig.launch = watched  # type: ignore[method-assign]
+    def guided_by(ticket: Any, masks: Any) -> None:
+        assert len(rig.scheduler._under_way) == len(masks) == 1
+        told.append("guided")
+        guide(ticket, masks)
+
+    rig.launch, rig.guide = launched, guided_by  # type: ignore[method-assign]
     while rig.engine.has_work():
         rig.engine.step()
-    assert emitted == len(guided.output_token_ids) > 0
+    count = len(guided.output_token_ids)
+    assert told[: 2 * count - 1] == (["masked"] + ["open", "guided"] * (count - 1) if depth > 1 else ["masked"] * count)
 
 
 def test_a_fixed_mask_holds_nothing_up() -> None:

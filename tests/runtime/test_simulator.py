@@ -186,17 +186,38 @@ def masks_of_the_step_before(right: Any) -> Any:
     return mask
 
 
-def planned_without_its_last_token(right: Any) -> Any:
+def masked_without_its_last_token(right: Any) -> Any:
     def next(self: Scheduler) -> Step:
-        guided, self.guided = self.guided, set()
         step = right(self)
-        self.guided = guided
-        for request, work in zip(self._under_way[-1][1] if step.work else (), step.work):
-            if request.guide is not None and work.emit:
-                step.masks.append(RowMask(work.row, request.guide.mask()))
+        if step.open:
+            step.open = False
+            for request, work in zip(self._under_way[-1][1], step.work):
+                if request.guide is not None and work.emit:
+                    step.masks.append(RowMask(work.row, request.guide.mask()))
         return step
 
     return next
+
+
+def planned_behind_an_open_step(right: Any) -> Any:
+    def next(self: Scheduler) -> Step:
+        late = [step for step, _ in self._under_way if step.open]
+        for step in late:
+            step.open = False
+        found = right(self)
+        for step in late:
+            step.open = True
+        return found
+
+    return next
+
+
+def guided_too_freely(right: Any) -> Any:
+    def guide(self: Scheduler) -> Any:
+        masks = right(self)
+        return masks and [RowMask(m.row, self._anything) for m in masks]
+
+    return guide
 
 
 def scored_without_rows_for_it(right: Any) -> Any:
@@ -310,7 +331,9 @@ OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (Scheduler, "_admit", resumed_with_tokens_under_way, 3),
     (Scheduler, "commit", output_after_the_end, 2),
     (Scheduler, "next", published_while_under_way, 2),
-    (Scheduler, "next", planned_without_its_last_token, 2),
+    (Scheduler, "next", masked_without_its_last_token, 2),
+    (Scheduler, "next", planned_behind_an_open_step, 3),
+    (Scheduler, "guide", guided_too_freely, 2),
     (FakeExecutor, "_go", steps_that_overtake, 2),
     (FakeExecutor, "launch", tokens_that_come_late, 2),
 )

@@ -4,7 +4,8 @@ Every KV slot holds the hash chain of the prefix that ends at its token, continu
 which is read through the row's page table; the sampled token depends on the chain's head, on the chain at one earlier
 position, and on the row's parameters. So a page, row, chunk, preemption or prefix hit mixed up anywhere gives a wrong
 token, and what can be seen at once (lengths, positions, tables, emits) raises Mismatch. At depth 2 and more it runs
-late: a launched step takes effect at a moment of its own choice until it is waited for, in launch order.
+late: a launched step takes effect at a moment of its own choice until it is waited for, in launch order; an open one
+not before it is guided.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StepLike(Protocol):
     pages: list[Any]
     masks: list[Any]
     work: list[Any]
+    open: bool
 
     def reply(self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any]) -> Any:
         """The answer to the step."""
@@ -86,6 +88,7 @@ class FakeExecutor:
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
         self._oldest = 0  # ticket of the first of these
+        self._held = False  # the last of the queue is open
         self.vocab_size, self.page_size, self.max_model_len = vocab_size, page_size, max_model_len
         self.num_pages, self.max_tokens = num_pages, max_tokens
         self.rows: list[_Row | None] = [None] * rows
@@ -100,16 +103,28 @@ class FakeExecutor:
         """A ticket for a step, which runs now or later. Mismatch where it, or an earlier one, makes no sense."""
         open_now = len(self._queue) + len(self._outputs)
         _require(open_now < self.depth, f"{open_now} steps are under way")
+        _require(not self._held, "a step behind an open one")
         self._queue.append(step)
+        self._held = step.open
         if self._rng is not None:
             self._go(self._rng.randrange(len(self._queue) + 1))
         return self._oldest + open_now
+
+    def guide(self, ticket: int, masks: Any) -> None:
+        """The masks of an open step, whose ticket this is; all before it have been waited for."""
+        _require(self._held and ticket == self._oldest, f"ticket {ticket} is guided, {self._oldest} is the oldest")
+        self._held = False
+        for new in masks:
+            self._row(new.row).mask = new.mask
+        if self._rng is not None:
+            self._go(self._rng.randrange(2))
 
     def wait(self, ticket: int) -> Any:
         """The output of the oldest step that was not waited for, whose ticket this is."""
         _require(ticket == self._oldest, f"ticket {ticket} is waited for, the oldest is {self._oldest}")
         if not self._outputs:
             self._go(1)
+        _require(bool(self._outputs), "an open step is waited for")
         self._oldest += 1
         return self._outputs.popleft()
 
@@ -118,17 +133,19 @@ class FakeExecutor:
         return ticket < self._oldest + len(self._outputs)
 
     def settle(self) -> None:
-        """Run everything that was launched, and forget the outputs."""
+        """Run everything that was launched, but for an open step, and forget the outputs."""
         self.catch_up()
-        self._oldest += len(self._outputs)
+        self._oldest += len(self._outputs) + len(self._queue)
         self._outputs.clear()
+        self._queue.clear()
+        self._held = False
 
     def catch_up(self) -> None:
-        """Run everything that was launched, so that what the device holds can be looked at."""
+        """Run everything that was launched, but for an open step, so that what the device holds can be looked at."""
         self._go(len(self._queue))
 
     def _go(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(min(count, len(self._queue) - self._held)):
             self._outputs.append(self._step(self._queue.popleft()))
 
     def _step(self, step: StepLike) -> Any:
@@ -218,6 +235,10 @@ class FaultyExecutor:
     def launch(self, step: StepLike) -> Any:
         """Launch the step, or fail."""
         return self._perhaps(self.inner.launch, step)
+
+    def guide(self, ticket: Any, masks: Any) -> None:
+        """Guide the step, or fail."""
+        self._perhaps(lambda masks: self.inner.guide(ticket, masks), masks)
 
     def wait(self, ticket: Any) -> Any:
         """The ticket's output, or a failure."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llmc_runtime.exec.rows import Rows
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.fields import REMEDY
 from llmc_runtime.format.program import Program
-from llmc_runtime.sched.step import Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
 _PADDING = (-1, 0, 0)  # a row of no sequence, of no tokens, that samples nothing
@@ -27,7 +28,8 @@ _PADDING = (-1, 0, 0)  # a row of no sequence, of no tokens, that samples nothin
 class _Bound:
     """A program with its buffers in place.
 
-    `symbols` are its values in order, those of a step at the indices of `slots`; `width`: likeliest ids.
+    `symbols` are its values in order, those of a step at the indices of `slots`; `width`: likeliest ids. `halves`: what
+    is made of it for open steps, up to the first launch that reads masks and from there on; empty before the first.
     """
 
     program: Program
@@ -35,6 +37,7 @@ class _Bound:
     slots: tuple[tuple[str, int], ...]
     run: Run
     width: int
+    halves: list[Run] = field(default_factory=list)
 
     def size(self, tokens: int, rows: int) -> None:
         """Set the sizes of the next run."""
@@ -42,21 +45,23 @@ class _Bound:
             self.symbols[index] = tokens if name == TOKENS else rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ticket:
     """A step under way: its work, the event of its end, and where its outputs will be, u8, once it has come.
 
     `entries` are the rows of logits: its work, of which those that score are taken apart, token by token. `wanted` says
-    which entries want log-probabilities; empty where none does.
+    which entries want log-probabilities; empty where none does. Of an open step `rest` runs what is left, and the
+    event comes after that.
     """
 
     work: list[Work]
     entries: list[Work]
-    event: Event
-    ids: np.ndarray
-    logprobs: tuple[np.ndarray, ...]
-    wanted: list[bool]
-    width: int
+    event: Event = None
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    logprobs: tuple[np.ndarray, ...] = ()
+    wanted: list[bool] = field(default_factory=list)
+    width: int = 0
+    rest: Run | None = None
 
 
 class Executor:
@@ -80,6 +85,7 @@ class Executor:
         self._layout = Layout(artifact, device, self._env)
         self._programs = tuple(self._bind(p) for p in artifact.programs)
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
+        self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         self._ids = self._layout.output("ids")
         self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
@@ -108,14 +114,26 @@ class Executor:
             self.rows.grow(step.pages)
         for mask in step.masks:
             self.rows.mask(mask)
-        ticket = self._start(step.work)
+        ticket = self._start(step.work, step.open)
         self._open.append(ticket)
         return ticket
+
+    def guide(self, ticket: Ticket, masks: Sequence[RowMask]) -> None:
+        """Let an open step sample under these masks, too."""
+        if ticket.rest is None:
+            raise RuntimeError("only an open step is guided, and once")
+        for mask in masks:
+            self.rows.mask(mask)
+        ticket.rest()
+        ticket.rest = None
+        self._end(ticket)
 
     def wait(self, ticket: Ticket) -> StepOutput:
         """What the step gave, when it has ended."""
         if not self._open or self._open[0] is not ticket:
             raise RuntimeError("steps are waited for once, in the order of their launches")
+        if ticket.rest is not None:
+            raise RuntimeError("an open step has no end before it is guided")
         try:
             self.device.wait(ticket.event)
         except LlmcError:
@@ -129,7 +147,7 @@ class Executor:
 
     def done(self, ticket: Ticket) -> bool:
         """Whether the step has ended: `wait` would not wait."""
-        return self.device.done(ticket.event)
+        return ticket.rest is None and self.device.done(ticket.event)
 
     def settle(self) -> None:
         """Wait for every step under way and forget what it gave, also of one whose launch was interrupted."""
@@ -154,26 +172,49 @@ class Executor:
         self._open.clear()
         self.device.close()
 
-    def _start(self, work: list[Work]) -> Ticket:
-        device = self.device
+    def _start(self, work: list[Work], open: bool) -> Ticket:
         entries = [entry for w in work for entry in _apart(w)] if any(w.score for w in work) else work
         count = len(entries)
         if not count:
-            return Ticket(work, entries, device.mark(), np.empty(0, np.uint8), (), [], 0)
+            return Ticket(work, entries, self.device.mark())
         lengths = [w.num_tokens for w in entries]
         tokens = sum(lengths)
         bound, size = self._pick(tokens, count)
         self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
         bound.size(size if bound.program.uniform else tokens, size)
-        bound.run()
-        ids = device.fetch(self._ids, 0, count * 4)
-        wants, width = self.rows.wants_logprobs, bound.width
-        wanted = [(w.emit or w.score) and wants[w.row] for w in entries]
-        logprobs: tuple[np.ndarray, ...] = ()
-        if any(wanted):
+        wants = self.rows.wants_logprobs
+        ticket = Ticket(
+            work, entries, wanted=[(w.emit or w.score) and wants[w.row] for w in entries], width=bound.width
+        )
+        if open:
+            first, ticket.rest = self._halves(bound)
+            first()
+        else:
+            bound.run()
+            self._end(ticket)
+        return ticket
+
+    def _end(self, ticket: Ticket) -> None:
+        """Everything of the step is launched: fetch what it gives, and mark its end."""
+        device, count, width = self.device, len(ticket.entries), ticket.width
+        ticket.ids = device.fetch(self._ids, 0, count * 4)
+        if any(ticket.wanted):
             each = (4, 4, 4 * width, 4 * width)
-            logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
-        return Ticket(work, entries, device.mark(), ids, logprobs, wanted if logprobs else [], width)
+            ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
+        else:
+            ticket.wanted = []
+        ticket.event = device.mark()
+
+    def _halves(self, bound: _Bound) -> list[Run]:
+        """A program cut where the masks are read first, so that all before runs without them."""
+        if not bound.halves:
+            program = bound.program
+            masks = [i for i, b in enumerate(program.buffers) if b.name == self._masks]
+            cut = next(n for n, x in enumerate(program.launches) if any(i in x.args for i in masks))
+            for launches in (program.launches[:cut], program.launches[cut:]):
+                half = replace(program, launches=launches)
+                bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
+        return bound.halves
 
     def _feed(self, size: int, columns: tuple[list[int], ...]) -> None:
         """Send the inputs, padded to `size` rows, unless the device has them from the step before."""

@@ -12,7 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 
 
 class Guide(Protocol):
-    """Follows one request's tokens. A request that has one is planned only when all its tokens are known."""
+    """Follows one request's tokens. Where its last is not known yet, the step that has it waits with sampling."""
 
     def mask(self) -> bytes:
         """What the next token may be; at least one id is allowed, the same object where nothing changed."""

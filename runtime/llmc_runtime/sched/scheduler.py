@@ -21,9 +21,9 @@ device applies the diffs and the work of all steps in the order in which they we
   its chunk: of those that the step's other requests leave, at least one. Scores are taken at commit and survive a
   preemption; what is not scored yet is never taken from the prefix cache.
 - What a guided request may get next depends on its tokens (a grammar, bad words of several tokens), so its mask can be
-  sent only when all of them are known: while a guided request's token is under way nothing is planned. All requests
-  then run one step at a time, as at depth 1; were only the guided ones left out, they would run in every second step,
-  and read all the weights once more for it.
+  sent only when all of them are known. A step that is planned before is open: it computes its logits meanwhile, and
+  samples when guide() has given the masks, once all steps before it are committed. Nothing is planned behind an open
+  step, so no row or page of it is given out before that.
 - rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
@@ -41,6 +41,7 @@ from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
+from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 
@@ -70,6 +71,7 @@ class Scheduler:
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = 0
         self._spare = 0  # rows of logits that the step being planned has left
+        self._anything = mask_of(None, config.vocab_size)
 
     def add(self, request: Request) -> None:
         """Queue a new request. LlmcError E601 to E607 where it can never run; nothing else is touched then."""
@@ -98,12 +100,12 @@ class Scheduler:
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step behind those under way. It is empty, and then not under way, where no request lives, or where
-        all that live, or a guided one, wait for a step under way: at depth 1 only the former."""
+        """Plan one step behind those under way. It is empty, and then not under way, where no request lives, where all
+        that live wait for a step under way, or behind an open step: at depth 1 only the first."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
-        if self._under_way and any(r.num_total > len(r.tokens) for r in self.guided if r.status is _RUNNING):
+        if self._under_way and self._under_way[-1][0].open:
             return step
         planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
@@ -111,11 +113,29 @@ class Scheduler:
             self._admit(step, planned, budget)
         if self.guided:
             for request, work in zip(planned, step.work):
-                if request.guide is not None and work.emit:
+                if request.guide is None or not work.emit:
+                    continue
+                if request.num_total == len(request.tokens) + 1:
                     step.masks.append(RowMask(request.row, request.guide.mask()))
+                else:
+                    step.open = True
         if planned:
             self._under_way.append((step, planned))
         return step
+
+    def guide(self) -> list[RowMask] | None:
+        """The masks that an open step waits for, when every step before it is committed; it is open no more. None where
+        there is no such step. A row whose request has ended gets any token: what it gets is dropped."""
+        if not self._under_way or not self._under_way[0][0].open:
+            return None
+        step, planned = self._under_way[0]
+        sent = {mask.row for mask in step.masks}
+        step.open = False
+        return [
+            RowMask(work.row, request.guide.mask() if request.status is _RUNNING else self._anything)
+            for request, work in zip(planned, step.work)
+            if request.guide is not None and work.emit and work.row not in sent
+        ]
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
         """Take the tokens of the oldest step under way: what each request got, and which of them ended. RuntimeError on

@@ -3,7 +3,7 @@
 A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
 written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:
 `inits` (a row is rebuilt from host data), `pages` (a row's table grows), `masks` (what a row's next token may be),
-`work` (rows compute tokens).
+`work` (rows compute tokens). An open step computes and does not sample yet: some of its masks come later.
 """
 
 from __future__ import annotations
@@ -136,12 +136,13 @@ class StepOutput:
 
 @dataclass(slots=True)
 class Step:
-    """One step: every row occurs at most once in each list."""
+    """One step: every row occurs at most once in each list. `open`: masks of guided rows follow before it samples."""
 
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     masks: list[RowMask] = field(default_factory=list)
+    open: bool = False
 
     @property
     def num_tokens(self) -> int:
