@@ -323,11 +323,6 @@ def test_json_in_a_talk_is_refused(
     assert "--json needs a prompt" in capsys.readouterr().err
 
 
-def test_the_server_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_serve(["model.llmc", "--port", "1"]) == 2
-    assert "no server yet" in capsys.readouterr().err
-
-
 # --- small things
 
 
