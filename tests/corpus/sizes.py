@@ -68,7 +68,7 @@ def of_links(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
 
 
 def of_configs(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
-    return _some(models.configs(folder, rng, 120 if full else 10), rng, full, 8)
+    return _some(models.configs(folder, rng, 120 if full else 10), rng, full, 5)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
