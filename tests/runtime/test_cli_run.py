@@ -21,7 +21,7 @@ import pytest
 import textkit
 from artifact import tiny
 from llmc_runtime import __version__, cli, terminal
-from llmc_runtime.cli import main_serve, parse_bytes, run_command
+from llmc_runtime.cli import parse_bytes, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temperature", "0")

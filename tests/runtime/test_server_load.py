@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -145,11 +146,10 @@ def test_figures_add_up() -> None:
 class Command:
     """llmc-serve as a process."""
 
-    def __init__(self, *args: str, **environment: str) -> None:
-        code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime"), **environment}
-        command = [sys.executable, "-c", code, *args, "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    def __init__(self, *command: str, **environment: str) -> None:
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "runtime", ROOT / "tests")))
+        env = {**os.environ, "PYTHONPATH": paths, **environment}
+        self.process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -175,7 +175,9 @@ class Command:
 def command(toy: Path, tmp_path: Path) -> Iterator[Command]:
     keys = tmp_path / "keys"
     keys.write_text("from-a-file-1\n")
-    one = Command(str(toy), "--api-key-file", str(keys), "--api-key-env", "MY_KEYS", MY_KEYS="from-a-variable-1")
+    code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
+    given = ("--port", "0", "--api-key-file", str(keys), "--api-key-env", "MY_KEYS")
+    one = Command("-c", code, str(toy), *given, MY_KEYS="from-a-variable-1")
     yield one
     if one.process.poll() is None:
         one.process.kill()
@@ -186,9 +188,7 @@ def test_the_command_serves_an_artifact_drains_and_ends_with_0(command: Command)
     with openai.OpenAI(base_url=f"{command.url}/v1", api_key="from-a-file-1", max_retries=0) as client:
         assert [m.id for m in client.models.list()] == ["toy"]
         chat = [{"role": "user", "content": "private words"}]
-        got = client.chat.completions.create(
-            model="toy", messages=chat, max_tokens=9, extra_body={"ignore_eos": True}
-        )
+        got = client.chat.completions.create(model="toy", messages=chat, max_tokens=9, extra_body={"ignore_eos": True})
         assert got.choices[0].finish_reason == "length" and got.usage.completion_tokens == 9
     head = {"Authorization": "Bearer from-a-variable-1"}
     body = {"prompt": "abc", "stream": True, "max_tokens": 20, "ignore_eos": True, "stream_options": {}}
@@ -200,6 +200,30 @@ def test_the_command_serves_an_artifact_drains_and_ends_with_0(command: Command)
     code, said = command.end()
     assert code == 0, said
     assert "private" not in said and "from-a" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_does_not_end_in_time_is_told(signals: int) -> None:
+    """One signal and a shutdown timeout of a second; or two, the second of which waits for nobody."""
+    command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.05", "1" if signals == 1 else "60")
+    began = time.monotonic()
+    with httpx.stream("POST", f"{command.url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        host, port = command.url.removeprefix("http://").split(":")
+        idle = socket.create_connection((host, int(port)))
+        for _ in range(signals):
+            command.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        last = ""
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            for line in lines:
+                last = line or last
+        assert last != "data: [DONE]"
+        assert signals == 2 or json.loads(last[6:])["error"]["code"] == "engine_unavailable"
+    idle.close()
+    code, said = command.end()
+    assert code == 0 and time.monotonic() - began < 8, said
 
 
 def test_what_the_command_cannot_do_is_told(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

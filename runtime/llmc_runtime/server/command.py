@@ -52,22 +52,24 @@ def serve(options: Options) -> int:
         import llmc_runtime.server.app  # noqa: F401
     except ImportError as e:
         raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
+    from llmc_runtime.core.async_llm import AsyncLLM
+
     listening = _listen(options.host, options.port)
     _log_to_stderr(options.log_level)
-    asyncio.run(_serve(options, listening))
+    asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, listening))
     return 0
 
 
-async def _serve(options: Options, listening: socket.socket) -> None:
+async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) -> None:
+    """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
     import uvicorn
 
-    from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.app import application
     from llmc_runtime.server.guard import LOOPBACK, Limits
 
     local = options.host in ("localhost", "::1") or options.host.startswith("127.")
     hosts = (*LOOPBACK, options.host, *options.hosts) if local or options.hosts else None
-    async with AsyncLLM(options.model, **options.engine) as llm:
+    async with llm:
         serving = _serving(options, llm)
         app = application(serving, options.keys, Limits(body=options.max_body), hosts)
         config = uvicorn.Config(
@@ -75,10 +77,9 @@ async def _serve(options: Options, listening: socket.socket) -> None:
             access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip
-        address = ":".join(map(str, listening.getsockname()[:2]))
-        print(f"llmc: {serving.names[0]} at http://{address}", file=sys.stderr, flush=True)
+        print(f"llmc: {serving.names[0]} at {_address(listening)}", file=sys.stderr, flush=True)
         if not local and not options.keys:
-            print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr)
+            print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr, flush=True)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
         def end() -> None:
@@ -92,6 +93,11 @@ async def _serve(options: Options, listening: socket.socket) -> None:
             await draining(uvicorn, config, drain).serve([listening])
         finally:
             serving.close()
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -153,7 +159,9 @@ def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if not self.should_exit:
+            if self.should_exit:
+                self.force_exit = True
+            else:
                 drain()
             super().handle_exit(sig, frame)
             if sig == signal.SIGTERM and self._captured_signals:
