@@ -332,17 +332,14 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
 
     Raises LlmcError E1xx where the artifact does not open, Diagnostic E3xx where the checkpoint is not that model's.
     """
-    from llmc_runtime.format.folder import Folder
-
-    from llmc.artifact.linked import pack_weights
+    from llmc.artifact.linked import last_stage, pack_weights
     from llmc.frontend.checkpoint import Checkpoint
     from llmc.frontend.hf import trace
 
     console = console or Quiet()
-    manifest = Folder(artifact).manifest()
+    manifest, text = last_stage(artifact)
     limits = manifest.limits
-    last = max((artifact / "ir").glob("*.llir"))
-    graph = parse(last.read_text(), load().opset()).graphs["weights"]
+    graph = parse(text, load().opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
     at = found_at(model, Options(hub=hub), console)
     traced = trace(

@@ -16,6 +16,7 @@ from llmc.artifact.blocks import WeightSource
 from llmc.artifact.files import Files
 from llmc.artifact.place import CANARY, PART, locked, publish, sweep
 from llmc.artifact.weights import Progress, write_weights
+from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 
 
@@ -25,6 +26,19 @@ def link_folder(source: Path, out: Path) -> None:
         files.put(PART, (source / NAME).read_bytes())
         files.sync()
         publish(files, out)
+
+
+def last_stage(path: Path) -> tuple[Manifest, str]:
+    """The manifest, and the text of the module after its last pass, of an artifact whose small files are all as they
+    were written. LlmcError E101 to E107 where they are not, Diagnostic E328 where there is no such text."""
+    folder = Folder(path)
+    manifest = folder.manifest()
+    for error in [*folder.sizes(manifest)] or [*folder.check_small(manifest.files)]:
+        raise error
+    last = max((n for n in manifest.files if n.startswith("ir/")), default="")
+    if not last:
+        raise Diagnostic("E328", f"{path} has no stage in ir/ to be packed by", "compile the model again")
+    return manifest, folder.read(last, manifest.files[last].bytes).decode()
 
 
 def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: Progress | None = None) -> Manifest:

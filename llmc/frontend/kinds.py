@@ -89,7 +89,11 @@ def outside(config: Mapping[str, Any]) -> str | None:
     """Why a family does not fit, by its name and what its config.json asks for; None where nothing is known."""
     inner = config.get("text_config")
     named = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
-    return ALIBI if config.get("alibi") is True else next((OUTSIDE[n] for n in named if n in OUTSIDE), None)
+    return (
+        ALIBI
+        if config.get("alibi") is True
+        else next((OUTSIDE[n] for n in named if isinstance(n, str) and n in OUTSIDE), None)
+    )
 
 
 def refuse_file(path: Path) -> Diagnostic:

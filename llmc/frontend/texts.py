@@ -9,7 +9,7 @@ from llmc_runtime.format import texts
 
 from llmc.diagnostics import Diagnostic
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 TEMPLATE = "chat_template.jinja"
 
 

@@ -84,9 +84,19 @@ def run_all(
     cases: Sequence[Case], jobs: int, told: Callable[[int, Outcome], None], again: int = 2
 ) -> dict[int, Outcome]:
     """Run all cases in `jobs` children. A case that was too slow runs `again` times: the machine may have been busy."""
+    with tempfile.TemporaryDirectory(prefix="llmc-corpus-") as root:
+        found = _run_once(cases, jobs, told, Path(root))
+    slow = [i for i, o in found.items() if o.seconds > SECONDS and o.code >= 0]
+    if slow and again:
+        for i, o in run_all([cases[i] for i in slow], 1, lambda i, o: None, again - 1).items():
+            found[slow[i]] = min(o, found[slow[i]], key=lambda o: o.seconds)
+    return found
+
+
+def _run_once(cases: Sequence[Case], jobs: int, told: Callable[[int, Outcome], None], root: Path) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
     shares = [list(range(k, len(cases), jobs)) for k in range(jobs)]
-    children = {c.fd: c for share in shares if share for c in [Child(cases, share)]}
+    children = {c.fd: c for share in shares if share for c in [Child(cases, share, root)]}
     while children:
         for fd in select.select(list(children), [], [], 1.0)[0]:
             for index, outcome in children[fd].read():
@@ -100,19 +110,15 @@ def run_all(
                     found[index] = outcome
                     told(index, outcome)
                 if child.left:
-                    fresh = Child(cases, child.left)
+                    fresh = Child(cases, child.left, root)
                     children[fresh.fd] = fresh
-    slow = [i for i, o in found.items() if o.seconds > SECONDS and o.code >= 0]
-    if slow and again:
-        for i, o in run_all([cases[i] for i in slow], 1, lambda i, o: None, again - 1).items():
-            found[slow[i]] = min(o, found[slow[i]], key=lambda o: o.seconds)
     return found
 
 
 class Child:
     """A forked process that runs a share of the cases in order and tells each as a line of JSON."""
 
-    def __init__(self, cases: Sequence[Case], share: list[int]) -> None:
+    def __init__(self, cases: Sequence[Case], share: list[int], root: Path) -> None:
         self.left = list(share)
         self.ended = False
         self._rest = b""
@@ -123,7 +129,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.fd)
-            _live(cases, share, out)
+            _live(cases, share, out, root)
         os.close(out)
 
     @property
@@ -154,9 +160,9 @@ class Child:
         return self.left.pop(0), Outcome(-1, self.silent, 0, why)
 
 
-def _live(cases: Sequence[Case], share: list[int], out: int) -> None:
+def _live(cases: Sequence[Case], share: list[int], out: int, root: Path) -> None:
     """The child: never returns."""
-    scratch = Path(tempfile.mkdtemp(prefix="llmc-corpus-"))
+    scratch = Path(tempfile.mkdtemp(dir=root))
     try:
         size = _memory("VmSize")
         resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))

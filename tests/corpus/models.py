@@ -115,9 +115,25 @@ def configs(folder: Path, rng: Random, count: int) -> Iterator[Case]:
         yield _config(model, words, bad)
         doc, words = changed(GENERATION, rng)
         yield _config(model, words, json.dumps(doc).encode(), "generation_config.json")
+    yield from _others(folder, rng, count // 3)
     for size in range(rng.randrange(20), len(text), max(1, len(text) * 4 // count)):
         yield _config(model, f"cut to {size}", text[:size])
     yield from _checkpoints(model, rng, count)
+
+
+def _others(folder: Path, rng: Random, count: int) -> Iterator[Case]:
+    """Configs of other architectures: a config inside another, experts, latent attention, names of their own."""
+    from models.cases import FURTHER, LISTED, ROPES, UNLISTED
+
+    every = {c.name: c for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER)}
+    for name in ("gemma3", "mixtral", "deepseek_v3", "gpt2", "phi3-longrope", "gpt_oss"):
+        case = every.get(name)
+        if case is None:
+            continue
+        doc = {"model_type": case.model_type, **case.config}
+        for _ in range(count):
+            bad, words = changed(doc, rng)
+            yield _config(folder / "none", f"{name}, {words}", json.dumps(bad).encode())
 
 
 def _config(model: Path, words: str, bad: bytes, name: str = "config.json") -> Case:
@@ -125,11 +141,11 @@ def _config(model: Path, words: str, bad: bytes, name: str = "config.json") -> C
     from llmc.frontend.hf import trace
 
     def act(folder: Path) -> int:
-        for path in model.iterdir():
-            os.link(path, folder / path.name)
-        (folder / name).unlink()
+        for path in model.iterdir() if model.exists() else ():
+            if path.name != name:
+                os.link(path, folder / path.name)
         (folder / name).write_bytes(bad)
-        return told(lambda: Checkpoint(trace(folder)).close())
+        return told(lambda: Checkpoint(trace(folder)).close() if model.exists() else trace(folder))
 
     return Case("configs", f"{name}: {words}", act, ANOTHER)
 

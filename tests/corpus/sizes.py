@@ -20,8 +20,10 @@ def _some(cases: Iterable[Case], rng: Random, full: bool, count: int) -> Iterabl
 
 
 def of_artifacts(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
-    """10,000 flips: every one is run, and looked into by one command more."""
-    return artifacts.flips(artifacts.toy(folder), rng, 10_000 if full else 100)
+    """10,000 flips: every one is run, and looked into by one command more. Some are of a model that we compiled."""
+    yield from artifacts.flips(artifacts.toy(folder), rng, 9500 if full else 100)
+    if full:
+        yield from artifacts.flips(artifacts.compiled(folder), rng, 500)
 
 
 def of_manifests(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
@@ -66,7 +68,7 @@ def of_links(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
 
 
 def of_configs(folder: Path, rng: Random, full: bool) -> Iterable[Case]:
-    return _some(models.configs(folder, rng, 120 if full else 10), rng, full, 8)
+    return _some(models.configs(folder, rng, 120 if full else 10), rng, full, 5)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

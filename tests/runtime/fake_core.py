@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llmc_runtime.core.messages import Open
@@ -19,8 +20,10 @@ from llmc_runtime.core.process import Session, main
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import Grammars
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.text.tokenizer import Tokenizer
 
 VOCAB, PAGE, PAGES, ROWS, LENGTH, TOKENS = 428, 4, 512, 16, 256, 64
 CRASH, HANG, FAIL = 1, 2, 3
@@ -52,6 +55,15 @@ def build(pace: float, depth: int = 2) -> Engine:
     return Engine(Scheduler(config, lambda: 11), Mischief(fake, pace))
 
 
+def grammars() -> Grammars:
+    """Those of the byte-level tokenizer of the tests."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    import textkit
+
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Grammars(Tokenizer(textkit.byte_level(bos=True), names, {}), VOCAB, [VOCAB - 1])
+
+
 def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
     """What the engine process is given; the path "missing" does not open."""
 
@@ -63,7 +75,7 @@ def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
             raise LlmcError("E106", f"{wanted.path} was opened before", "give another")
         if wanted.path != "ok":
             open(wanted.path, "w").close()
-        return Session(build(pace), "the simulated device", lambda: None, lambda: None)
+        return Session(build(pace), "the simulated device", grammars, lambda: None)
 
     return open_fake
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import textkit
-from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams
+from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import fake, last, prompt_of, run, settled
@@ -204,6 +204,35 @@ def test_an_artifact_on_the_CPU_target_gives_what_LLM_gives(toy: Path) -> None:
             (want,) = llm.generate(prompt, params, use_tqdm=False)
             assert output.outputs == want.outputs
     assert lines[0].startswith("opening ") and lines[1] == lines[2]
+
+
+def test_structured_outputs_are_compiled_by_the_engine_process() -> None:
+    pytest.importorskip("llguidance")
+    rng = random.Random()
+    texts = ["".join(rng.choices("abcde", k=4)) for _ in range(3)]
+
+    def wanted(**form: Any) -> SamplingParams:
+        forms = StructuredOutputsParams(**form)
+        return SamplingParams(seed=rng.randrange(2**63), max_tokens=20, structured_outputs=forms)
+
+    work = [wanted(choice=texts), wanted(regex="[ab]{3}c"), SamplingParams(temperature=0, max_tokens=20)]
+
+    async def ours() -> list[RequestOutput]:
+        async with fake(tok=TOK) as llm:
+            quick = asyncio.create_task(last(llm, "abc", wanted(regex="a{1,200}b")))
+            await asyncio.sleep(rng.random() / 20)
+            quick.cancel()  # perhaps while it compiles
+            with pytest.raises(LlmcError, match="E651"):
+                await last(llm, "abc", wanted(regex="(((("))
+            got = await asyncio.gather(*(last(llm, "abc", one) for one in work))
+            assert (await settled(llm))["kv_cache_usage_perc"] == 0
+            return list(got)
+
+    got = run(ours())
+    assert got[0].outputs[0].text in texts
+    one = LLM.over(build(0.0, depth=1), TOK)
+    for params, output in zip(work, got):
+        assert output.outputs == one.generate("abc", params, use_tqdm=False)[0].outputs
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

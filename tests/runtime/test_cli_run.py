@@ -21,7 +21,7 @@ import pytest
 import textkit
 from artifact import tiny
 from llmc_runtime import __version__, cli, terminal
-from llmc_runtime.cli import main_serve, parse_bytes, run_command
+from llmc_runtime.cli import parse_bytes, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temperature", "0")
@@ -321,11 +321,6 @@ def test_json_in_a_talk_is_refused(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert run_command([str(toy), "--json"]) == 1
     assert "--json needs a prompt" in capsys.readouterr().err
-
-
-def test_the_server_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_serve(["model.llmc", "--port", "1"]) == 2
-    assert "no server yet" in capsys.readouterr().err
 
 
 # --- small things

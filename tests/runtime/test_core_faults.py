@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -213,6 +214,30 @@ def test_sigterm_lets_requests_finish_within_the_limit(tmp_path: Path) -> None:
         assert end in out and program.returncode == 0
         assert time.monotonic() - began < 8 and not engine.is_running()
         assert not list(tmp_path.iterdir())
+
+
+def test_an_event_loop_that_stood_still_is_no_failure_of_the_engine() -> None:
+    async def stands() -> None:
+        async with fake(heartbeat_timeout=1.0) as llm:
+            task = asyncio.create_task(last(llm, {"prompt_token_ids": [60]}))
+            await asyncio.sleep(0.05)
+            time.sleep(1.6)
+            assert (await task).finished
+            await asyncio.sleep(0.3)
+            assert llm.restarts == 0 and llm.is_running
+
+    run(stands())
+
+
+def test_a_front_that_is_forgotten_takes_its_process_along() -> None:
+    async def forgets() -> psutil.Process:
+        llm = fake()
+        await llm.start()
+        return psutil.Process(llm.engine_pid)
+
+    engine = run(forgets())
+    gc.collect()
+    assert not psutil.wait_procs([engine], 3)[1]
 
 
 def test_while_it_drains_nothing_new_is_taken() -> None:

@@ -15,8 +15,7 @@ class EngineArgs:
     heartbeat_timeout  seconds without a sign of life after which the engine process counts as hung
     step_timeout       seconds that one step may take (None: 300 on a CPU target, 30 on others)
     start_timeout      seconds that opening may take
-    max_restarts       times that an engine process is replaced before AsyncLLM gives up; an hour without a failure
-                       clears the count
+    max_restarts       engine processes that are replaced within an hour; at the next one AsyncLLM gives up
     restart_delay      seconds before the first of these; doubled for each one after
     """
 

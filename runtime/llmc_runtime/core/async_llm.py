@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,11 @@ class AsyncLLM:
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = sampling_params or self._defaults(ready)
         words = words_of(params, tokenizer)
-        reader = supervisor.requests.open(request_id, ready, params, tokenizer)
+        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind)
         try:
             supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words))
-            async with aclosing(reader.outputs(output_kind)) as outputs:
-                async for output in outputs:
-                    yield output
+            while (output := await reader.next()) is not None:
+                yield output
         finally:
             supervisor.requests.drop(reader)
 

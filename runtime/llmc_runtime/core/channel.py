@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from llmc_runtime.core.messages import (
     Abort,
@@ -35,7 +37,7 @@ from llmc_runtime.core.messages import (
 from llmc_runtime.format.errors import LlmcError
 
 TICK = 0.1  # seconds between two looks at the process
-_CHUNK = 128  # deltas between two turns of the event loop
+_CHUNK = 128  # messages and deltas between two turns of the event loop
 _ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
 # What python runs: our own module, found where the front finds it and never in the folder it happens to be in.
 _BOOT = (
@@ -61,13 +63,14 @@ class Channel:
         self._silence = 0.0  # seconds of ours in which nothing was heard
         self.pulse: Pulse | None = None
         self.ready: Ready | None = None
-        self._came = asyncio.Event()  # Ready, or the end
+        self._chunks: deque[list[Delta]] = deque()  # received, not heard
         self._folder = Path(tempfile.mkdtemp(prefix="llmc-"))  # 0700
-        self._context = zmq.asyncio.Context()
-        self._listener: asyncio.Task[None] | None = None
+        self._context = zmq.Context()
+        self._turns = asyncio.get_running_loop()
+        sockets: list[Any] = []
         try:
-            self._adds, self._control = self._socket(zmq.PUSH, _ADDS), self._socket(zmq.PUSH, _CONTROL)
-            self._reports = self._socket(zmq.PULL, _REPORTS)
+            for kind, name in ((zmq.PUSH, _ADDS), (zmq.PUSH, _CONTROL), (zmq.PULL, _REPORTS)):
+                sockets.append(self._socket(kind, name))
             self.process = subprocess.Popen(
                 [*command, str(os.getpid()), str(self._folder), str(heartbeat)],
                 stdin=subprocess.DEVNULL,
@@ -78,21 +81,20 @@ class Channel:
             self._context.destroy(linger=0)
             self._forget_folder()
             raise
-        self._listener = asyncio.create_task(self._listen())
+        self._adds, self._control, self._reports = sockets
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), self.process, sockets, self._context)
+        self._fd = int(self._reports.get(zmq.FD))
+        self._turns.add_reader(self._fd, self._listen)
+        self._turns.call_soon(self._listen)
 
     def _socket(self, kind: int, name: str) -> Any:
         # Nothing is ever dropped or held back: what can lie in a socket is bounded by the requests that are open.
-        socket = self._context.socket(kind) if kind == zmq.PULL else self._plain.socket(kind)
+        socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         socket.bind(f"ipc://{self._folder / name}")
         return socket
-
-    @property
-    def _plain(self) -> Any:
-        """The context for sockets that are sent to without waiting."""
-        return zmq.Context.shadow(self._context.underlying)
 
     async def open(self, wanted: Open, timeout: float) -> Ready:
         """Have the engine opened. LlmcError: its own, E661 where the process ends, E662 after `timeout` seconds."""
@@ -112,11 +114,7 @@ class Channel:
             error = LlmcError("E662", f"the engine did not open within {timeout:g} s", "raise start_timeout")
         if error is not None:
             raise error
-        try:
-            await asyncio.wait_for(self._came.wait(), 0.02)
-            await asyncio.sleep(0.01)
-        except TimeoutError:
-            pass
+        await asyncio.sleep(0.01)
 
     def add(self, add: Add) -> None:
         """Send a request. LlmcError E601 where it holds what no message can."""
@@ -167,34 +165,45 @@ class Channel:
         how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         return LlmcError("E661", f"the engine process {how}", "send the request again; its messages are on stderr")
 
-    async def _listen(self) -> None:
-        while True:
-            frames = await self._reports.recv_multipart()
-            self._silence = 0.0
-            try:
-                message = self._decoder.decode(b"".join(frames))
-            except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
-                # What it said may have been tokens: going on could give a wrong text.
-                cause = f"the engine process sent a message that makes no sense: {str(e)[:100]}"
-                self._failed = self._failed or LlmcError("E661", cause, "send the request again, and report it")
-                continue
-            await self._take(message)
-            await asyncio.sleep(0)
+    def _listen(self) -> None:
+        """Hear what has come, for a while; the socket tells of news once, so that what is left needs another turn."""
+        if self._let_go.alive and self._hear_some(_CHUNK):
+            self._turns.call_soon(self._listen)
 
-    async def _take(self, message: Report) -> None:
+    def _hear_some(self, budget: float) -> bool:
+        """Hear what has come, and stop after so many messages and deltas: True where something may be left."""
+        while budget > 0:
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                self._hear(chunk)
+                budget -= len(chunk)
+                continue
+            try:
+                frames = self._reports.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._silence = 0.0
+            self._take(b"".join(frames))
+            budget -= 1
+        return True
+
+    def _take(self, data: bytes) -> None:
+        try:
+            message: Report = self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
+            # What it said may have been tokens: going on could give a wrong text.
+            cause = f"the engine process sent a message that makes no sense: {str(e)[:100]}"
+            self._failed = self._failed or LlmcError("E661", cause, "send the request again, and report it")
+            return
         if isinstance(message, Outputs):
-            for i in range(0, len(message.deltas), _CHUNK):
-                if i:
-                    await asyncio.sleep(0)
-                self._hear(message.deltas[i : i + _CHUNK])
+            deltas = message.deltas
+            self._chunks.extend(deltas[i : i + _CHUNK] for i in range(0, len(deltas), _CHUNK))
         elif isinstance(message, Pulse):
             self.pulse = message
         elif isinstance(message, Failed):
             self._failed = error_of(message.fault)
-            self._came.set()
         elif isinstance(message, Ready):
             self.ready = message
-            self._came.set()
         elif isinstance(message, Progress):
             self._say(message.line)
 
@@ -212,18 +221,25 @@ class Channel:
             self.process.send_signal(signal.SIGKILL)
         while self.process.poll() is None:
             await asyncio.sleep(0.01)
-        if self._listener is not None:
-            await asyncio.sleep(0.02)  # what lies in the socket
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-            self._listener = None
-        for socket in (self._adds, self._control, self._reports):
-            socket.close(linger=0)
-        self._context.term()
+        await asyncio.sleep(0.02)  # what is on its way
+        if self._let_go.alive:
+            self._hear_some(math.inf)
+            self._turns.remove_reader(self._fd)
+            self._let_go()
         self._forget_folder()
 
     def _forget_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _let_go(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any], context: Any) -> None:
+    """End the process, if it lives, and close the sockets; in a fork of the front nothing."""
+    if os.getpid() != owner:
+        return
+    process.kill()
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
 
 
 def _signal_name(number: int) -> str:

@@ -250,7 +250,8 @@ class CoreProcess:
 
 def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """What the engine process runs. The exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the front's affair
+    for number in (signal.SIGINT, signal.SIGTERM):  # the front's affair; whoever ends a whole service tells us, too
+        signal.signal(number, signal.SIG_IGN)
     parent, folder, heartbeat = argv
     return CoreProcess(int(parent), Path(folder), float(heartbeat), opener).run()
 

@@ -6,7 +6,7 @@ A slow reader holds nobody: its request keeps one state, into which deltas are m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmc_runtime.core.messages import Delta, received
@@ -22,12 +22,13 @@ KINDS = ("cumulative", "delta", "final_only")
 class Reader:
     """One request: its outputs so far, and who waits for more. Ends with LlmcError where the request did."""
 
-    def __init__(self, answer: Answer, first: int) -> None:
-        self.answer, self.first = answer, first
+    def __init__(self, answer: Answer, first: int, kind: str) -> None:
+        self.answer, self.first, self._kind = answer, first, kind
         self.error: LlmcError | None = None
         self._changed = asyncio.Event()
         self._open = list(answer.parts)  # whose last piece was not given yet
         self._texts = [""] * len(answer.parts)
+        self._prompt_ids = list(answer.prompt_ids)
 
     @property
     def numbers(self) -> range:
@@ -36,23 +37,23 @@ class Reader:
 
     def wake(self) -> None:
         """Something changed."""
-        self._changed.set()
+        if self._kind != "final_only" or self.error is not None or self.answer.finished:
+            self._changed.set()
 
-    async def outputs(self, kind: str) -> AsyncGenerator[RequestOutput, None]:
-        """What is new whenever it is asked for, by `kind` (see AsyncLLM.generate)."""
+    async def next(self) -> RequestOutput | None:
+        """What is new, by kind (see AsyncLLM.generate), as soon as there is something; None at the end."""
         while self._open:
             await self._changed.wait()
             self._changed.clear()
             if self.error is not None:
                 raise self.error
-            if kind == "final_only":
-                if self.answer.finished:
-                    self._open.clear()
-                    yield self.answer.output()
-                continue
-            new = self._news(kind == "delta")
+            if self._kind == "final_only":
+                self._open.clear()
+                return self.answer.output()
+            new = self._news(self._kind == "delta")
             if new:
-                yield self._output(new)
+                return self._output(new)
+        return None
 
     def _news(self, delta: bool) -> list[CompletionOutput]:
         """The outputs that have something new, or all of them so far; none where nothing is new."""
@@ -68,10 +69,8 @@ class Reader:
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         answer, first = self.answer, self.answer.parts[0]
-        ids = list(answer.prompt_ids)
-        return RequestOutput(
-            answer.request_id, answer.prompt, ids, outputs, not self._open, first.num_cached, first.prompt_logprobs
-        )
+        finished, cached, scores = not self._open, first.num_cached, first.prompt_logprobs
+        return RequestOutput(answer.request_id, answer.prompt, self._prompt_ids, outputs, finished, cached, scores)
 
 
 class Requests:
@@ -86,11 +85,13 @@ class Requests:
     def __len__(self) -> int:
         return len(self._readers)
 
-    def open(self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> Reader:
+    def open(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, kind: str
+    ) -> Reader:
         """A request with numbers of its own; nothing is sent."""
         first, self._next = self._next, self._next + params.n
         parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer) for i in range(params.n)]
-        reader = Reader(Answer(request_id, prompt.text, prompt.ids, parts), first)
+        reader = Reader(Answer(request_id, prompt.text, prompt.ids, parts), first, kind)
         self._parts |= {first + i: (reader, part) for i, part in enumerate(parts)}
         self._readers[reader] = None
         return reader

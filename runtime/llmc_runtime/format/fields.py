@@ -32,7 +32,9 @@ def load_json(data: bytes, where: str) -> Any:
     if (why := too_much(data, MAX_JSON, MAX_VALUES)) is not None:
         raise damaged(where, why)
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        check_unicode(data, found)
+        return found
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not valid JSON ({str(error)[:120]})") from None
 
@@ -43,6 +45,12 @@ def too_much(data: bytes, most_bytes: int, most_values: int) -> str | None:
         return f"{len(data)} bytes of JSON, over the cap of {most_bytes}"
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     return f"up to {values} values of JSON, over the cap of {most_values}" if values > most_values else None
+
+
+def check_unicode(data: bytes, found: Any) -> None:
+    """UnicodeEncodeError (a ValueError) where `found`, parsed from `data`, holds half of a surrogate pair alone."""
+    if b"\\ud" in data or b"\\uD" in data:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from llmc_runtime.format.fields import too_much
+from llmc_runtime.format.fields import check_unicode, too_much
 
 MOST_BYTES = 256 << 20  # of a tokenizer.json; the largest known ones have 40 MB
 MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # of the documents beside it
@@ -39,8 +39,7 @@ def document(path: Path) -> Any:
     if (why := too_much(data, MOST_CONFIG, MOST_VALUES)) is not None:
         raise ValueError(why)
     found = json.loads(data.decode("utf-8"))
-    if b"\\ud" in data or b"\\uD" in data:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")  # a half of a pair of surrogates alone is no text
+    check_unicode(data, found)
     return found
 
 

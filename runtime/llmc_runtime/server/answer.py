@@ -1,0 +1,103 @@
+"""An answer gathered from news: texts, ids, log-probabilities and the usage that both kinds of completion tell."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc_runtime.outputs import CompletionOutput, Logprob, RequestOutput
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.serving import News
+
+LEAST = -9999.0  # log-probabilities on the wire; JSON has no infinity
+Row = dict[int, Logprob]
+
+
+@dataclass
+class Choice:
+    """One output so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Row] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, news: CompletionOutput) -> None:
+        """Add what is new."""
+        self.text.append(news.text)
+        self.token_ids += news.token_ids
+        self.logprobs += news.logprobs or []
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+
+@dataclass
+class Usage:
+    """Tokens of one answer; `generated` is every output's."""
+
+    prompt: int
+    generated: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # by prompt
+
+    def take(self, index: int, news: RequestOutput) -> None:
+        """Count what is new of the prompt `index`."""
+        self.cached[index] = news.num_cached_tokens
+        self.generated += sum(len(one.token_ids) for one in news.outputs)
+
+    def told(self) -> dict[str, Any]:
+        """As OpenAI has it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+@dataclass
+class Whole:
+    """A finished answer: outputs by prompt, the scores of each prompt, usage."""
+
+    choices: list[list[Choice]]
+    prompt_logprobs: list[list[Row | None] | None]
+    usage: Usage
+
+
+async def gather(news: News, prompts: list[Prompt], n: int) -> Whole:
+    """Everything, once it is there."""
+    usage = Usage(sum(len(prompt.ids) for prompt in prompts))
+    whole = Whole([[Choice() for _ in range(n)] for _ in prompts], [None] * len(prompts), usage)
+    async with aclosing(news) as items:  # type: ignore[type-var]
+        async for index, output in items:
+            usage.take(index, output)
+            for one in output.outputs:
+                whole.choices[index][one.index].take(one)
+            if output.prompt_logprobs is not None:
+                whole.prompt_logprobs[index] = output.prompt_logprobs
+    return whole
+
+
+def told_scores(rows: list[Row | None] | None) -> list[Any] | None:
+    """prompt_logprobs in vLLM's form: a list over positions of {id: {logprob, rank, decoded_token}}."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            str(token): {"logprob": clamped(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token, one in row.items()
+        }
+        for row in rows
+    ]
+
+
+def clamped(one: Logprob) -> float:
+    """Its log-probability as JSON can hold it."""
+    return max(one.logprob, LEAST)
+
+
+def spelled(token: int, one: Logprob) -> str:
+    """The text of a candidate; its id where the model has no text."""
+    return f"token_id:{token}" if one.decoded_token is None else one.decoded_token

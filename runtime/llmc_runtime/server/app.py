@@ -1,0 +1,194 @@
+"""The routes: each endpoint of the server, from a request to a reply; the work is done in the rooms it calls."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from llmc_runtime import __version__
+from llmc_runtime.server.chat import Chat
+from llmc_runtime.server.completions import Completion
+from llmc_runtime.server.errors import ApiError, internal, not_found
+from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from llmc_runtime.server.guard import Guard, Keys, Limits, read_body
+from llmc_runtime.server.meters import CONTENT_TYPE
+from llmc_runtime.server.openapi import description
+from llmc_runtime.server.parse import parse
+from llmc_runtime.server.replies import Events, Gone, as_error, as_json, place, while_connected
+from llmc_runtime.server.serving import Call, Serving
+
+log = logging.getLogger("llmc.serve")
+T = TypeVar("T", bound=msgspec.Struct)
+_GONE = 499  # nobody reads it
+
+
+def application(
+    serving: Serving, keys: Sequence[str] = (), limits: Limits | None = None, hosts: Sequence[str] | None = None
+) -> ASGIApp:
+    """The server as an ASGI application; `hosts`: names that a Host header may have (None: any)."""
+    endpoints = Endpoints(serving, limits or Limits())
+
+    app = Starlette(routes=endpoints.routes(), exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return Guard(app, Keys(keys), limits or Limits(), hosts)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return as_error(not_found("there is no such route"))
+    cause = "the method is not allowed here" if error.status_code == 405 else "the request is refused"
+    told = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
+    return as_error(told)
+
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+
+def _told(handler: Handler) -> Handler:
+    """The handler, its errors as replies; of other mistakes the log has the place, and the client nothing."""
+
+    @functools.wraps(handler)
+    async def safe(self: Any, request: Request) -> Response:
+        try:
+            return await handler(self, request)
+        except ApiError as e:
+            if e.status >= 500:
+                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+            return as_error(e)
+        except (Gone, ClientDisconnect):
+            self.serving.meters.gone()
+            return Response(status_code=_GONE)
+        except Exception as e:
+            log.error("%s failed%s", request.scope["llmc.id"], place(e))
+            return as_error(internal())
+
+    return safe
+
+
+class Endpoints:
+    """The endpoints of one served model."""
+
+    def __init__(self, serving: Serving, limits: Limits) -> None:
+        self.serving, self.limits = serving, limits
+        self._description = msgspec.json.encode(description())
+
+    def routes(self) -> list[Route]:
+        """Every route there is."""
+        get: dict[str, Any] = {
+            "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
+            "/openapi.json": self.openapi, "/v1/models": self.models, "/v1/models/{name:path}": self.one_model,
+        }  # fmt: skip
+        post: dict[str, Any] = {
+            "/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize, "/v1/embeddings": self.embeddings,
+        }  # fmt: skip
+        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
+        return routes + [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
+
+    @_told
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        asked = await self._read(request, CompletionRequest)
+        completion = Completion(self.serving, asked, self._call(request, "cmpl", "prompt"))
+        return await self._reply(request, completion, bool(asked.stream))
+
+    @_told
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        asked = await self._read(request, ChatRequest)
+        chat = Chat(self.serving, asked, self._call(request, "chatcmpl", "messages"))
+        return await self._reply(request, chat, bool(asked.stream))
+
+    @_told
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: of a text or of a conversation."""
+        asked = await self._read(request, TokenizeRequest)
+        self.serving.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError("give one of prompt and messages", param="prompt")
+        prompting = self.serving.prompting
+        if asked.prompt is not None:
+            ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
+        else:
+            ids = (await prompting.of_chat(asked)).ids
+        tokenizer = prompting.tokenizer
+        names = [tokenizer.token(i) for i in ids] if asked.return_token_strs else None
+        most = self.serving.llm.config.max_model_len
+        return as_json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names})
+
+    @_told
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        asked = await self._read(request, DetokenizeRequest)
+        self.serving.check_model(asked.model)
+        return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
+
+    @_told
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings, which models here have none of."""
+        raise not_found("models here generate text; none makes embeddings", code="unsupported_endpoint")
+
+    @_told
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return as_json({"object": "list", "data": [self._model(name) for name in self.serving.names]})
+
+    @_told
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        name = request.path_params["name"]
+        self.serving.check_model(name)
+        return as_json(self._model(name))
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while the engine lives."""
+        return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
+
+    @_told
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while a request would be admitted."""
+        self.serving.check_ready()
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return as_json({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics, for Prometheus."""
+        return Response(self.serving.meters.text(), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return Response(self._description, media_type="application/json")
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": self.serving.created, "owned_by": "llmc", "root": name,
+            "parent": None, "max_model_len": self.serving.llm.config.max_model_len,
+        }  # fmt: skip
+
+    async def _read(self, request: Request, kind: type[T]) -> T:
+        return parse(await read_body(request, self.limits), kind, self.serving.meters.unknown)
+
+    def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
+        return Call(f"{prefix}-{uuid.uuid4().hex}", request.scope["llmc.key"], prompt_param)
+
+    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool) -> Response:
+        """The answer, ended early where the client goes away."""
+        if stream:
+            chunks = await while_connected(request.receive, answer.pieces())
+            return Events(chunks, self.serving.meters.gone)
+        return as_json(await while_connected(request.receive, answer.whole()))

@@ -1,0 +1,180 @@
+"""llmc-serve: a model is opened, listens, drains and ends; arguments and the environment are read elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from llmc_runtime.format.errors import LlmcError
+
+if TYPE_CHECKING:
+    from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.server.serving import Serving
+
+_EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
+_SHORTEST_KEY = 8
+_PENDING = 512  # connections that wait to be accepted
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; `engine` goes to AsyncLLM."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: Sequence[str] = ()
+    keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    max_queued_requests: int = 512
+    max_queued_tokens: int | None = None
+    max_per_key: int | None = None
+    max_body: int = 8 << 20
+    shutdown_timeout: int = 30
+    log_level: str = "info"
+    chat_template: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def serve(options: Options) -> int:
+    """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E665, and those of opening."""
+    try:
+        import uvicorn  # noqa: F401
+
+        import llmc_runtime.server.app  # noqa: F401
+    except ImportError as e:
+        raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
+    from llmc_runtime.core.async_llm import AsyncLLM
+
+    listening = _listen(options.host, options.port)
+    _log_to_stderr(options.log_level)
+    asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, listening))
+    return 0
+
+
+async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) -> None:
+    """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
+    import uvicorn
+
+    from llmc_runtime.server.app import application
+    from llmc_runtime.server.guard import LOOPBACK, Limits
+
+    local = options.host in ("localhost", "::1") or options.host.startswith("127.")
+    hosts = (*LOOPBACK, options.host, *options.hosts) if local or options.hosts else None
+    async with llm:
+        serving = _serving(options, llm)
+        app = application(serving, options.keys, Limits(body=options.max_body), hosts)
+        config = uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", h11_max_incomplete_event_size=64 << 10, log_config=None,
+            access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
+            timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
+        )  # fmt: skip
+        print(f"llmc: {serving.names[0]} at {_address(listening)}", file=sys.stderr, flush=True)
+        if not local and not options.keys:
+            print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr, flush=True)
+        loop, tasks = asyncio.get_running_loop(), set[Any]()
+
+        def end() -> None:
+            tasks.add(loop.create_task(llm.shutdown()))
+
+        def drain() -> None:
+            serving.admission.draining = True
+            loop.call_soon_threadsafe(loop.call_later, options.shutdown_timeout, end)
+
+        try:
+            await draining(uvicorn, config, drain).serve([listening])
+        finally:
+            serving.close()
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """API keys: one a line of each file, blank lines and those that begin with # left out, and, comma-separated, of
+    each named variable. LlmcError E647 where there are none, or one is too short to be a secret."""
+    keys: list[str] = []
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as e:
+            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key a line") from e
+        keys += _checked([line.strip() for line in lines if not line.lstrip().startswith("#")], str(path))
+    for name in variables:
+        keys += _checked([key.strip() for key in environment.get(name, "").split(",")], f"${name}")
+    return keys
+
+
+def _checked(keys: list[str], where: str) -> list[str]:
+    found = [key for key in keys if key]
+    if not found:
+        raise LlmcError("E647", f"{where} holds no API key", "put keys there, one a line, or leave the option out")
+    if min(map(len, found)) < _SHORTEST_KEY or not all(key.isascii() and key.isprintable() for key in found):
+        cause = f"{where} holds a key shorter than {_SHORTEST_KEY} characters, or of other characters than ASCII's"
+        raise LlmcError("E647", cause, "make keys with: openssl rand -hex 24")
+    return found
+
+
+def _serving(options: Options, llm: AsyncLLM) -> Serving:
+    from llmc_runtime.server.admission import Admission
+    from llmc_runtime.server.meters import Meters
+    from llmc_runtime.server.serving import Serving
+
+    names = tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
+    meters = Meters(names[0], llm.stats)
+    rows, length = llm.config.max_num_seqs, llm.config.max_model_len
+    waiting = options.max_queued_tokens
+    if waiting is None:
+        waiting = options.max_queued_requests * length
+    sequences = options.max_queued_requests + rows
+    admission = Admission(sequences, waiting + rows * length, options.max_per_key, meters.refused)
+    return Serving(llm, names, admission, meters, options.chat_template)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before the model is opened: a port that is taken is told at once. LlmcError E646."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as e:
+        cause = f"{host}:{port} cannot be listened on: {getattr(e, 'strerror', None) or e}"
+        raise LlmcError("E646", cause, "choose another --port, or an address of this machine for --host") from e
+    return listening
+
+
+def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
+    """A server whose first signal begins the drain; SIGTERM ends it with 0, another signal at once."""
+
+    class Draining(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                self.force_exit = True
+            else:
+                drain()
+            super().handle_exit(sig, frame)
+            if sig == signal.SIGTERM and self._captured_signals:
+                self._captured_signals.remove(sig)
+
+    return Draining(config)
+
+
+def _log_to_stderr(level: str) -> None:
+    """Times, levels and messages; requests are not logged, and texts of requests never are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("llmc", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers[:], log.propagate = [handler], False
+        log.setLevel(level.upper() if name == "llmc" else "WARNING")

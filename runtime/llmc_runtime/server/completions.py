@@ -1,0 +1,141 @@
+"""/v1/completions: the answer's JSON, whole and in pieces, with echoes and log-probabilities; it samples nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from llmc_runtime.outputs import CompletionOutput, Logprob
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.fields import CompletionRequest
+from llmc_runtime.server.sampling import of_completion
+from llmc_runtime.server.serving import Call, News, Serving, begun
+
+Scores = list[Row | None] | None
+
+
+class Completion:
+    """One call of the endpoint."""
+
+    def __init__(self, serving: Serving, asked: CompletionRequest, call: Call) -> None:
+        self._serving, self._asked, self._call = serving, asked, call
+        self._head = {
+            "id": call.id, "object": "text_completion", "created": int(time.time()), "model": serving.names[0],
+        }  # fmt: skip
+        self._silent = asked.max_tokens == 0  # the prompt alone is scored
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        prompts, params = await self._ready()
+        news = self._serving.run(prompts, params, self._asked, self._call)
+        whole = await gather(news, prompts, params.n)
+        choices = []
+        for i, (prompt, outputs, scores) in enumerate(zip(prompts, whole.choices, whole.prompt_logprobs)):
+            for k, choice in enumerate(outputs):
+                if self._silent:
+                    choice = Choice(finish_reason="length")
+                told = self._choice(i * params.n + k, prompt, choice, scores)
+                if self._asked.prompt_logprobs is not None:
+                    told["prompt_logprobs"] = told_scores(scores)
+                choices.append(told)
+        if self._silent:
+            whole.usage.generated = 0
+        return {**self._head, "choices": choices, "usage": whole.usage.told()}
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer's JSON, chunk by chunk; it returns once the first news are there."""
+        prompts, params = await self._ready()
+        news = await begun(self._serving.run(prompts, params, self._asked, self._call))
+        return self._chunks(news, prompts, params)
+
+    async def _ready(self) -> tuple[list[Prompt], SamplingParams]:
+        asked, serving = self._asked, self._serving
+        if self._silent and not asked.echo:
+            raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
+        serving.check_model(asked.model)
+        serving.check_ready()
+        params = of_completion(asked, serving.llm)
+        return await serving.prompting.of_completion(asked), params
+
+    async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+        usage = Usage(sum(len(prompt.ids) for prompt in prompts))
+        offsets: dict[int, int] = {}  # of the text so far, by choice
+        options = self._asked.stream_options
+        always = bool(options and options.continuous_usage_stats)
+        last = bool(options and options.include_usage)
+        async with aclosing(news) as items:  # type: ignore[type-var]
+            async for i, output in items:
+                if not self._silent:
+                    usage.take(i, output)
+                for one in output.outputs:
+                    index = i * params.n + one.index
+                    choice = self._piece(index, prompts[i], one, output.prompt_logprobs, offsets)
+                    if choice is None:
+                        continue
+                    chunk = {**self._head, "choices": [choice]}
+                    if always or last:
+                        chunk["usage"] = usage.told() if always else None
+                    yield chunk
+        if last:
+            yield {**self._head, "choices": [], "usage": usage.told()}
+
+    def _piece(
+        self, index: int, prompt: Prompt, one: CompletionOutput, scores: Scores, offsets: dict[int, int]
+    ) -> dict[str, Any] | None:
+        """One chunk's choice; None where it would say nothing."""
+        choice = Choice()
+        if not self._silent:
+            choice.take(one)
+        choice.finish_reason = "length" if self._silent and one.finish_reason else one.finish_reason
+        begins = index not in offsets
+        offset = offsets.get(index, 0)
+        told = self._choice(index, prompt if begins else None, choice, scores, offset)
+        logprobs = told["logprobs"]
+        offsets[index] = offset + (sum(map(len, logprobs["tokens"])) if logprobs else 0)
+        if not told["text"] and not choice.token_ids and told["finish_reason"] is None:
+            return None
+        silent = not told["text"] and told["finish_reason"] is None and logprobs is None
+        return None if silent else told
+
+    def _choice(
+        self, index: int, prompt: Prompt | None, choice: Choice, scores: Scores, offset: int = 0
+    ) -> dict[str, Any]:
+        """The JSON of an output; `prompt` is echoed where that was asked for."""
+        asked = self._asked
+        tokens, rows = list(choice.token_ids), list[Row | None](choice.logprobs)
+        text = "".join(choice.text)
+        if asked.echo and prompt is not None:
+            text = (prompt.text or "") + text
+            tokens = prompt.ids + tokens
+            rows = (scores or [None] * len(prompt.ids)) + rows
+        logprobs = None
+        if asked.logprobs is not None:
+            logprobs = self._logprobs(tokens, rows, offset)
+        return {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }  # fmt: skip
+
+    def _logprobs(self, tokens: list[int], rows: list[Row | None], offset: int) -> dict[str, Any]:
+        out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token, row in zip(tokens, rows, strict=True):
+            text = self._serving.prompting.spelled(token) if row is None else spelled(token, row[token])
+            out["text_offset"].append(offset)
+            out["tokens"].append(text)
+            out["token_logprobs"].append(None if row is None else clamped(row[token]))
+            out["top_logprobs"].append(None if row is None else self._top(token, row))
+            offset += len(text)
+        return out
+
+    def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
+        """The likeliest candidates and the token itself by their texts; of two with one text the likelier."""
+        most = self._asked.logprobs or 0
+        kept = [(t, one) for t, one in row.items() if t == token or one.rank <= most]
+        return {
+            spelled(t, one): clamped(one) for t, one in sorted(kept, key=lambda item: item[1].logprob)
+        }  # the likelier of two overwrites

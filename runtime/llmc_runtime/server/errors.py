@@ -1,0 +1,81 @@
+"""What a client is told when a request fails: OpenAI's error object and an HTTP status; it handles no request.
+
+Texts about a client's own input pass through; of a failure of ours a fixed text is told, and never an exception's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+_TOO_LONG = frozenset({"E602", "E603", "E604"})
+_OF_PROMPT = frozenset({"E605", "E606", "E620", "E621", "E625"})
+_OF_CHAT = frozenset({"E630", "E631", "E632", "E633", "E634"})
+_OF_ENGINE = frozenset({"E608", "E660", "E661", "E662", "E663", "E664"})
+_OF_GRAMMAR = frozenset({"E650", "E651", "E652"})
+
+
+class ApiError(Exception):
+    """`status` and the four fields of OpenAI's error object; `headers` go with the answer."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = "invalid_value",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.kind = message, status, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """{"error": {message, type, param, code}}."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def told(error: LlmcError, prompt_param: str) -> ApiError:
+    """The client's view of an error of the runtime; `prompt_param` is the field that the prompt came in."""
+    words = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
+    if error.code == "E601":
+        return ApiError(words, param=error.remedy.partition(":")[0] or None)
+    if error.code in _TOO_LONG:
+        param = "max_tokens" if error.code == "E603" else prompt_param
+        return ApiError(words, param=param, code="context_length_exceeded")
+    if error.code in _OF_PROMPT:
+        return ApiError(words, param=prompt_param)
+    if error.code in _OF_CHAT:
+        return ApiError(words, param="messages")
+    if error.code in _OF_GRAMMAR:
+        return ApiError(words, param="structured_outputs")
+    if error.code == "E610":
+        return ApiError(words, param="bad_words")
+    if error.code in _OF_ENGINE:
+        return unavailable("the engine is not there now", "engine_unavailable")
+    return internal()
+
+
+def internal() -> ApiError:
+    """500: a mistake of ours, told without its words."""
+    return ApiError("the server failed on this request", status=500, kind=SERVER, code="internal_error")
+
+
+def unavailable(message: str, code: str = "server_overloaded", seconds: int = 1) -> ApiError:
+    """503 with the time after which another try makes sense."""
+    return ApiError(message, status=503, kind=SERVER, code=code, headers=retry_after(seconds))
+
+
+def retry_after(seconds: int) -> dict[str, str]:
+    """The two headers that clients obey."""
+    return {"Retry-After": str(seconds), "retry-after-ms": str(seconds * 1000)}
+
+
+def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:
+    """404."""
+    return ApiError(message, status=404, param=param, code=code)

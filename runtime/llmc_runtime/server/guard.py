@@ -1,0 +1,142 @@
+"""Who may ask, and how big a request may be: keys, hosts, headers and bodies, checked on the raw request; no routes.
+
+Every path needs a key, where there are keys, but the two of OPEN, compared as the bytes that came: whatever else a
+router takes a path for, nobody gets there without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.replies import as_error
+
+OPEN = frozenset({"/health", "/ready"})
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+_READS = frozenset({"GET", "HEAD"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and counts of one request, and seconds that its body may take to come."""
+
+    body: int = 8 << 20
+    headers: int = 32 << 10
+    header_count: int = 100
+    body_seconds: float = 30.0
+
+
+class Keys:
+    """API keys, kept as digests. With none, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = tuple(dict.fromkeys(hashlib.sha256(key.encode()).digest() for key in keys))
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def name_of(self, authorization: bytes) -> str | None:
+        """A name of the key in an Authorization header, which does not tell the key; None where it is none of ours.
+        The work is the same whichever it is."""
+        scheme, _, given = authorization.partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
+        found = None
+        for known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = known.hex()[:16]
+        return found if scheme.lower() == b"bearer" else None
+
+
+class Guard:
+    """ASGI middleware. A request that passes has `scope["llmc.key"]` and `scope["llmc.id"]`."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None) -> None:
+        self._app, self._keys, self._limits = app, keys, limits
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Guard. What is not HTTP, and no lifespan event either, is closed."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await receive()
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        name = headers.get(b"x-request-id", b"")
+        scope["llmc.id"] = name.decode() if _ID.fullmatch(name) else uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", scope["llmc.id"].encode())]
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+        except ApiError as e:
+            return await as_error(e)(scope, receive, named)
+        return await self._app(scope, receive, named)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        raw = scope["headers"]
+        if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
+            cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
+            raise ApiError(cause, status=431, code="headers_too_large")
+        self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        scope["llmc.key"] = ""
+        path = scope.get("raw_path") or scope["path"].encode()
+        if not len(self._keys) or (path.decode("latin-1") in OPEN and scope["method"] in _READS):
+            return
+        name = self._keys.name_of(headers.get(b"authorization", b""))
+        if name is None:
+            cause = "a valid API key is needed: Authorization: Bearer KEY"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            kind, code = "authentication_error", "invalid_api_key"
+            raise ApiError(cause, status=401, kind=kind, code=code, headers=challenge)
+        scope["llmc.key"] = name
+
+    def _check_host(self, host: str) -> None:
+        """A web page may have its own name lead here; it cannot have the Host header say another."""
+        match = _HOST.fullmatch(host.lower())
+        if match is None:
+            raise ApiError("the Host header is none", code="invalid_host")
+        if self._hosts is not None and match[1] not in self._hosts:
+            raise ApiError("this server is not known by the name in the Host header", status=421, code="invalid_host")
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body of a POST. ApiError 408, 413, 415."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError("send the body as it is: no Content-Encoding", status=415, code="unsupported_media_type")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("Content-Type has to be application/json", status=415, code="unsupported_media_type")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:19]) > limits.body:
+        raise _too_large(limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body:
+                    raise _too_large(limits)
+    except TimeoutError:
+        cause = f"the body did not come within {limits.body_seconds:.0f} s"
+        raise ApiError(cause, status=408, code="timeout", headers={"Connection": "close"}) from None
+    return bytes(body)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    headers = {"Connection": "close"}
+    return ApiError(f"the body is over {limits.body} bytes", status=413, code="body_too_large", headers=headers)

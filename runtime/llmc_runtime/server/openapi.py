@@ -1,0 +1,74 @@
+"""The OpenAPI description of the server, from the types of its requests; it serves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from llmc_runtime import __version__
+from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_POSTS = (
+    ("/v1/completions", CompletionRequest, "Continue prompts", True),
+    ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
+    ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
+    ("/detokenize", DetokenizeRequest, "The text of token ids", False),
+)
+_GETS = (
+    ("/v1/models", "The served models"),
+    ("/v1/models/{name}", "One served model"),
+    ("/version", "The server's version"),
+    ("/metrics", "Figures for Prometheus"),
+    ("/openapi.json", "This description"),
+)
+_OPEN = (("/health", "Whether the engine lives"), ("/ready", "Whether a request would be admitted"))
+_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503)
+_REF = "#/components/schemas/{name}"
+
+
+def description() -> dict[str, Any]:
+    """The whole document, OpenAPI 3.1."""
+    kinds = [kind for _, kind, _, _ in _POSTS]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for path, kind, words, streams in _POSTS:
+        paths[path] = {"post": _post(kind.__name__, words, streams)}
+    for path, words in _GETS:
+        paths[path] = {"get": {"summary": words, "responses": _responses(words, (401, 404, 421, 431))}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    for path, words in _OPEN:
+        paths[path] = {"get": {"summary": words, "security": [], "responses": _responses(words, (421, 431, 503))}}
+    told = _responses("", (401, 404, 421, 431))
+    del told["200"]
+    paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": told}}
+    bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llmc-serve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": _error()}, "securitySchemes": bearer},
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def _post(name: str, words: str, streams: bool) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
+    responses = _responses(words, _ERRORS)
+    responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {"summary": words, "requestBody": {"required": True, "content": content}, "responses": responses}
+
+
+def _responses(words: str, errors: tuple[int, ...]) -> dict[str, Any]:
+    told = {"description": "An error", "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}}
+    return {"200": {"description": words}, **{str(status): told for status in errors}}
+
+
+def _error() -> dict[str, Any]:
+    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
+    inner = {"message": text, "type": text, "param": maybe, "code": maybe}
+    error = {"type": "object", "properties": inner, "required": list(inner)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}

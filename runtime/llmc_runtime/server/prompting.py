@@ -1,0 +1,133 @@
+"""What a request continues, brought into token ids off the event loop: texts, ids, conversations. It runs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.prompts import TOKENIZE, Prompt
+from llmc_runtime.server.errors import ApiError, told
+from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.text.chat import ChatTemplate, choose_template
+from llmc_runtime.text.tokenizer import Tokenizer
+
+MAX_PROMPTS = 128  # of one request
+MAX_MESSAGES = 4096
+_RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
+_FORMS = "prompt: a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
+
+
+class Prompting:
+    """Tokenizes for one model, in threads of `pool`; `template`: another than the model's own, or one's name."""
+
+    def __init__(self, given: Tokenizer | None, vocab_size: int, template: str | None, pool: Executor) -> None:
+        self._given, self._vocab_size, self._pool = given, vocab_size, pool
+        self._wanted, self._template = template, None if template is None else self._compiled(template)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. LlmcError E620 where the artifact has none."""
+        if self._given is None:
+            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
+        return self._given
+
+    def spelled(self, token: int) -> str:
+        """The text of one id; the id where the model has no text."""
+        return f"token_id:{token}" if self._given is None else self._given.spelled(token)
+
+    async def of_completion(self, asked: CompletionRequest) -> list[Prompt]:
+        """The prompts of a completion, each with its text where texts can be had. ApiError 400."""
+        given = _listed(asked.prompt)
+        special = asked.add_special_tokens is not False
+        return await self._off(lambda: [self._prompt(one, special, bool(asked.echo)) for one in given], "prompt")
+
+    async def of_chat(self, asked: ChatRequest | TokenizeRequest) -> Prompt:
+        """The prompt that the model's template makes of a conversation. ApiError 400."""
+        messages = _checked(asked.messages or [])
+        variables = _variables(asked.chat_template_kwargs or {})
+        continues = bool(asked.continue_final_message)
+        begins = asked.add_generation_prompt if asked.add_generation_prompt is not None else not continues
+        if isinstance(asked, ChatRequest):
+            variables |= {} if asked.documents is None else {"documents": asked.documents}
+            variables |= {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
+        variables |= {"add_generation_prompt": begins, "continue_final_message": continues}
+        return await self._off(lambda: self._rendered(messages, variables), "messages")
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text."""
+        return await self._off(lambda: self.tokenizer.encode(text, add_special_tokens=special), "prompt")
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids. ApiError 400 where one is none of the vocabulary."""
+        check_ids(ids, self._vocab_size, "tokens")
+        return await self._off(lambda: self.tokenizer.decode(ids, skip_special_tokens=False), "tokens")
+
+    def _prompt(self, given: Any, special: bool, echo: bool) -> Prompt:
+        if isinstance(given, str):
+            return Prompt(self.tokenizer.encode(given, add_special_tokens=special), given)
+        check_ids(given, self._vocab_size, "prompt")
+        if not echo or self._given is None:
+            return Prompt(given)
+        return Prompt(given, self._given.decode(given, skip_special_tokens=False))
+
+    def _compiled(self, wanted: str | None) -> ChatTemplate:
+        tokenizer = self.tokenizer
+        return ChatTemplate(choose_template(tokenizer.chat_templates, wanted, None), tokenizer.named_tokens)
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Prompt:
+        if self._template is None:
+            self._template = self._compiled(self._wanted)
+        text = self._template.render(messages, **variables)
+        return Prompt(self.tokenizer.encode(text, add_special_tokens=False), text)
+
+    async def _off(self, work: Any, param: str) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except LlmcError as e:
+            raise told(e, param) from None
+
+
+def _listed(given: str | list[Any]) -> list[Any]:
+    """The prompts as a list of texts and lists of ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and _is_ids(given):
+        return [given]
+    if not given or not all(isinstance(one, str) or (one and _is_ids(one)) for one in given):
+        raise ApiError(_FORMS, param="prompt")
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(f"prompt: {len(given)} prompts, at most {MAX_PROMPTS} a request", param="prompt")
+    return given
+
+
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and set(map(type, given)) <= {int}
+
+
+def check_ids(ids: list[int], size: int, param: str) -> None:
+    """ApiError 400 where one of `ids` is none of a vocabulary of `size`."""
+    if ids and (min(ids) < 0 or max(ids) >= size):
+        raise ApiError(f"{param}: token ids of the vocabulary, 0 to {size - 1}", param=param)
+
+
+def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation, if its size is allowed and it is text alone."""
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise ApiError(f"messages: 1 to {MAX_MESSAGES} of them, not {len(messages)}", param="messages")
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            cause = f'messages[{i}].content: parts of the form {{"type": "text", "text": TEXT}} alone'
+            raise ApiError(cause, param=f"messages[{i}].content")
+    return messages
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    bad = next((n for n in given if n in _RESERVED or n == "continue_final_message" or not n.isidentifier()), None)
+    if bad is not None:
+        raise ApiError(f"chat_template_kwargs: {bad[:40]!r} cannot be set there", param="chat_template_kwargs")
+    return dict(given)

@@ -1,0 +1,102 @@
+"""How answers leave: JSON, events of a stream, and what happens when the client goes away; it knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmc_runtime.server.errors import ApiError, internal
+
+T = TypeVar("T")
+log = logging.getLogger("llmc.serve")
+DONE = b"data: [DONE]\n\n"
+
+
+class Gone(Exception):
+    """The client went away before its answer ended."""
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def as_error(error: ApiError) -> Response:
+    """An error's answer. A 5xx that another try would meet again says so."""
+    headers = dict(error.headers)
+    if error.status == 500:
+        headers["x-should-retry"] = "false"
+    return as_json(error.body(), error.status, headers)
+
+
+class Events(Response):
+    """Chunks as server-sent events, then [DONE]; an error on the way becomes the last event. `gone` is told where
+    the client went away."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[Any], gone: Callable[[], None]) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        if "content-length" in self.headers:
+            del self.headers["content-length"]
+        self._chunks, self._gone = chunks, gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it."""
+        try:
+            await while_connected(receive, self._send(send))
+        except Gone:
+            self._gone()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            try:
+                async for chunk in chunks:
+                    body = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                last = DONE
+            except ApiError as e:
+                if e.status >= 500:
+                    log.warning("a stream ended: %s%s", e.message, place(e.__cause__))
+                last = b"data: " + msgspec.json.encode(e.body()) + b"\n\n"
+            except Exception as e:
+                log.error("a stream failed%s", place(e))
+                last = b"data: " + msgspec.json.encode(internal().body()) + b"\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def place(error: BaseException | None) -> str:
+    """What failed where, for the log: kinds and lines of code, none of the words, which may be a request's."""
+    if error is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return f": {type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[::-1])
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and Gone raised, when the client goes away."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

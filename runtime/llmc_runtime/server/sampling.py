@@ -1,0 +1,103 @@
+"""The fields of a request that say how to sample become SamplingParams; it checks no prompt and reads no body.
+
+What a request leaves open is what the model's generation_config.json asks for where it samples (do_sample), else
+OpenAI's default: temperature 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmc_runtime.core.async_llm import AsyncLLM
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
+from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.server.errors import ApiError, told
+from llmc_runtime.server.fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
+
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
+)  # fmt: skip
+COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
+
+
+def of_completion(asked: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
+    """Parameters of a completion. ApiError 400 names the field."""
+    more: dict[str, Any] = {"max_tokens": asked.max_tokens}
+    if asked.max_tokens == 0 and asked.echo:
+        more["max_tokens"] = 1  # the engine gives one at least; it is not told
+    default = llm.get_default_sampling_params(max_tokens=COMPLETION_TOKENS)
+    if asked.max_tokens is None:
+        more["max_tokens"] = default.max_tokens
+    if asked.logprobs is not None:
+        more["logprobs"] = asked.logprobs
+        if asked.echo and asked.prompt_logprobs is None:
+            more["prompt_logprobs"] = asked.logprobs
+    return _params(asked, default, more)
+
+
+def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
+    """Parameters of a chat completion, which without a number of tokens may fill the context. ApiError 400."""
+    both = (asked.max_completion_tokens, asked.max_tokens)
+    if None not in both and both[0] != both[1]:
+        cause = f"max_completion_tokens ({both[0]}) and max_tokens ({both[1]}) differ"
+        raise ApiError(f"{cause}; give one of them", param="max_completion_tokens")
+    most = next((value for value in both if value is not None), None)
+    default = llm.get_default_sampling_params(max_tokens=None)
+    more: dict[str, Any] = {"max_tokens": default.max_tokens if most is None else most}
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if asked.logprobs:
+        more["logprobs"] = asked.top_logprobs or 0
+        if more["logprobs"] < 0 or more["logprobs"] > MAX_LOGPROBS:
+            raise ApiError(f"top_logprobs: 0 to {MAX_LOGPROBS}", param="top_logprobs")
+    try:
+        return _params(asked, default, more)
+    except ApiError as e:
+        if e.param == "max_tokens" and asked.max_completion_tokens is not None:
+            e.param = "max_completion_tokens"
+        raise
+
+
+def _params(asked: Generation, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
+    given: dict[str, Any] = {"repetition_penalty": default.repetition_penalty}
+    if not default.greedy:
+        given |= {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    given |= {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
+    if asked.stream and asked.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs are not streamed: give stream false", param="prompt_logprobs")
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options")
+    try:
+        given["structured_outputs"] = _form(asked)
+        return SamplingParams(**(given | more))
+    except LlmcError as e:
+        raise told(e, "prompt") from None
+
+
+def _form(asked: Generation) -> StructuredOutputsParams | None:
+    """What structured_outputs or response_format asks for."""
+    form = None if asked.response_format is None else _of_format(asked.response_format)
+    if asked.structured_outputs is None:
+        return form
+    if form is not None:
+        raise ApiError("response_format and structured_outputs exclude each other", param="structured_outputs")
+    wanted = asked.structured_outputs
+    names = (name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None)
+    return StructuredOutputsParams(**{name: getattr(wanted, name) for name in names})
+
+
+def _of_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if wanted.type != "json_schema":
+        raise ApiError("response_format.type: text, json_object or json_schema", param="response_format.type")
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise ApiError("response_format.json_schema.schema is missing", param="response_format.json_schema")
+    return StructuredOutputsParams(json=wanted.json_schema.schema)

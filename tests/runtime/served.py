@@ -1,0 +1,89 @@
+"""A server over the simulated device, its engine in a process, for tests with real clients; no model."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import textkit
+import uvicorn
+from llmc_runtime import LLM, AsyncLLM
+from llmc_runtime.server.admission import Admission
+from llmc_runtime.server.app import application
+from llmc_runtime.server.guard import Limits
+from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.serving import Serving
+from llmc_runtime.text.tokenizer import Tokenizer
+
+from tests.runtime.async_kit import fake, settled
+from tests.runtime.fake_core import build
+
+TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {"default": textkit.TEMPLATE})
+
+
+def in_process(tok: Tokenizer | None = TOK) -> LLM:
+    """The same model in this process, step by step."""
+    return LLM.over(build(0.0, depth=1), tok)
+
+
+@dataclass
+class Served:
+    """A server that listens, and the loop it runs in."""
+
+    url: str
+    serving: Serving
+    llm: AsyncLLM
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What `work` gives, run in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def rest(self) -> dict[str, Any]:
+        """The engine's figures once nothing is left to do."""
+        stats: dict[str, Any] = self.run(settled(self.llm))
+        assert not self.serving.admission.open_sequences and not self.serving.admission.open_tokens
+        return stats
+
+
+@contextmanager
+def served(
+    *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
+    tokens: int = 1 << 20, per_key: int | None = None,
+) -> Iterator[Served]:  # fmt: skip
+    """A server in a thread, on a port of its own."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    there, found, stop = threading.Event(), list[Served](), list[uvicorn.Server]()
+
+    async def main() -> None:
+        async with fake(pace, tok=TOK) as llm:
+            meters = Meters("toy", llm.stats)
+            serving = Serving(llm, ("toy", "other"), Admission(sequences, tokens, per_key, meters.refused), meters)
+            app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"))
+            config = uvicorn.Config(
+                app, http="h11", ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=64 << 10
+            )
+            stop.append(uvicorn.Server(config))
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            found.append(Served(url, serving, llm, asyncio.get_running_loop()))
+            there.set()
+            await stop[0].serve([listening])
+            serving.close()
+
+    thread = threading.Thread(target=asyncio.run, args=[main()], daemon=True)
+    thread.start()
+    assert there.wait(60)
+    try:
+        yield found[0]
+    finally:
+        until = time.monotonic() + 20
+        while not stop[0].started and time.monotonic() < until:
+            time.sleep(0.01)
+        stop[0].should_exit = True
+        thread.join(20)
