@@ -34,7 +34,7 @@ class Mischief:
 
     def __init__(self, inner: FakeExecutor, pace: float) -> None:
         self.inner, self.pace = inner, pace
-        self.depth, self.wait, self.settle = inner.depth, inner.wait, inner.settle
+        self.depth, self.guide, self.wait, self.settle = inner.depth, inner.guide, inner.wait, inner.settle
 
     def launch(self, step: Any) -> Any:
         for init in step.inits:
