@@ -19,6 +19,7 @@ from llmc_runtime.server.app import application
 from llmc_runtime.server.guard import Limits
 from llmc_runtime.server.meters import Meters
 from llmc_runtime.server.serving import Serving
+from llmc_runtime.server.wire import MOST_HEAD, Wire
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import fake, settled
@@ -30,6 +31,12 @@ TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": 
 def in_process(tok: Tokenizer | None = TOK) -> LLM:
     """The same model in this process, step by step."""
     return LLM.over(build(0.0, depth=1), tok)
+
+
+class Quick(Wire):
+    """It waits a moment only."""
+
+    head_seconds = 0.5
 
 
 @dataclass
@@ -67,7 +74,7 @@ def served(
             serving = Serving(llm, ("toy", "other"), Admission(sequences, tokens, per_key, meters.refused), meters)
             app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"))
             config = uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=64 << 10
+                app, http=Quick, ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=MOST_HEAD
             )
             stop.append(uvicorn.Server(config))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -186,6 +186,23 @@ def test_a_body_that_never_comes_is_not_waited_for(server: Served, golden: None)
     assert status == 408 and json.loads(body)["error"]["code"] == "timeout"
 
 
+def test_heads_that_never_end_or_are_none(server: Served, golden: None) -> None:
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for before, data in ((b"", b""), (b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"), (first, b"GET /heal")):
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as link:
+            link.sendall(before)
+            said = link.recv(4096) if before else b""
+            link.sendall(data)
+            while part := link.recv(4096):
+                said += part
+        assert b"HTTP/1.1 408 " in said and b'"code":"timeout"' in said
+        assert said.count(b"HTTP/1.1 200 ") == bool(before)
+    for data in (b"hello\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000):
+        status, body = raw(server, data)
+        assert status == 400 and json.loads(body)["error"]["code"] == "invalid_http"
+
+
 def test_pages_of_others_reach_nothing(client: httpx.Client, golden: None) -> None:
     for host, status in (("evil.test", 421), ("localhost.evil.test", 421), ("a/?x=", 400), ("localhost/health?", 400)):
         assert refused(client.get("/v1/models", headers={"Host": host}), status) == "invalid_host"

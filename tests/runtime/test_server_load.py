@@ -135,6 +135,7 @@ def test_figures_add_up() -> None:
         assert 'llmc:request_success_total{finished_reason="length",model_name="toy"} 3.0' in figures
         assert metric(server, "time_to_first_token_seconds_count") == 2
         assert metric(server, "e2e_request_latency_seconds_count") == 2
+        assert "# TYPE llmc:num_requests_open gauge" in figures and "# TYPE llmc:restarts_total counter" in figures
         assert metric(server, "request_params_n_sum") == 3 and metric(server, "num_requests_running") == 0
         size = len(httpx.get(f"{server.url}/metrics").text.splitlines())
         for i in range(20):

@@ -66,6 +66,7 @@ async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) 
 
     from llmc_runtime.server.app import application
     from llmc_runtime.server.guard import LOOPBACK, Limits
+    from llmc_runtime.server.wire import MOST_HEAD, Wire
 
     local = options.host in ("localhost", "::1") or options.host.startswith("127.")
     hosts = (*LOOPBACK, options.host, *options.hosts) if local or options.hosts else None
@@ -73,7 +74,7 @@ async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) 
         serving = _serving(options, llm)
         app = application(serving, options.keys, Limits(body=options.max_body), hosts)
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", h11_max_incomplete_event_size=64 << 10, log_config=None,
+            app, http=Wire, ws="none", lifespan="off", h11_max_incomplete_event_size=MOST_HEAD, log_config=None,
             access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip

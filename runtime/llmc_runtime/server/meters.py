@@ -21,7 +21,7 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 _LONG = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20, 50)
-_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_open", "kv_cache_usage_perc"})
 
 
 class Meters:
