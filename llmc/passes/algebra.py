@@ -104,9 +104,7 @@ _HALF_X = p.mul(p.x, const(0.5))
 _CUBE = either(p.pow(p.x, const(3.0)), p.mul(p.x, p.square(p.x)))
 _INNER = p.add(p.x, p.mul(_CUBE, const("cubic")))
 _TANH = p.add(p.tanh(p.mul(_INNER, const("scale"))), const(1.0))
-_ERF = p.add(
-    p.erf(either(p.mul(p.x, const("scale")), p.div(p.x, const("root")))), const(1.0)
-)
+_ERF = p.add(p.erf(either(p.mul(p.x, const("scale")), p.div(p.x, const("root")))), const(1.0))
 
 
 def _is_gelu_tanh(m: Match) -> str | None:

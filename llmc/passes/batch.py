@@ -107,5 +107,3 @@ class _Plan:
     def of_take(self, n: Node) -> Any:
         x, idx = n.operands
         return ([x, self.drop(idx)], n.attrs) if idx.type.rank >= 2 else None
-
-
