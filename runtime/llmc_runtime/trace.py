@@ -4,7 +4,8 @@
 well as the host can tell. Where at the end of the step's launch the step before it still runs, it is 0. Else it is the
 time from the last moment at which the host knew the device to have work, to the end of the launch: it knows so when a
 launch ends, when it sees at the beginning of a call or after a wait that the newest step still runs, and when it has
-waited for the only one. So the figure errs upwards only. The first step after a time without requests has none. The
+waited for the only one. So the figure errs upwards only, but for open steps: such a one counts as running until it has
+sampled, though the device may wait for its masks. The first step after a time without requests has none. The
 host sees whether a step runs by asking the executor (`done(ticket)`); where that cannot say, a step counts as done.
 """
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from models.cases import Case
 
+from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
 from llmc.frontend.hf import Traced
@@ -75,3 +78,12 @@ def ir_logits(
 
 def relative_error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
+    """`do` ends with this error, in at most three lines that have the words and a remedy."""
+    with pytest.raises(Diagnostic) as e:
+        do()
+    said = str(e.value)
+    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
+    assert all(w in said for w in words), said

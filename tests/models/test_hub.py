@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from models.cases import LISTED
 from models.hub_stand_in import COMMIT, HubStandIn, serving
-from models.kit import save
+from models.kit import fails, save
 
-from llmc.diagnostics import Diagnostic
 from llmc.frontend.hub import Hub, locate
 
 NAME = "someone/tiny-model.v2"
@@ -40,14 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(model: Path) -> Iterator[HubStandIn]:
     with serving(HubStandIn({NAME: model, "tiny": model})) as hub:
         yield hub
-
-
-def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
-    with pytest.raises(Diagnostic) as e:
-        do()
-    said = str(e.value)
-    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
-    assert all(w in said for w in words), said
 
 
 def shards(folder: Path) -> set[str]:

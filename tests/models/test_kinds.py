@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from models.cases import SMALL
+from models.kit import fails
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, compile_model
 from llmc.frontend.source import open_source
-
-
-def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
-    with pytest.raises(Diagnostic) as e:
-        do()
-    said = str(e.value)
-    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
-    assert all(w in said for w in words), said
 
 
 def config(folder: Path) -> None:
