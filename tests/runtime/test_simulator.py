@@ -167,7 +167,7 @@ def last_come_first_served(right: Any) -> Any:
         right(self, request)
         self.waiting.remove(request)
         request.key = (request.key[0], -request.key[1])
-        self.waiting.insert(0, request)
+        self.waiting.add(request)
 
     return add
 
