@@ -88,12 +88,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         output_kind: str = "cumulative",
+        visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt (see LLM.generate); each output is what is known when it is asked for.
 
         `output_kind`: "cumulative" (everything so far), "delta" (of each output what is new) or "final_only". A reader
-        that is slow gets fewer and larger ones. Leaving the iterator, or cancelling its task, ends the request. Without
-        parameters the model's defaults count. LlmcError: E6xx where it cannot run, E660 to E664 from the process.
+        that is slow gets fewer and larger ones. `visible` special tokens are in the text even where others are skipped.
+        Leaving the iterator, or cancelling its task, ends the request. Without parameters the model's defaults count.
+        LlmcError: E6xx where it cannot run, E660 to E664 from the process.
         """
         if output_kind not in KINDS:
             raise LlmcError("E601", f"output_kind = {output_kind!r:.60} is not allowed", f"one of {', '.join(KINDS)}")
@@ -102,7 +104,7 @@ class AsyncLLM:
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = sampling_params or self._defaults(ready)
         words = words_of(params, tokenizer)
-        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind)
+        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind, visible)
         try:
             supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words))
             while (output := await reader.next()) is not None:

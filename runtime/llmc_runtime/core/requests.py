@@ -86,11 +86,17 @@ class Requests:
         return len(self._readers)
 
     def open(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, kind: str
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        kind: str,
+        visible: frozenset[int] = frozenset(),
     ) -> Reader:
         """A request with numbers of its own; nothing is sent."""
         first, self._next = self._next, self._next + params.n
-        parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer) for i in range(params.n)]
+        parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer, visible) for i in range(params.n)]
         reader = Reader(Answer(request_id, prompt.text, prompt.ids, parts), first, kind)
         self._parts |= {first + i: (reader, part) for i, part in enumerate(parts)}
         self._readers[reader] = None
