@@ -89,6 +89,22 @@ def _serving(group: Any) -> None:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
 
 
+def main_bench(argv: Sequence[str] | None = None) -> int:
+    """The command `llmc bench`. Answers the exit code: 0, 1 error or failed requests, 2 usage, 3 environment, 130."""
+    try:
+        from llmc_runtime.bench.command import parser, run
+
+        args = parser(parse_bytes).parse_args(argv)
+        return run(args, os.environ, sys.stdout, sys.stderr)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return OK
+    except Exception as e:
+        return _report(e, False)
+
+
 def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool = True) -> int:
     """Generate text from an artifact or, where it `compiles`, from a Hugging Face folder.
 

@@ -175,9 +175,10 @@ class Endpoints:
         return Response(self._description, media_type="application/json")
 
     def _model(self, name: str) -> dict[str, Any]:
+        config = self.serving.llm.config
         return {
             "id": name, "object": "model", "created": self.serving.created, "owned_by": "llmc", "root": name,
-            "parent": None, "max_model_len": self.serving.llm.config.max_model_len,
+            "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size,
         }  # fmt: skip
 
     async def _read(self, request: Request, kind: type[T]) -> T:
