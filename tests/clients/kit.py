@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / os.environ.get("VENV", ".venv") / "bin"
@@ -47,6 +49,17 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as reply:
             text: str = reply.read().decode()
             return text
+
+    def get_json(self, path: str) -> Any:
+        """A document of it."""
+        return json.loads(self.get(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a JSON body."""
+        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.loads(reply.read())
 
     def figure(self, name: str) -> float:
         """One of its metrics; counters by their whole name, labels left out."""

@@ -95,7 +95,8 @@ class Endpoints:
         """Every route there is."""
         get: dict[str, Any] = {
             "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
-            "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models, "/v1/models/{name:path}": self.one_model,
+            "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models,
+            "/v1/models/{name:path}": self.one_model,
         }  # fmt: skip
         post: dict[str, Any] = {
             "/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/tokenize": self.tokenize,

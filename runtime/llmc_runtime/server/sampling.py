@@ -21,7 +21,7 @@ _SAME = (
     "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
 )  # fmt: skip
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
-# Between the parts of a response_format's JSON: a line break and an indent. Without an end of it, weak models find none.
+# Between the parts of a response_format's JSON: a line break and an indent. Weak models would go on with it for ever.
 WHITESPACE = r"\n?[ \t]{0,20}"
 
 
