@@ -19,6 +19,7 @@ from llmc_runtime.sched.guide import Banned
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, Work
+from llmc_runtime.sched.waiting import Waiting
 
 from tests.runtime.guides import Wandering
 from tests.runtime.simulator import SimulationFailure, simulate
@@ -31,7 +32,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
-    assert total["guided"] and total["scored"] and total["ended by error"], total
+    assert total["guided"] and total["scored"] and total["shared"] and total["ended by error"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
@@ -168,6 +169,37 @@ def last_come_first_served(right: Any) -> Any:
         self.waiting.remove(request)
         request.key = (request.key[0], -request.key[1])
         self.waiting.add(request)
+
+    return add
+
+
+def first_of_all_tenants(right: Any) -> Any:
+    return lambda self: next(iter(self), None)
+
+
+def the_tenant_with_the_most_service(right: Any) -> Any:
+    def first(self: Waiting) -> Request | None:
+        heads = [tenant for tenant in self.tenants.values() if tenant.queue]
+        return max(heads, key=lambda tenant: (tenant.service, -tenant.turn)).queue[0] if heads else None
+
+    return first
+
+
+def service_saved_up(right: Any) -> Any:
+    def begin(self: Waiting, tenant: Any) -> None:
+        before = tenant.service
+        right(self, tenant)
+        tenant.service = before
+        self._heap[self._heap.index(max(self._heap, key=lambda entry: entry[1]))] = (before, tenant.turn, tenant)
+        self._heap.sort()
+
+    return begin
+
+
+def preempted_who_wait_their_turn(right: Any) -> Any:
+    def add(self: Waiting, request: Request) -> None:
+        right(self, request)
+        self._preempted.discard(request)
 
     return add
 
@@ -360,6 +392,10 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_chunk", scored_without_rows_for_it),
     (Request, "finish_of", ends_one_token_late),
     (Scheduler, "rollback", rollback_that_keeps_the_row),
+    (Waiting, "first", first_of_all_tenants),
+    (Waiting, "first", the_tenant_with_the_most_service),
+    (Waiting, "_begin", service_saved_up),
+    (Waiting, "add", preempted_who_wait_their_turn),
 )
 
 

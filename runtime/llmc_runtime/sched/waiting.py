@@ -119,7 +119,8 @@ class Waiting:
         tenant.turn = self._turns
         heappush(self._heap, (tenant.service, tenant.turn, tenant))
         if len(self._heap) > 2 * len(self.tenants) + _FORGET:
-            self._heap[:] = sorted((service, turn, one) for service, turn, one in self._heap if turn == one.turn)
+            kept = [e for e in self._heap if e[1] == e[2].turn and (e[2].queue or e[2] is tenant)]
+            self._heap[:] = sorted(kept)
 
     def _least(self) -> Tenant | None:
         """The waiting tenant with the least service."""
