@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.asks import LONGEST, RECORD, RESET
 from llmc_runtime.core.channel import default_command
 from llmc_runtime.core.messages import Add, Open, Ready, params_of
 from llmc_runtime.core.requests import KINDS
@@ -26,6 +27,7 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, default_params, fitted
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.trace import Row
 
 _INLINE = 4096  # characters that are encoded without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
@@ -115,6 +117,22 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> int:
         """End the requests of this id; their readers get a last output, of finish reason "abort". How many."""
         return self._running().requests.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while a page is in use."""
+        return (await self._running().ask(RESET)).done
+
+    async def record(self, seconds: float) -> list[Row]:
+        """The engine's loop from now on, for `seconds` (60 at most), for `trace.document`. LlmcError E660 where another
+        recording is under way."""
+        reply = await self._running().ask(RECORD, min(seconds, LONGEST))
+        if not reply.done:
+            raise LlmcError("E660", "the engine's loop is being recorded already", "wait for the end of that")
+        return reply.rows
+
+    def open_requests(self) -> list[dict[str, Any]]:
+        """What is open: `id`, `prompt_tokens`, `output_tokens`, `outputs` (not ended), `age` in seconds; no text."""
+        return self._running().requests.describe()
 
     async def shutdown(self, drain: float = 0.0) -> None:
         """Take nothing new, let open requests go on for `drain` seconds, tell the rest (E663), end the process."""
