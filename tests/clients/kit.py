@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,14 @@ class Server:
         """One of its metrics; counters by their whole name, labels left out."""
         found = re.search(rf"^llmc:{name}\{{[^}}]*\}} (\S+)$", self.get("/metrics"), re.M)
         return float(found[1]) if found else 0.0
+
+    def rest(self) -> None:
+        """Wait until no request is open and no KV page is used; figures are a heartbeat old."""
+        for _ in range(600):
+            if not self.figure("num_requests_open") and not self.figure("kv_cache_usage_perc"):
+                return
+            time.sleep(0.1)
+        raise AssertionError("requests stay open, or pages stay used")
 
 
 @contextmanager
