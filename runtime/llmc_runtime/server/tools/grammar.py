@@ -4,7 +4,8 @@ llguidance reads it, which the engine compiles."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -14,7 +15,7 @@ from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.definitions import MAX_CALLS, Tools, enforced
 
-_AS_TEMPLATES_DO = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 Marker = Callable[[str], str | None]
 
 
@@ -62,9 +63,9 @@ def answer(parts: list[str], body: str, thought: str | None, param: str) -> Stru
         raise ApiError(f"{param}: {e.cause}", param=param) from None
 
 
-def _json(schema: dict[str, Any], options: dict[str, Any]) -> str:
+def _json(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
     """A schema within Lark. Nothing in it looks like GBNF."""
-    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    text = json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
     return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
 
 
