@@ -172,7 +172,7 @@ class Target:
         return sum(float(row.rsplit(" ", 1)[1]) for row in rows if re.match(rf"llmc:{name}[{{ ]", row))
 
     def at_rest(self, seconds: float = 20.0, fresh: bool = True) -> None:
-        """Nothing is open, and no page is held. The engine's figures are a heartbeat old; `fresh`: one is waited for."""
+        """Nothing is open, and no page is held. Figures are a heartbeat old; `fresh`: a new one is waited for."""
         if fresh:
             time.sleep(0.25)
         names = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_cache_usage_perc")

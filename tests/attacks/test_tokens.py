@@ -1,4 +1,4 @@
-"""Through the server: prefix caching, chunks, preemption, kills and stops change no token; figures are bench.faults'."""
+"""Through the server: prefix caching, chunks, preemption, kills and stops change no token; figures: bench.faults."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+
 from bench.faults.client import NEVER
 from bench.faults.settings import settings
 from bench.faults.strikes import strikes
-
 from tests.attacks.target import target
 
 
