@@ -144,15 +144,15 @@ class CallFormat(ABC):
         return next((n for n in ends if any(one.startswith(text[-n:]) for one in openers)), 0)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
-        """Read a call; False, and what was read is content, where it is none."""
+        """Read calls. What was read since the mark is content where it makes no sense. Whether there was a call."""
+        before = self._count
         try:
             yield from reader
         except Malformed:
             if self._mark is not None:
-                start, self._mark = self._mark, None
-                self._say(self._text[start : self._at])
-                return False
-        return True
+                self._say(self._text[self._mark : self._at])
+        self._mark = None
+        return self._count > before
 
     def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
         """Whether `marker` follows, behind white space; both are read then, and nothing otherwise."""
@@ -208,10 +208,6 @@ class CallFormat(ABC):
     def _is_name(self, name: str) -> bool:
         return NAME.fullmatch(name) is not None
 
-    def _skips(self, key: str) -> bool:
-        """Whether a call's object may have this key, too."""
-        return True
-
     def _object(self) -> Steps[None]:
         """A call as {"name": ..., "arguments": {...}}, whose keys come in any order."""
         name: str | None = None
@@ -228,7 +224,8 @@ class CallFormat(ABC):
             elif key in ("arguments", "parameters") and not begun and arguments is None:
                 begun = name is not None
                 arguments = yield from self._arguments(name)
-            elif self._skips(key):
+                self._mark = self._at if begun else self._mark
+            elif key in ("type", "id"):
                 yield from self._value()
             else:
                 raise Malformed

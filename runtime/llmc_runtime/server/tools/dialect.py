@@ -14,6 +14,7 @@ from llmc_runtime.text.chat import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
+_MARKS = (reasoning.THINK, reasoning.BRACKETS)
 T = TypeVar("T")
 
 
@@ -50,7 +51,7 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     text = _text(tokenizer, template)
     fitting = next((one for one in formats.FORMATS.values() if one.fits(text)), None)
     named = _named("tool_call_parser", calls, formats.FORMATS, fitting)
-    marked = [one for one in (reasoning.BRACKETS, reasoning.THINK) if one.end in text or _has(tokenizer, one.end)]
+    marked = [one for one in _MARKS if one.end in text] + [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     return Dialect(named, thought, tuple(_lines(named, thought, calls, thoughts)), tokenizer)
 

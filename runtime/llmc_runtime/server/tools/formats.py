@@ -71,9 +71,6 @@ class Llama3Json(CallFormat):
     def _is_name(self, name: str) -> bool:
         return name in self._names
 
-    def _skips(self, key: str) -> bool:
-        return key in ("type", "id")
-
 
 class Mistral(CallFormat):
     """[TOOL_CALLS] with a list of {"name": ..., "arguments": {...}}, or NAME[ARGS]{...} for each call."""
@@ -111,7 +108,6 @@ class Mistral(CallFormat):
             yield from self._object()
             self._mark = self._at  # what follows makes sense, or is content
             end = yield from self._symbol(",]")
-        self._mark = None
 
     def _named(self) -> Steps[None]:
         name = yield from self._word()
