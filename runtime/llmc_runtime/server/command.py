@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import Tls, listening, name_of
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.serving import Serving
 
@@ -47,6 +47,10 @@ class Options:
     uds: Path | None = None
     tls: Tls | None = None
     root_path: str = ""
+    admin_keys: Sequence[str] = ()
+    log_format: str = "text"
+    access_log: bool = True
+    log_requests: bool = False
 
     @property
     def local(self) -> bool:
@@ -63,11 +67,12 @@ def serve(options: Options) -> int:
     except ImportError as e:
         raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
     from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.server.logs import teller
 
     tls = None if options.tls is None else options.tls.context()
     with listening(options.host, options.port, options.uds) as bound:
-        _log_to_stderr(options.log_level)
-        asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, bound, tls))
+        llm = AsyncLLM(options.model, say=teller(options.log_format), **options.engine)
+        asyncio.run(serve_over(llm, options, bound, tls))
     return 0
 
 
@@ -75,24 +80,24 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
     """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
     import uvicorn
 
-    from llmc_runtime.server.app import application
-    from llmc_runtime.server.guard import LOOPBACK, Limits
+    from llmc_runtime.server.dump import dump_on_quit
+    from llmc_runtime.server.logs import teller, to_stderr
     from llmc_runtime.server.wire import MOST_HEAD, Wire
 
-    hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
+    to_stderr(options.log_level, options.log_format)
+    say = teller(options.log_format)
     async with llm:
         serving = _serving(options, llm)
-        app = application(serving, options.keys, Limits(body=options.max_body), hosts, options.root_path)
         config = uvicorn.Config(
-            app, http=Wire, ws="none", lifespan="off", h11_max_incomplete_event_size=MOST_HEAD, log_config=None,
-            access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
+            _application(options, serving), http=Wire, ws="none", lifespan="off", log_config=None, access_log=False,
+            h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip
         config.load()
         config.ssl = tls
-        print(f"llmc: {serving.names[0]} at {name_of(bound, tls is not None)}", file=sys.stderr, flush=True)
+        say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
         if not options.local and not options.keys:
-            print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr, flush=True)
+            say("anybody who reaches this address may ask: no API keys were given")
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
         def end() -> None:
@@ -102,10 +107,23 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             serving.admission.draining = True
             loop.call_soon_threadsafe(loop.call_later, options.shutdown_timeout, end)
 
+        dump_on_quit(loop, serving)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         try:
             await draining(uvicorn, config, drain).serve([bound])
         finally:
             serving.close()
+
+
+def _application(options: Options, serving: Serving) -> ASGIApp:
+    from llmc_runtime.server.app import application
+    from llmc_runtime.server.guard import LOOPBACK, Limits
+    from llmc_runtime.server.logs import Logged
+
+    hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
+    limits = Limits(body=options.max_body)
+    app = application(serving, options.keys, limits, hosts, options.root_path, options.admin_keys)
+    return Logged(app, options.log_requests) if options.access_log else app
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -163,13 +181,3 @@ def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
                 self._captured_signals.remove(sig)
 
     return Draining(config)
-
-
-def _log_to_stderr(level: str) -> None:
-    """Times, levels and messages; requests are not logged, and texts of requests never are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("llmc", "uvicorn"):
-        log = logging.getLogger(name)
-        log.handlers[:], log.propagate = [handler], False
-        log.setLevel(level.upper() if name == "llmc" else "WARNING")

@@ -53,6 +53,8 @@ def _server(add: Any) -> None:
 def _keys(add: Any) -> None:
     add("--api-key-file", action="append", default=[], type=Path, metavar="FILE", help="API keys, one a line")
     add("--api-key-env", action="append", default=[], metavar="NAME", help="a variable with keys, comma-separated")
+    add("--admin-key-file", action="append", default=[], type=Path, metavar="FILE", help="keys of the /admin routes")
+    add("--admin-key-env", action="append", default=[], metavar="NAME", help="a variable with such keys")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="the private key, PEM; may be in the certificate's file")
     add("--ssl-certfile", type=Path, metavar="FILE", help="the certificate and its chain, PEM: serve over TLS")
     add("--ssl-ca-certs", type=Path, metavar="FILE", help="who may sign certificates of clients, PEM")
@@ -69,6 +71,12 @@ def _load(add: Any) -> None:
 def _logs(add: Any) -> None:
     levels = ("debug", "info", "warning", "error")
     add("--log-level", default="info", choices=levels, help="what is told on stderr (info)")
+    add("--log-format", default="text", choices=("text", "json"), help="of the lines on stderr (text)")
+    add("--disable-access-log", "--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+    add(
+        "--enable-log-requests", action=argparse.BooleanOptionalAction, default=False,
+        help="log the text of prompts, too; they are your users' words",
+    )  # fmt: skip
 
 
 def _engine(add: Any) -> None:

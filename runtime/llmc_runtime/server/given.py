@@ -80,12 +80,19 @@ def options_of(args: argparse.Namespace, environment: Mapping[str, str], templat
     elif args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers:
         cause = "--ssl-keyfile, --ssl-ca-certs, --ssl-cert-reqs or --ssl-ciphers without --ssl-certfile"
         raise LlmcError("E649", f"{cause}: nothing would be encrypted", "name the certificate's file")
+    keys = read_keys(args.api_key_file, args.api_key_env, environment)
+    admin_keys = read_keys(args.admin_key_file, args.admin_key_env, environment)
+    if set(keys) & set(admin_keys):
+        remedy = "make another one for /admin: openssl rand -hex 24"
+        raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
     return Options(
         model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
-        keys=read_keys(args.api_key_file, args.api_key_env, environment), hosts=args.allowed_hosts,
+        keys=keys, hosts=args.allowed_hosts,
         max_queued_requests=args.max_num_queued_reqs, max_queued_tokens=args.max_num_queued_tokens,
         max_per_key=args.max_num_reqs_per_key, max_body=args.max_body_bytes, root_path=args.root_path,
         shutdown_timeout=args.shutdown_timeout, log_level=args.log_level, chat_template=template,
+        admin_keys=admin_keys, log_format=args.log_format, access_log=not args.disable_access_log,
+        log_requests=args.enable_log_requests,
         engine={name: getattr(args, name) for name in _ENGINE},
     )  # fmt: skip
 

@@ -59,10 +59,16 @@ class Keys:
 
 
 class Guard:
-    """ASGI middleware. A request that passes has `scope["llmc.key"]` and `scope["llmc.id"]`."""
+    """ASGI middleware. A request that passes has `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None) -> None:
+    Keys of `admin` open what is under /admin/, and nothing else; no other key opens that.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None, admin: Keys | None = None
+    ) -> None:
         self._app, self._keys, self._limits = app, keys, limits
+        self._admin = admin or Keys(())
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,17 +102,27 @@ class Guard:
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        scope["llmc.key"] = ""
+        scope["llmc.key"], scope["llmc.admin"] = "", False
+        authorization = headers.get(b"authorization", b"")
+        if len(self._admin) and scope["path"].startswith("/admin/"):  # as the router will see it
+            self._check_admin(scope, authorization)
+            return
         path = scope.get("raw_path") or scope["path"].encode()
         if not len(self._keys) or (path.decode("latin-1") in OPEN and scope["method"] in _READS):
             return
-        name = self._keys.name_of(headers.get(b"authorization", b""))
+        name = self._keys.name_of(authorization)
         if name is None:
-            cause = "a valid API key is needed: Authorization: Bearer KEY"
-            challenge = {"WWW-Authenticate": "Bearer"}
-            kind, code = "authentication_error", "invalid_api_key"
-            raise ApiError(cause, status=401, kind=kind, code=code, headers=challenge)
+            raise _unknown_key()
         scope["llmc.key"] = name
+
+    def _check_admin(self, scope: Scope, authorization: bytes) -> None:
+        admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)
+        if admin is None and ordinary is not None:
+            cause = "this API key opens nothing under /admin/"
+            raise ApiError(cause, status=403, kind="permission_error", code="admin_key_needed")
+        if admin is None:
+            raise _unknown_key()
+        scope["llmc.admin"] = True
 
     def _check_host(self, host: str) -> None:
         """A web page may have its own name lead here; it cannot have the Host header say another."""
@@ -115,6 +131,12 @@ class Guard:
             raise ApiError("the Host header is none", code="invalid_host")
         if self._hosts is not None and match[1] not in self._hosts:
             raise ApiError("this server is not known by the name in the Host header", status=421, code="invalid_host")
+
+
+def _unknown_key() -> ApiError:
+    cause = "a valid API key is needed: Authorization: Bearer KEY"
+    kind, code = "authentication_error", "invalid_api_key"
+    return ApiError(cause, status=401, kind=kind, code=code, headers={"WWW-Authenticate": "Bearer"})
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

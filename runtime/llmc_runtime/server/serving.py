@@ -17,6 +17,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.admission import Admission
 from llmc_runtime.server.errors import ApiError, internal, not_found, told, unavailable
 from llmc_runtime.server.fields import Generation
+from llmc_runtime.server.logs import Record
 from llmc_runtime.server.meters import Meters
 from llmc_runtime.server.prompting import Prompting
 
@@ -29,11 +30,14 @@ News = AsyncIterator[tuple[int, RequestOutput]]
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request: its id, whose key it brought ("" for none), and the field that holds the prompt."""
+    """One HTTP request: its id, whose key it brought ("" for none), the field that holds the prompt, and for the log
+    its record and the id that the client knows."""
 
     id: str
     key: str
     prompt_param: str
+    record: Record | None = None
+    request_id: str = ""
 
 
 class Serving:
@@ -87,14 +91,21 @@ class Serving:
         self.check_ready()
         tokens = sum(len(prompt.ids) + (params.max_tokens or 0) * params.n for prompt, params in jobs)
         sequences = sum(params.n for _, params in jobs)
+        record = call.record or Record()
+        record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
         with self.admission.place(sequences, tokens, call.key):
             news = [
                 self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call.prompt_param)
                 for i, (prompt, params) in enumerate(jobs)
             ]
-            async with aclosing(_merged(news)) as merged:  # type: ignore[type-var]
-                async for item in merged:
-                    yield item
+            try:
+                async with aclosing(_merged(news)) as merged:  # type: ignore[type-var]
+                    async for item in merged:
+                        record.take(item[1])
+                        yield item
+            except ApiError as e:
+                record.fail(e.code)
+                raise
 
     async def _watched(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, prompt_param: str
