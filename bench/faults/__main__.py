@@ -21,12 +21,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
-from bench.faults.client import NEVER  # noqa: E402
+from bench.faults.client import NEVER, Judged  # noqa: E402
 from bench.faults.leaving import leaving  # noqa: E402
+from bench.faults.model import story  # noqa: E402
 from bench.faults.nonsense import nonsense  # noqa: E402
 from bench.faults.overload import overload  # noqa: E402
 from bench.faults.settings import settings  # noqa: E402
-from bench.faults.strikes import strikes  # noqa: E402
+from bench.faults.strikes import outcomes, strikes  # noqa: E402
 from tests.attacks.target import target  # noqa: E402
 
 MINUTES = 12.0  # that the numbers below take, about
@@ -77,9 +78,18 @@ async def varied(draw: Random, share: float) -> dict[str, Any]:
     return await settings(target, draw, max(2, int(40 * share)), 80)
 
 
+async def model(draw: Random, share: float) -> dict[str, Any]:
+    """The demonstration model on the CPU target (make demo)."""
+    path = ROOT / "build" / "demo.llmc"
+    if not path.is_dir():
+        print(f"{path.relative_to(ROOT)} is not there: make demo")
+        return outcomes(Judged())
+    return await story(path, target, draw, share)
+
+
 SCENARIOS: dict[str, Callable[[Random, float], Any]] = {
     "kill": killed, "stop": stopped, "kill-usual": usual, "leave": left, "overload": flooded, "malformed": fed,
-    "settings": varied,
+    "settings": varied, "model": model,
 }  # fmt: skip
 
 

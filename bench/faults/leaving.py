@@ -21,11 +21,11 @@ AT_ONCE = 12  # clients that come and go
 STAYING = 2  # clients that stay to the end of their answers
 
 
-async def _leave(client: Client, draw: Random, gone: dict[str, float], stream: bool) -> None:
+async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bool, most: int = 200) -> None:
     """Send a request, or most of it, read or not, and go: with a reset or without."""
     tag = tuple(draw.randrange(3, VOCAB - 1) for _ in range(3))
     ids = [*tag, *(draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(40)))]
-    body = Request(ids, 200, stream, 1).body
+    body = Request(ids, most, stream, 1).body
     sent = client.head("/v1/completions", len(body)) + body
     reader, writer = await client.link()
     writer.write(sent if draw.random() < 0.85 else sent[: draw.randrange(len(sent))])
@@ -49,7 +49,7 @@ async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[s
     async def some() -> None:
         own = Random(draw.random())
         while left:
-            await _leave(client, own, gone, bool(left.pop() % 2))
+            await leave(client, own, gone, bool(left.pop() % 2))
 
     async def stay() -> None:
         own = Random(draw.random())
