@@ -24,6 +24,7 @@ from llmc_runtime.server.guard import Guard, Keys, Limits, read_body
 from llmc_runtime.server.handler import told
 from llmc_runtime.server.meters import CONTENT_TYPE
 from llmc_runtime.server.openapi import description
+from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
 from llmc_runtime.server.serving import Call, Serving
@@ -42,7 +43,7 @@ def application(
     """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
     proxy in front takes off the path; without `admin_keys` there is nothing under /admin/."""
     limits = limits or Limits()
-    routes = Endpoints(serving, limits, root_path).routes()
+    routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
     if admin_keys:
         routes += Admin(serving, limits).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
@@ -86,15 +87,15 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         asked = await self._read(request, CompletionRequest)
-        completion = Completion(self.serving, asked, self._call(request, "cmpl", "prompt"))
-        return await self._reply(request, completion, bool(asked.stream))
+        call = self._call(request, "cmpl", "prompt")
+        return await self._reply(request, Completion(self.serving, asked, call), bool(asked.stream), call)
 
     @told
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         asked = await self._read(request, ChatRequest)
-        chat = Chat(self.serving, asked, self._call(request, "chatcmpl", "messages"))
-        return await self._reply(request, chat, bool(asked.stream))
+        call = self._call(request, "chatcmpl", "messages")
+        return await self._reply(request, Chat(self.serving, asked, call), bool(asked.stream), call)
 
     @told
     async def tokenize(self, request: Request) -> Response:
@@ -151,6 +152,7 @@ class Endpoints:
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while a request would be admitted."""
         self.serving.check_ready()
+        self.serving.admission.check_wait()
         return Response()
 
     async def version(self, request: Request) -> Response:
@@ -182,11 +184,17 @@ class Endpoints:
             prompt_param,
             request.scope.get("llmc.record"),
             request.scope["llmc.id"],
+            hold=self.serving.hold(request.headers.get("x-request-timeout")),
         )
 
-    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool) -> Response:
-        """The answer, ended early where the client goes away."""
-        if stream:
+    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool, call: Call) -> Response:
+        """The answer, ended early where the client goes away. Whoever generates gives the call's place back; who does
+        not come so far has it given back here."""
+        try:
+            if not stream:
+                return as_json(await while_connected(request.receive, answer.whole()))
             chunks = await while_connected(request.receive, answer.pieces())
-            return Events(chunks, self.serving.meters.gone)
-        return as_json(await while_connected(request.receive, answer.whole()))
+        except BaseException:
+            call.hold.release()
+            raise
+        return Events(chunks, self.serving.meters.gone)
