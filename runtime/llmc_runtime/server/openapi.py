@@ -26,7 +26,7 @@ _GETS = (
     ("/", "A chat and figures, for a browser"),
 )
 _OPEN = (("/health", "Whether the engine lives"), ("/ready", "Whether a request would be admitted"))
-_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503)
+_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 
 
