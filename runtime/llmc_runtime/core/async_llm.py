@@ -196,6 +196,12 @@ class AsyncLLM:
         return {**supervisor.stats(), **mine}
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait in the engine, a heartbeat ago at most."""
+        pulse = self._running().pulse
+        return 0 if pulse is None else int(pulse.stats.get("num_requests_waiting", 0))  # type: ignore[arg-type]
+
+    @property
     def startup(self) -> dict[str, float]:
         """Seconds of the last start of the engine: "total", "process" (until it began to open the artifact), and of
         each part of opening it."""

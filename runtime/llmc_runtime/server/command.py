@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,10 @@ class Options:
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None
     max_per_key: int | None = None
+    max_queue_wait: float | None = 600.0
+    request_timeout: float | None = None
+    max_connections: int | None = None
+    metrics_alias: str | None = None
     max_body: int = 8 << 20
     shutdown_timeout: int = 30
     log_level: str = "info"
@@ -82,14 +88,18 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.logs import teller, to_stderr
-    from llmc_runtime.server.wire import MOST_HEAD, Wire
+    from llmc_runtime.server.wire import MOST_HEAD, Bound, descriptors, wire
 
     to_stderr(options.log_level, options.log_format)
     say = teller(options.log_format)
+    most = descriptors(options.max_connections)
     async with llm:
         serving = _serving(options, llm)
+        connections = Bound(most, lambda: serving.meters.refused("connections"))
+        serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: connections.open)
         config = uvicorn.Config(
-            _application(options, serving), http=Wire, ws="none", lifespan="off", log_config=None, access_log=False,
+            _application(options, serving), http=wire(connections), ws="none", lifespan="off", log_config=None,
+            access_log=False,
             h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip
@@ -153,18 +163,22 @@ def _checked(keys: list[str], where: str) -> list[str]:
 
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     from llmc_runtime.server.admission import Admission
-    from llmc_runtime.server.meters import Meters
+    from llmc_runtime.server.meters import Meters, about
     from llmc_runtime.server.serving import Serving
 
     names = tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
-    meters = Meters(names[0], llm.stats)
+    meters = Meters(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
     rows, length = llm.config.max_num_seqs, llm.config.max_model_len
     waiting = options.max_queued_tokens
     if waiting is None:
         waiting = options.max_queued_requests * length
     sequences = options.max_queued_requests + rows
-    admission = Admission(sequences, waiting + rows * length, options.max_per_key, meters.refused)
-    return Serving(llm, names, admission, meters, options.chat_template)
+    admission = Admission(
+        sequences, waiting + rows * length, options.max_per_key, meters.refused, rows, len(options.keys),
+        math.inf if options.max_queue_wait is None else options.max_queue_wait, lambda: llm.num_waiting,
+    )  # fmt: skip
+    meters.gauges["estimated_queue_wait_seconds"] = ("Seconds until a new request is expected to run", admission.wait)
+    return Serving(llm, names, admission, meters, options.chat_template, timeout=options.request_timeout)
 
 
 def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:

@@ -66,6 +66,10 @@ def _load(add: Any) -> None:
     add("--max-num-queued-reqs", type=positive, default=512, metavar="N", help="sequences that may wait (512)")
     add("--max-num-queued-tokens", type=positive, metavar="N", help="their tokens, prompts and most output")
     add("--max-num-reqs-per-key", type=positive, metavar="N", help="open sequences of one API key")
+    add("--max-queue-wait", type=float, default=600.0, metavar="SECONDS", help="most that may be waited (600; 0: any)")
+    add("--request-timeout", type=float, default=0.0, metavar="SECONDS", help="a request ends after so many (0: never)")
+    add("--max-connections", type=positive, metavar="N", help="open connections (4096, or what ulimit -n allows)")
+    add("--metrics-alias", choices=("vllm",), help="every metric under this prefix, too")
 
 
 def _logs(add: Any) -> None:

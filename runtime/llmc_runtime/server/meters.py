@@ -165,9 +165,7 @@ class Meters:
             elif isinstance(value, int | float):
                 yield self._family(kind, name, f"Of the engine: {name}", {(): value})
 
-    def _family(
-        self, kind: Any, name: str, words: str, values: Mapping[Any, float], *labels: str
-    ) -> Metric:
+    def _family(self, kind: Any, name: str, words: str, values: Mapping[Any, float], *labels: str) -> Metric:
         family = kind(PREFIX + name, words, labels=["model_name", *labels])
         for label, value in values.items():
             family.add_metric([self._model, *label], value)
