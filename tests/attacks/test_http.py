@@ -263,7 +263,9 @@ def test_20_metrics_and_logs_do_not_grow_with_words(
     with Link(steady) as link:
         for i in range(20):  # every reason that there is has been met once
             one(i, link)
-        steady.ask("/v1/completions", {"prompt": "x", "max_tokens": 1, "cache_salt": "a"})
+        for more in ({"cache_salt": "a"}, {"stream": True}, {"n": 2}):
+            steady.ask("/v1/completions", {"prompt": "x", "max_tokens": 5, "ignore_eos": True, **more})
+        time.sleep(0.5)  # the engine's own figures are a heartbeat old
         before, said, count = names(), len(steady.lines), times(200, 30_000)
         for i in range(count):
             one(i, link)
