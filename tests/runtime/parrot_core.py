@@ -1,6 +1,8 @@
-"""An engine process whose model repeats what it is told to: the tokens of the prompt behind its last <|user|>, up to the
-next <|end|>, then the end token. Where a mask forbids one, the simulated device's own choice stands. `parrot_core.py
-PACE PARENT FOLDER HEARTBEAT`."""
+"""An engine process whose model repeats what it is told to: the tokens of the prompt behind its last <|user|>, up to
+the next <|end|>, then the end token. Where a mask forbids one, the simulated device's own choice stands.
+
+`parrot_core.py PACE PARENT FOLDER HEARTBEAT`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 
 sys.path.append(str(Path(__file__).parents[1]))
-import textkit  # noqa: E402
+import textkit
 
 MARKS = (
     "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>", "[THINK]",

@@ -49,6 +49,8 @@ class Options:
     shutdown_timeout: int = 30
     log_level: str = "info"
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
     uds: Path | None = None
     tls: Tls | None = None
@@ -66,12 +68,7 @@ class Options:
 
 def serve(options: Options) -> int:
     """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E649, E665, those of opening."""
-    try:
-        import uvicorn  # noqa: F401
-
-        import llmc_runtime.server.app  # noqa: F401
-    except ImportError as e:
-        raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
+    require_packages()
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.logs import teller
 
@@ -80,6 +77,16 @@ def serve(options: Options) -> int:
         llm = AsyncLLM(options.model, say=teller(options.log_format), **options.engine)
         asyncio.run(serve_over(llm, options, bound, tls))
     return 0
+
+
+def require_packages() -> None:
+    """LlmcError E665 unless what the server needs is installed."""
+    try:
+        import uvicorn  # noqa: F401
+
+        import llmc_runtime.server.app  # noqa: F401
+    except ImportError as e:
+        raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
 
 
 async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> None:
@@ -105,6 +112,8 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
         )  # fmt: skip
         config.load()
         config.ssl = tls
+        for line in serving.dialect.lines:
+            say(line)
         say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
         if not options.local and not options.keys:
             say("anybody who reaches this address may ask: no API keys were given")
@@ -161,12 +170,17 @@ def _checked(keys: list[str], where: str) -> list[str]:
     return found
 
 
+def names_of(options: Options) -> tuple[str, ...]:
+    """What the model is called by clients: the folder's name, unless others were given."""
+    return tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
+
+
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     from llmc_runtime.server.admission import Admission
     from llmc_runtime.server.meters import Meters, about
     from llmc_runtime.server.serving import Serving
 
-    names = tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
+    names = names_of(options)
     meters = Meters(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
     rows, length = llm.config.max_num_seqs, llm.config.max_model_len
     waiting = options.max_queued_tokens
@@ -178,7 +192,8 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
         math.inf if options.max_queue_wait is None else options.max_queue_wait, lambda: llm.num_waiting,
     )  # fmt: skip
     meters.gauges["estimated_queue_wait_seconds"] = ("Seconds until a new request is expected to run", admission.wait)
-    return Serving(llm, names, admission, meters, options.chat_template, timeout=options.request_timeout)
+    parsers = options.tool_call_parser, options.reasoning_parser
+    return Serving(llm, names, admission, meters, options.chat_template, *parsers, options.request_timeout)
 
 
 def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:

@@ -28,6 +28,7 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
     _keys(ap.add_argument_group("keys and TLS").add_argument)
     _load(ap.add_argument_group("load").add_argument)
     _logs(ap.add_argument_group("logs").add_argument)
+    _chats(ap.add_argument_group("chats").add_argument)
     _engine(ap.add_argument_group("engine").add_argument)
     add_elsewhere(ap)
     return ap
@@ -36,7 +37,8 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
 def _configuration(add: Any) -> None:
     add("--config", type=Path, metavar="FILE", help="options in YAML; those of the command line come first")
     add("--print-config", action="store_true", help="print every option and where it comes from, and serve nothing")
-    add("--json", action="store_true", help="print them as JSON")
+    add("--dry-run", action="store_true", help="print what would be served and whether it fits; open no device")
+    add("--json", action="store_true", help="print those as JSON")
 
 
 def _server(add: Any) -> None:
@@ -83,6 +85,14 @@ def _logs(add: Any) -> None:
     )  # fmt: skip
 
 
+def _chats(add: Any) -> None:
+    formats = ("auto", "hermes", "llama3_json", "mistral", "none")
+    marks = ("auto", "qwen3", "deepseek_r1", "mistral", "none")
+    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
+    add("--tool-call-parser", default="auto", choices=formats, help="how the model writes calls (by its template)")
+    add("--reasoning-parser", default="auto", choices=marks, help="how it marks reasoning (by its template)")
+
+
 def _engine(add: Any) -> None:
     add("--max-model-len", type=positive, metavar="N", help="tokens of the longest sequence")
     add("--max-num-seqs", type=positive, metavar="N", help="sequences that run at a time")
@@ -90,7 +100,6 @@ def _engine(add: Any) -> None:
     add("--kv-cache-memory-bytes", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 2GiB")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
     add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
-    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")

@@ -93,6 +93,7 @@ def options_of(args: argparse.Namespace, environment: Mapping[str, str], templat
         request_timeout=_limit("--request-timeout", args.request_timeout), max_connections=args.max_connections,
         metrics_alias=args.metrics_alias, max_body=args.max_body_bytes, root_path=args.root_path,
         shutdown_timeout=args.shutdown_timeout, log_level=args.log_level, chat_template=template,
+        tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
         admin_keys=admin_keys, log_format=args.log_format, access_log=not args.disable_access_log,
         log_requests=args.enable_log_requests,
         engine={name: getattr(args, name) for name in _ENGINE},

@@ -95,8 +95,9 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
 
 def enforced(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of arguments that are enforced: without its notes; objects that name their properties have no others
-    unless they say so. In parts of an allOf, which hold together, nothing is closed."""
-    return {"type": "object", "properties": {}, **_plain(schema, True)}
+    unless they say so, or there is an allOf, whose parts hold together; no schema at all is that of no arguments."""
+    closed = '"allOf":' not in json.dumps(schema)
+    return {"type": "object", **_plain(schema or {"properties": {}}, closed)}
 
 
 def _plain(schema: Any, closed: bool) -> Any:
@@ -113,6 +114,6 @@ def _plain(schema: Any, closed: bool) -> Any:
             out[key] = value
         elif key not in _NOTES:
             out[key] = _plain(value, inner)
-    if closed and "properties" in out and "allOf" not in out:
+    if closed and "properties" in out:
         out.setdefault("additionalProperties", False)
     return out
