@@ -38,9 +38,31 @@ def as_error(error: ApiError) -> Response:
     return as_json(error.body(), error.status, headers)
 
 
+def event(value: Any) -> bytes:
+    """JSON as a server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Plain:
+    """Events of a stream that differ in an index and a text alone: what is around those is encoded once.
+
+    `told` is such a chunk, whose only choice has the index 0 and somewhere in it the text "" after the key `key`.
+    """
+
+    def __init__(self, told: dict[str, Any], key: str) -> None:
+        before, index, rest = event(told).partition(b'"index":0')
+        between, name, after = rest.partition(f'"{key}":""'.encode())
+        assert index and name
+        self._before, self._between, self._after = before + b'"index":', between + name[:-2], after
+
+    def event(self, index: int, text: str) -> bytes:
+        """The event of this index and text."""
+        return b"%b%d%b%b%b" % (self._before, index, self._between, msgspec.json.encode(text), self._after)
+
+
 class Events(Response):
-    """Chunks as server-sent events, then [DONE]; an error on the way becomes the last event. `gone` is told where
-    the client went away."""
+    """Chunks, JSON or events that are ready, as server-sent events, then [DONE]; an error on the way becomes the last
+    event. `gone` is told where the client went away."""
 
     media_type = "text/event-stream"
 
@@ -62,16 +84,16 @@ class Events(Response):
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
-                    body = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+                    body = chunk if isinstance(chunk, bytes) else event(chunk)
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:
                     log.warning("a stream ended: %s%s", e.message, place(e.__cause__))
-                last = b"data: " + msgspec.json.encode(e.body()) + b"\n\n"
+                last = event(e.body())
             except Exception as e:
                 log.error("a stream failed%s", place(e))
-                last = b"data: " + msgspec.json.encode(internal().body()) + b"\n\n"
+                last = event(internal().body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
