@@ -13,10 +13,11 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.tools.calls import CallFormat, CallPiece
-from llmc_runtime.server.tools.formats import FORMATS, Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral
 from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat, Splitter
 from llmc_runtime.server.tools.scan import JsonText
 
+FORMATS = (Hermes, Llama3Json, Mistral)
 NAMES = frozenset({"f", "get_weather"})
 Parsed = tuple[str, list[tuple[str, str]]]
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>")
@@ -49,7 +50,7 @@ def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
     return content, [(name, arguments) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("form", FORMATS)
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
     @settings(max_examples=400, deadline=None)
     @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
@@ -103,7 +104,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     return "".join(f"[TOOL_CALLS]{name}{middle}{dumps(arguments)}" for name, arguments in calls)
 
 
-@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
     draw, words = random.Random(seed), list[str]()
