@@ -112,11 +112,11 @@ def test_the_state_a_trace_and_an_abort_of_a_server_at_work() -> None:
         assert admin.post(f"{server.url}/admin/reset_prefix_cache").json() == {"reset": True}
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "inf", "x", "", "1e999"])
-def test_a_trace_is_bounded(seconds: str) -> None:
+def test_a_trace_is_bounded() -> None:
     with served(admin_keys=(ADMIN,)) as server:
-        reply = httpx.get(f"{server.url}/admin/trace", params={"seconds": seconds}, headers=bearer(ADMIN))
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == "seconds"
+        for seconds in ("0", "-1", "61", "nan", "inf", "x", "", "1e999"):
+            reply = httpx.get(f"{server.url}/admin/trace", params={"seconds": seconds}, headers=bearer(ADMIN))
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "seconds", seconds
 
 
 def test_one_trace_at_a_time_and_bodies_that_make_no_sense() -> None:
