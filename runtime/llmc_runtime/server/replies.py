@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,17 +75,22 @@ class Events(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send, scope.get("llmc.part")))
         except Gone:
             self._gone()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, part: Callable[[bytes], Awaitable[None]] | None) -> None:
+        """`part` sends a part of the body, the last one excepted; None: `send` does."""
+
+        async def sent(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        part = part or sent
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
-                    body = chunk if isinstance(chunk, bytes) else event(chunk)
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await part(chunk if isinstance(chunk, bytes) else event(chunk))
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:

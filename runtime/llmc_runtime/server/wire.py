@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -65,6 +66,23 @@ class Wire(H11Protocol):
     _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
     _extra = False  # it is one too many
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inner, self.app = self.app, self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":
+            scope["llmc.part"] = self._part
+        await self._inner(scope, receive, send)
+
+    async def _part(self, body: bytes) -> None:
+        """Send one more part, not empty, of an answer in chunks that has begun, as ASGI's `send` does, past all layers:
+        streams have many."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
