@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.listen import Tls, listening, name_of
+from llmc_runtime.server.listen import ServerLoop, Tls, listening, name_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -75,7 +75,8 @@ def serve(options: Options) -> int:
     tls = None if options.tls is None else options.tls.context()
     with listening(options.host, options.port, options.uds) as bound:
         llm = AsyncLLM(options.model, say=teller(options.log_format), **options.engine)
-        asyncio.run(serve_over(llm, options, bound, tls))
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(serve_over(llm, options, bound, tls))
     return 0
 
 
@@ -95,25 +96,18 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.logs import teller, to_stderr
-    from llmc_runtime.server.wire import MOST_HEAD, Bound, descriptors, wire
+    from llmc_runtime.server.wire import descriptors
 
     to_stderr(options.log_level, options.log_format)
     say = teller(options.log_format)
     most = descriptors(options.max_connections)
     async with llm:
         serving = _serving(options, llm)
-        connections = Bound(most, lambda: serving.meters.refused("connections"))
-        serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: connections.open)
-        config = uvicorn.Config(
-            _application(options, serving), http=wire(connections), ws="none", lifespan="off", log_config=None,
-            access_log=False,
-            h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
-            timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
-        )  # fmt: skip
-        config.load()
+        config = _config(options, serving, most)
         config.ssl = tls
         for line in serving.dialect.lines:
             say(line)
+        bound.listen(_PENDING)  # whoever comes once the address is told is not refused
         say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
         if not options.local and not options.keys:
             say("anybody who reaches this address may ask: no API keys were given")
@@ -132,6 +126,23 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             await draining(uvicorn, config, drain).serve([bound])
         finally:
             serving.close()
+
+
+def _config(options: Options, serving: Serving, connections: int) -> Any:
+    """What uvicorn is told, loaded."""
+    import uvicorn
+
+    from llmc_runtime.server.wire import MOST_HEAD, Bound, wire
+
+    bound = Bound(connections, lambda: serving.meters.refused("connections"))
+    serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: bound.open)
+    config = uvicorn.Config(
+        _application(options, serving), http=wire(bound), ws="none", lifespan="off", log_config=None, access_log=False,
+        h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
+        timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
+    )  # fmt: skip
+    config.load()
+    return config
 
 
 def _application(options: Options, serving: Serving) -> ASGIApp:
