@@ -47,7 +47,7 @@ test-gpu: $(VENV)/.stamp-dev
 CLIENTS := build/clients
 clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
 	VENV=$(VENV) $(CLIENTS)/venv/bin/python -m pytest -c tests/clients/pytest.ini tests/clients -q $(CLIENTS_ARGS)
-	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai.py -q $(CLIENTS_ARGS)
+	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai*.py -q $(CLIENTS_ARGS)
 
 clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
 
