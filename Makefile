@@ -54,7 +54,7 @@ clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
 	$(BIN)/python -m venv --clear $(CLIENTS)/venv
-	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r $<
+	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -qq --no-deps --no-compile -r $<
 	$(CLIENTS)/venv/bin/pip check
 	@touch $@
 
