@@ -143,7 +143,9 @@ def _forget_output() -> None:
 
 def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     """The options of `llmc-run`, and those of a compile where the command does that, too."""
-    what = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)" if compiles else "an artifact"
+    what = "an artifact"
+    if compiles:
+        what += ", or a Hugging Face folder or id owner/name (compiled on first use)"
     ap = argparse.ArgumentParser(
         prog=prog,
         description=f"Generate text from {what}. The text alone goes to stdout. Without --prompt, standard input is "

@@ -45,9 +45,9 @@ _MOST_TEMPLATES = 32  # kept compiled
 class LLM:
     """A compiled model, opened.
 
-    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is then compiled first (once; kept under `cache_dir`,
-    ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for that compile,
-    as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
+    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is then compiled first (once; kept under
+    `cache_dir`, ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for
+    that compile, as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
 
     kv_cache_memory_bytes  of the KV cache (None: half of the free memory, of a GPU 0.9; at most what the rows can use)
     threads                of the CPU target (None: physical cores)
