@@ -68,6 +68,7 @@ def test_prompts_are_of_the_vocabulary_and_differ_but_for_their_prefix() -> None
 
 
 def test_it_runs_as_a_module(toy: Path) -> None:
-    command = [sys.executable, "-m", "llmc_runtime.bench", "latency", str(toy), "--num-iters", "1", "--output-len", "2"]
+    words = ["latency", str(toy), "--num-iters", "1", "--input-len", "4", "--output-len", "2"]
+    command = [sys.executable, "-m", "llmc_runtime.bench", *words]
     done = subprocess.run(command, cwd=ROOT / "runtime", capture_output=True, text=True, check=True)
     assert "ms a decoding step" in done.stdout and "output tokens/s" in done.stdout
