@@ -59,8 +59,9 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
         assert 0 < line["ttft_ms"] <= line["duration_ms"] and line["id"].startswith("cmpl-")
     assert stream["prompt_tokens"] == 3
     assert left["status"] == 499 and left["output_tokens"] < 200 and "finish_reason" not in left
-    assert wrong["status"] == 400 and "output_tokens" not in wrong
-    assert evil["status"] == 404 and refused["status"] == 401
+    assert wrong["status"] == 400 and "output_tokens" not in wrong and wrong["error"] == "invalid_value"
+    assert evil["status"] == 404 and (refused["status"], refused["error"]) == (401, "invalid_api_key")
+    assert "error" not in whole and "error" not in left
     assert "\r\nFAKE" in evil["route"]  # in JSON an escape, not a line end
 
 

@@ -101,8 +101,8 @@ class Record:
                 self._reasons[one.finish_reason] = None
 
     def fail(self, code: str | None) -> None:
-        """The answer ended with an error of this code."""
-        self._error = code or "error"
+        """The request is refused, or its answer ended, with an error of this code."""
+        self._error = self._error or code or "error"
 
     def fields(self) -> dict[str, Any]:
         """What is known of it now; what it has not is left out."""
@@ -111,10 +111,10 @@ class Record:
         if self._id is not None:
             told |= {"id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values())}
             told["output_tokens"] = self._output
-            told |= {"finish_reason": ",".join(self._reasons) or None, "error": self._error}
+            told["finish_reason"] = ",".join(self._reasons) or None
         if self._first is not None:
             told["ttft_ms"] = _ms(self._first - self._began)
-        return told
+        return told | {"error": self._error}
 
 
 class Logged:
