@@ -84,6 +84,7 @@ def simple(words: list[str]) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.stem)
 def test_every_command_in_a_text_has_options_that_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmc_runtime.cli import bench_parser
     from llmc_runtime.cli import parser as run_parser
 
     from llmc.cli import _parser
@@ -91,8 +92,9 @@ def test_every_command_in_a_text_has_options_that_exist(page: Path, capsys: pyte
     for words in commands(page.read_text()):
         runs = words[0] == "llmc-run" or words[1] == "run"
         parser = run_parser(words[0], words[0] == "llmc") if runs else _parser()
+        parser = bench_parser() if words[1] == "bench" else parser
         try:
-            parser.parse_args(words[2:] if words[1] == "run" else words[1:])
+            parser.parse_args(words[2:] if words[1] in ("run", "bench") else words[1:])
         except SystemExit:
             pytest.fail(f"{page.name}: {' '.join(words)}\n{capsys.readouterr().err}")
 
