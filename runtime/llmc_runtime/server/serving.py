@@ -101,7 +101,8 @@ class Serving:
     def check_ready(self) -> None:
         """ApiError 503 where nothing can be generated now."""
         if not self.admission.draining and not self.llm.is_running:
-            raise self.admission.turn_away("engine", "the engine is not there now", "engine_unavailable")
+            words, start = "the engine is not there now", self.llm.startup.get("total")  # it takes that long again
+            raise self.admission.turn_away("engine", words, "engine_unavailable", start)
         self.admission.check_open()
 
     @contextmanager
