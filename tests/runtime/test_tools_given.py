@@ -146,6 +146,7 @@ def test_enforced_schemas_are_closed_and_have_no_notes() -> None:
     [
         ("qwen2.5", "hermes", None), ("qwen3", "hermes", "<think>"), ("llama3", "llama3_json", None),
         ("mistral", "mistral", None), ("mistral_args", "mistral", "[THINK]"), ("reasoner", None, "<think>"),
+        ("channels", "openai", "<|channel|>analysis<|message|>"),
         ("chatml", None, None), ("gemma", None, None), ("thinking", None, "<think>"),
     ],
 )  # fmt: skip
