@@ -26,7 +26,7 @@ def test_a_recording_has_the_steps_of_its_time_and_changes_nothing() -> None:
             quiet = await asyncio.gather(*(last(llm, prompt) for prompt in prompts))
             work = [asyncio.create_task(last(llm, prompt)) for prompt in prompts]
             recording = asyncio.create_task(llm.record(0.3))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
             with pytest.raises(LlmcError, match="recorded already"):
                 await llm.record(0.1)
             open_now = llm.open_requests()

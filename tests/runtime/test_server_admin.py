@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -84,7 +85,7 @@ class Streams:
 
 
 def test_the_state_a_trace_and_an_abort_of_a_server_at_work() -> None:
-    with served(pace=0.01, admin_keys=(ADMIN,)) as server, httpx.Client(headers=bearer(ADMIN)) as admin:
+    with served(pace=0.02, admin_keys=(ADMIN,)) as server, httpx.Client(headers=bearer(ADMIN)) as admin:
         streams = Streams(server.url, 3, random.randrange(10, 400))
         until(lambda: server.llm.stats().get("num_requests_running") == 3)
         state = admin.get(f"{server.url}/admin/state").json()
@@ -118,11 +119,9 @@ def test_one_trace_at_a_time_of_a_bounded_time_and_bodies_that_make_no_sense() -
         for seconds in ("0", "-1", "61", "nan", "inf", "x", "", "1e999"):
             wrong = admin.get(f"{server.url}/admin/trace", params={"seconds": seconds})
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "seconds", seconds
-        first = threading.Thread(target=admin.get, args=(f"{server.url}/admin/trace?seconds=0.4",))
-        first.start()
-        time.sleep(0.1)
-        assert httpx.get(f"{server.url}/admin/trace", headers=bearer(ADMIN)).status_code == 409
-        first.join()
+        first = asyncio.run_coroutine_threadsafe(server.llm.record(0.6), server.loop)  # asked before the next one
+        assert admin.get(f"{server.url}/admin/trace").status_code == 409
+        assert isinstance(first.result(20), list)
         for body in ({}, {"id": 7}, {"id": "cmpl-none"}):
             reply = admin.post(f"{server.url}/admin/abort", json=body)
             assert reply.status_code == (404 if body == {"id": "cmpl-none"} else 400)
