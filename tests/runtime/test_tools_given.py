@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
+import textkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.format.errors import LlmcError
@@ -19,6 +20,7 @@ from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.server.tools.plan import plan_of
 from llmc_runtime.text.chat import ChatTemplate
 from llmc_runtime.text.reads import Reads
+from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.parrots import TOK, template
 
@@ -174,8 +176,23 @@ def test_the_form_of_calls_is_seen_in_the_template(text: str, calls: str | None,
     assert dialect_of(None, None).lines == () and dialect_of(TOK, template(text), "none", "none").calls is None
 
 
+def test_a_template_that_shows_no_call_leaves_it_to_the_vocabulary() -> None:
+    text = "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for kept, form in (("[ARGS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"), ("", None)):
+        backend = textkit.byte_level()
+        if kept != "<tool_call>":
+            backend = textkit.sentencepiece()
+        backend.add_special_tokens([kept] if kept else [])
+        found = dialect_of(Tokenizer(backend, {}, {"default": text}), None)
+        assert (found.calls and found.calls.name) == form
+        assert ("--tool-call-parser" in found.lines[0]) == (form is None)
+
+
 def test_other_families_are_not_taken_for_known_ones() -> None:
-    xml = "{% for t in tools %}<tool_call><function={{ t.name }}><parameter=x>{{ arguments }}</tool_call>{% endfor %}"
+    xml = (
+        "{{ tools }}{% for m in messages %}{% for t in m.tool_calls %}<tool_call><function={{ t.name }}><parameter=x>"
+        "{{ t.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    )
     pairs = "<tool_call>{{ name }}<arg_key>{{ arguments }}</arg_key></tool_call>"
     for text in (xml, pairs, "<|tool_call|>{{ arguments }}", "<TOOLCALL>[{{ arguments }}]", "{{ messages }}"):
         assert dialect_of(TOK, text).calls is None

@@ -16,6 +16,10 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 _MARKS = (reasoning.THINK, reasoning.BRACKETS)
+_TOKENS = (
+    ("[ARGS]", formats.MistralArgs), ("[TOOL_CALLS]", formats.Mistral), ("<tool_call>", formats.Hermes),
+    ("<|python_tag|>", formats.Llama3Json),
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -58,11 +62,16 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     "auto" or "none". LlmcError E601 where one is no name."""
     text = _text(tokenizer, template)
     fitting = next((one for one in formats.FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
+    if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # it shows no call at all
+        fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
     named = fitting or _named("tool_call_parser", calls, {one.name: one for one in formats.FORMATS}, None)
     marked = [reasoning.ANALYSIS] if reasoning.ANALYSIS.begin in text else [one for one in _MARKS if one.end in text]
     marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
-    return Dialect(named, thought, tuple(_lines(named, thought, calls, thoughts)), tokenizer)
+    lines = list(_lines(named, thought, calls, thoughts))
+    if named is None and calls == AUTO and "tools" in text:
+        lines.append("tool calls: in which form is not known; --tool-call-parser NAME says it")
+    return Dialect(named, thought, tuple(lines), tokenizer)
 
 
 def _text(tokenizer: Tokenizer | None, template: str | None) -> str:
@@ -89,9 +98,9 @@ def _has(tokenizer: Tokenizer | None, text: str) -> bool:
 
 
 def _lines(calls: type[CallFormat] | None, thought: ReasoningFormat | None, wanted: str, asked: str) -> Iterable[str]:
-    seen = "seen in the chat template"
+    seen = "seen in the chat template or vocabulary"
     if calls is not None:
         yield f"tool calls: {calls.name} ({seen if wanted == AUTO else '--tool-call-parser'})"
     if thought is not None:
-        how = "seen in the chat template or vocabulary" if asked == AUTO else "--reasoning-parser"
+        how = seen if asked == AUTO else "--reasoning-parser"
         yield f"reasoning: from {thought.begin} to {thought.end} ({how})"

@@ -32,13 +32,10 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker) -> str:
 def form_of(wanted: StructuredOutputsParams, param: str) -> str:
     """Rules of which `form` is the text that was asked for. ApiError 400 where it can be no part of a grammar."""
     if wanted.kind in ("json", "json_object"):
-        schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
-        if wanted.disable_additional_properties:
-            close_objects(schema)
-        options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
-        if wanted.whitespace_pattern is not None:
-            options["whitespace_pattern"] = wanted.whitespace_pattern
-        return f"form: {_json(schema, options)}"
+        try:
+            return f"form: {_of_schema(wanted, param)}"
+        except (ValueError, RecursionError) as e:  # a schema may come as a text, which nobody has read before
+            raise ApiError(f"{param}: the JSON schema cannot be read: {str(e)[:100]}", param=param) from None
     if wanted.kind == "choice":
         return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
     if wanted.kind == "regex":
@@ -47,6 +44,16 @@ def form_of(wanted: StructuredOutputsParams, param: str) -> str:
         cause = "a grammar in GBNF cannot stand behind reasoning or beside tools: write it in Lark's syntax"
         raise ApiError(f"{param}: {cause}", param=param)
     return f"form: %lark {{\n{wanted.text}\n}}"
+
+
+def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
+    schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
+    if wanted.disable_additional_properties:
+        close_objects(schema)
+    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    if wanted.whitespace_pattern is not None:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    return _json(schema, options)
 
 
 def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:
