@@ -25,7 +25,7 @@ from llmc_runtime.server.wire import descriptors
 
 from tests.runtime.fake_core import ROWS
 from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import LONG, metric, post_head, until
+from tests.runtime.test_server_load import LONG, Command, metric, post_head, until
 
 KEYS = ("first-secret-key", "second-secret-key")
 HEADS = [{"Authorization": f"Bearer {key}"} for key in KEYS]
@@ -235,6 +235,38 @@ def test_health_is_that_of_the_engine() -> None:
         assert time.monotonic() - began < 4.0
         until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
         assert server.llm.engine_pid != pid and post(server, {"prompt": "x"}).status_code == 200
+
+
+def test_while_it_drains_streams_end_well_and_whoever_comes_is_told() -> None:
+    command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.01", "30")
+    body = {**LONG, "stream": True, "max_tokens": 60}
+
+    async def stream(client: httpx.AsyncClient, begun: list[int]) -> str:
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            last = ""
+            async for line in reply.aiter_lines():
+                begun.append(1) if not last else None
+                last = line or last
+        return last
+
+    async def main() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=command.url, timeout=60, limits=limits) as client:
+            begun: list[int] = []
+            tasks = [asyncio.ensure_future(stream(client, begun)) for _ in range(50)]
+            while len(begun) < ROWS:
+                await asyncio.sleep(0.01)
+            command.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert (await client.get("/ready")).status_code == 503 and (await client.get("/health")).status_code == 200
+            reply = await client.post("/v1/completions", json=LONG)
+            assert reply.status_code == 503 and reply.json()["error"]["code"] == "shutting_down"
+            assert "retry-after" in reply.headers
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == ["data: [DONE]"] * 50
+    code, said = command.end()
+    assert code == 0 and "Traceback" not in said, said
 
 
 def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
 _SHORTEST_KEY = 8
 _PENDING = 512  # connections that wait to be accepted
+_LOOK = 0.05  # seconds between two looks at what is still open
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,18 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             if not options.local and not options.keys:
                 say("anybody who reaches this address may ask: no API keys were given")
 
-        def end() -> None:
-            tasks.add(loop.create_task(llm.shutdown()))
+        async def leave(server: Any) -> None:
+            """What is open may end, in time; meanwhile whoever comes is told."""
+            end = loop.time() + options.shutdown_timeout
+            while serving.admission.open_sequences and loop.time() < end:
+                await asyncio.sleep(_LOOK)
+            if serving.admission.open_sequences:
+                await llm.shutdown()
+            server.should_exit = True
 
-        def drain() -> None:
+        def drain(server: Any) -> None:
             serving.admission.draining = True
-            loop.call_soon_threadsafe(loop.call_later, options.shutdown_timeout, end)
+            loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(leave(server))))
 
         dump_on_quit(loop, serving)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
@@ -217,22 +224,25 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     return Serving(llm, names, admission, meters, options.chat_template, *parsers, options.request_timeout)
 
 
-def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callable[[], None]) -> Any:
-    """A server that says when it is there, and whose first signal begins the drain; SIGTERM ends it with 0, another
-    signal at once."""
+def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callable[[Any], None]) -> Any:
+    """A server that says when it is there, and whose first signal begins the drain, which ends it; SIGTERM does so with
+    0, another signal at once."""
 
     class Draining(uvicorn.Server):
+        _drains = False
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             there()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:
-                self.force_exit = True
-            else:
-                drain()
             super().handle_exit(sig, frame)
             if sig == signal.SIGTERM and self._captured_signals:
                 self._captured_signals.remove(sig)
+            if self._drains:
+                self.force_exit = True
+            else:
+                self._drains, self.should_exit = True, False
+                drain(self)
 
     return Draining(config)
