@@ -17,7 +17,7 @@ from tests.attacks.target import target
 
 def test_settings_of_caching_chunks_and_pages_change_no_token(draw: Random, times: Callable[[int, int], int]) -> None:
     """Servers of drawn settings, their pools too small for what runs: every answer is the oracle's."""
-    found = asyncio.run(settings(target, draw, times(1, 30), times(40, 80)))
+    found = asyncio.run(settings(target, draw, times(1, 12), times(40, 80)))
     assert found["right"] == found["requests"], found["odd"]
     assert found["num_steps_total"], found
     if found["settings"] > 1:
