@@ -48,7 +48,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
     per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing.
-    `times`: the seconds that it waited for a row, and from there to its first token; None before that, and in `LLM`."""
+    `times`: the seconds that it waited for a row, and from there to its first token; None before that."""
 
     request_id: str
     prompt: str | None
@@ -57,7 +57,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    times: tuple[float, float] | None = None
+    times: tuple[float, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -221,4 +221,4 @@ class Answer:
         outputs = [part.output() for part in self.parts]
         first, ids = self.parts[0], list(self.prompt_ids)
         cached, scores = first.num_cached, first.prompt_logprobs
-        return RequestOutput(self.request_id, self.prompt, ids, outputs, self.finished, cached, scores)
+        return RequestOutput(self.request_id, self.prompt, ids, outputs, self.finished, cached, scores, first.times)

@@ -13,7 +13,7 @@ import textkit
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.async_kit import fake, last, prompt_of, run, settled
+from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
 from tests.runtime.fake_core import LENGTH, VOCAB, build
 
 TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {})
@@ -241,3 +241,54 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             AsyncLLM(tmp_path, **options)
     with pytest.raises(TypeError):
         AsyncLLM(tmp_path, no_such_option=1)
+
+
+def test_a_request_ends_when_its_time_is_over_whether_somebody_reads_or_not() -> None:
+    async def main() -> None:
+        async with fake(0.01) as llm:
+            unread = llm.generate({"prompt_token_ids": [50]}, LONG, "unread", timeout=0.3, output_kind="delta")
+            assert (await anext(unread)).outputs
+            with pytest.raises(LlmcError, match=r"E666.*0\.2 s"):
+                await last_within(llm, 0.2)
+            await asyncio.sleep(0.4)
+            stats = await settled(llm)
+            assert stats["kv_cache_usage_perc"] == 0 and stats["request_success"]["abort"] == 2
+            with pytest.raises(LlmcError, match="E666"):
+                await anext(unread)
+            quick = SamplingParams(max_tokens=3, ignore_eos=True)
+            done = llm.generate({"prompt_token_ids": [50]}, quick, "done", timeout=0.5, output_kind="final_only")
+            await asyncio.sleep(0)
+            finished = [output async for output in done]
+            await asyncio.sleep(0.6)
+            assert finished[0].finished and finished[0].times is not None and not llm.stats()["num_requests_open"]
+
+    async def last_within(llm: AsyncLLM, seconds: float) -> None:
+        async for _ in llm.generate({"prompt_token_ids": [60]}, LONG, "r", timeout=seconds):
+            pass
+
+    run(main())
+
+
+def test_tenants_get_equal_service() -> None:
+    short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def main() -> None:
+        async with fake(0.003) as llm:
+
+            async def one(tenant: str) -> str:
+                async for _ in llm.generate(
+                    {"prompt_token_ids": [50, 60]}, short, "r", tenant=tenant, output_kind="final_only"
+                ):
+                    pass
+                order.append(tenant)
+                return tenant
+
+            order: list[str] = []
+            many = [asyncio.create_task(one("many")) for _ in range(150)]
+            await asyncio.sleep(0.1)
+            few = [asyncio.create_task(one("few")) for _ in range(5)]
+            await asyncio.gather(*many, *few)
+            place = max(i for i, name in enumerate(order) if name == "few")
+            assert place < 100, f"the last of the few was number {place} of 155"
+
+    run(main())
