@@ -57,13 +57,18 @@ def test_the_pieces_joined_are_the_full_decode(kind: str) -> None:
     check()
 
 
-def test_named_special_tokens_are_shown_where_others_are_skipped() -> None:
-    tok = tokenizer("byte-level")
-    ids = tok.encode("<|user|>ab<|end|>c<|user|>", add_special_tokens=False)
-    shown = tok.token_id("<|user|>")
-    assert shown in tok.special_ids
-    stream = Detokenizer(tok, visible=frozenset({shown}))
-    assert "".join([*(stream.push(i) for i in ids), stream.flush()]) == "<|user|>abc<|user|>"
+@pytest.mark.parametrize("kind", KINDS)
+def test_named_special_tokens_are_shown_where_others_are_skipped(kind: str) -> None:
+    tok = tokenizer(kind)
+
+    @settings(max_examples=100, deadline=None)
+    @given(ids_of(kind), st.sets(st.sampled_from(sorted(tok.special_ids) or [0])))
+    def check(ids: list[int], shown: set[int]) -> None:
+        stream = Detokenizer(tok, visible=frozenset(shown))
+        kept = [i for i in ids if i in shown or i not in tok.special_ids]
+        assert "".join([*(stream.push(i) for i in ids), stream.flush()]) == tok.decode(kept, skip_special_tokens=False)
+
+    check()
 
 
 @pytest.mark.parametrize("kind", SEPARABLE)
