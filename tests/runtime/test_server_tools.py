@@ -186,7 +186,7 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
     draw = random.Random(name)
     thought = WRITTEN.get(name, ("", ""))[1]
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        for _ in range(4):
+        for _ in range(2):
             text = thought + "".join(draw.choices("abc {}\n", k=draw.randrange(9)))
             asked = {
                 "tools": tools,

@@ -67,7 +67,7 @@ def damaged(whole: Any) -> st.SearchStrategy[Any]:
     return st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), JSON).map(replaced)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(damaged(TOOL).filter(lambda one: isinstance(one, dict)), max_size=3),
     JSON | damaged({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL, TOOL]}}),
@@ -83,7 +83,7 @@ def test_any_tools_are_taken_or_refused_by_name(tools: list[Any], choice: Any) -
             assert all(enforced(schema)["type"] == "object" for schema in found.schemas.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     damaged({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}) | damaged({"role": "tool"}),
     st.booleans(), st.booleans(), st.booleans(),

@@ -53,7 +53,7 @@ def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
 
 @pytest.mark.parametrize("form", (*FORMATS, OpenAI))
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=250, deadline=None)
     @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
     def check(parts: list[str], seed: int) -> None:
         text = "".join(parts)
@@ -106,7 +106,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
     draw, words = random.Random(seed), list[str]()
     calls = [(draw.choice(sorted(NAMES)), {"x": drawn(draw, words), "y": drawn(draw, words)}) for _ in range(3)]
@@ -181,7 +181,7 @@ def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, 
     return "".join(a for a, _ in told), "".join(b for _, b in told)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     st.lists(st.sampled_from((*MARKS, "<th", "</th", "\n", " ", " " * 70, "hm", "[THINK]", "[/THINK]")), max_size=9),
     st.booleans(), st.booleans(), st.integers(0, 1 << 30),

@@ -200,10 +200,5 @@ class OpenAI(CallFormat):
             raise Malformed
 
 
-FORMATS: Sequence[type[CallFormat]] = (
-    MistralArgs,
-    Mistral,
-    OpenAI,
-    Hermes,
-    Llama3Json,
-)  # of one name, the first that fits
+# Of one name, the first that fits.
+FORMATS: Sequence[type[CallFormat]] = (MistralArgs, Mistral, OpenAI, Hermes, Llama3Json)
