@@ -14,7 +14,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest
-from llmc_runtime.server.replies import Plain
+from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
 from llmc_runtime.server.tools.message import Turn
@@ -112,7 +112,7 @@ class Chat:
                         extra = {"usage": usage.told()} if always else extra
                         yield {**head, "choices": [choice], **extra}
         if last:
-            yield {**head, "choices": [], "usage": usage.told()}
+            yield Final(event({**head, "choices": [], "usage": usage.told()}))
 
     def _pieces(self, one: CompletionOutput, turn: Turn | None) -> list[dict[str, Any]]:
         """The choices of chunks, none where they would say nothing: calls and the end are not told in the same one, as

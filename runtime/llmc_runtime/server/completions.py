@@ -14,7 +14,7 @@ from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spel
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
 from llmc_runtime.server.prompting import MAX_PROMPTS
-from llmc_runtime.server.replies import Plain
+from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
@@ -76,6 +76,7 @@ class Completion:
         always = bool(options and options.continuous_usage_stats)
         last = bool(options and options.include_usage)
         plain = None if always else self._plain(last)
+        left, ends = params.n * len(prompts), b""  # outputs that have not ended; the last one's end
         async with aclosing(news) as items:  # type: ignore[type-var]
             async for i, output in items:
                 if not self._silent:
@@ -92,9 +93,14 @@ class Completion:
                     chunk = {**self._head, "choices": [choice]}
                     if always or last:
                         chunk["usage"] = usage.told() if always else None
-                    yield chunk
+                    left -= one.finish_reason is not None
+                    if left:
+                        yield chunk
+                    else:
+                        ends = event(chunk)
         if last:
-            yield {**self._head, "choices": [], "usage": usage.told()}
+            ends += event({**self._head, "choices": [], "usage": usage.told()})
+        yield Final(ends)
 
     def _plain(self, usage: bool) -> Plain | None:
         """The chunks in the midst of a stream, where all that they tell is a text."""

@@ -43,6 +43,10 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+class Final(bytes):
+    """The last events of a stream: they leave together with its end."""
+
+
 class Plain:
     """Events of a stream that differ in an index and a text alone: what is around those is encoded once.
 
@@ -85,12 +89,15 @@ class Events(Response):
         async def sent(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        part = part or sent
+        part, tail = part or sent, b""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
-                    await part(chunk if isinstance(chunk, bytes) else event(chunk))
+                    if isinstance(chunk, Final):
+                        tail = chunk
+                    else:
+                        await part(chunk if isinstance(chunk, bytes) else event(chunk))
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:
@@ -99,7 +106,7 @@ class Events(Response):
             except Exception as e:
                 log.error("a stream failed%s", place(e))
                 last = event(internal().body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": tail + last, "more_body": False})
 
 
 def place(error: BaseException | None) -> str:
@@ -112,16 +119,25 @@ def place(error: BaseException | None) -> str:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled, and Gone raised, when the client goes away."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Gone
-    finally:
+    task, gone, left = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive)), False
+    assert task is not None
+
+    def leave(_: Any) -> None:
+        nonlocal left
+        left = True
         task.cancel()
+
+    gone.add_done_callback(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():
+            raise Gone from None
+        raise
+    finally:
+        gone.remove_done_callback(leave)
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
