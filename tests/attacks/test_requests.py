@@ -26,7 +26,7 @@ def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) 
     found = fields(steady.ask("/openapi.json").json)
     assert len(found) > 100
     cases = [(path, names, value) for path, names in found for value in EDGES]
-    cases = cases if full else draw.sample(cases, 200)
+    cases = cases if full else draw.sample(cases, 100)
     draw.shuffle(cases)
     before = steady.memory()
     for path, names, value in cases:
@@ -45,11 +45,11 @@ def test_05_a_neighbour_is_as_quick_as_before(steady: Target, draw: Random) -> N
 
     def slow() -> float:
         seconds = []
-        for _ in range(60):
+        for _ in range(40):
             began = time.perf_counter()
             assert steady.ask("/v1/completions", GOLDEN).status == 200
             seconds.append(time.perf_counter() - began)
-        return sorted(seconds)[-6]
+        return sorted(seconds)[-4]
 
     alone, over = slow(), threading.Event()
 
@@ -130,7 +130,7 @@ def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) ->
     """Each is answered or refused within seconds; whoever asks beside it notices nothing."""
     pytest.importorskip("llguidance")
     made, beside = schemas(full), [with_schema(one) for one in ({"type": "object"}, {"$ref": "#"}, {"enum": []}, {})]
-    for form in made if full else draw.sample(made, 30):
+    for form in made if full else draw.sample(made, 15):
         began = time.monotonic()
         asked: dict[str, Any] = {"max_tokens": 6, "temperature": 1, **form}
         if draw.random() < 0.5:
@@ -158,13 +158,13 @@ def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[i
 
     ask(0, times(20, 200))
     before = steady.memory()
-    ask(10_000, times(40, 1500))
+    ask(10_000, times(20, 1500))
     assert steady.memory() - before < 30 << 20
 
 
 def test_09_no_request_ends_the_engine(steady: Target, draw: Random, times: Callable[[int, int], int]) -> None:
     """Damaged bodies of every endpoint: never a 5xx, and after each one everything is as before."""
-    for _ in range(times(120, 3000)):
+    for _ in range(times(60, 3000)):
         path, body = damaged(draw)
         reply = steady.ask(path, body)
         assert reply.status < 500, (path, body[:2000], reply)
@@ -257,7 +257,7 @@ def test_11_prefixes_are_what_they_seem(steady: Target, draw: Random) -> None:
 def test_11_collisions_are_detected(weak: int, draw: Random, times: Callable[[int, int], int]) -> None:
     """With digests of one byte prefixes collide all the time; tokens are compared, so that every answer is right."""
     with target(engine={"weak": weak}) as server:
-        for _ in range(times(60, 1500)):
+        for _ in range(times(40, 1500)):
             cached(server, prompt(draw, 60))
         server.at_rest()
 
