@@ -29,6 +29,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import Row
 
+_MOST_DEFAULTS = 16
 _INLINE = 4096  # characters that are encoded without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
 
@@ -60,6 +61,7 @@ class AsyncLLM:
         self._say = say or _to_stderr
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
+        self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
 
     @classmethod
     def over(cls, front: Front, *, say: Callable[[str], None] | None = None, **options: Any) -> AsyncLLM:
@@ -220,7 +222,14 @@ class AsyncLLM:
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """What is used where none are given: the model's generation_config.json, as transformers reads it."""
-        return default_params({} if self._front is None else self._front.generation, max_tokens=max_tokens)
+        if self._front is None:
+            return default_params({}, max_tokens=max_tokens)
+        if max_tokens not in self._made_defaults:
+            made = default_params(self._front.generation, max_tokens=max_tokens)
+            if len(self._made_defaults) >= _MOST_DEFAULTS:
+                return made
+            self._made_defaults[max_tokens] = made
+        return self._made_defaults[max_tokens]
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
