@@ -36,8 +36,9 @@ async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bo
     link = writer.get_extra_info("socket")
     if draw.random() < 0.5:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    gone[".".join(map(str, tag))] = time.monotonic()
     writer.transport.abort()
+    await asyncio.sleep(0)  # it is closed in the loop's next turn
+    gone[".".join(map(str, tag))] = time.monotonic()
 
 
 async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[str, Any]:
@@ -63,6 +64,7 @@ async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[s
     began = time.monotonic()
     await asyncio.to_thread(server.at_rest)
     rest = time.monotonic() - began
+    held = await asyncio.to_thread(server.figure, "kv_cache_usage_perc")
     await asyncio.to_thread(server.steady, "disconnects")
     steps = steps_after(log, gone)
     client.close()
@@ -70,7 +72,7 @@ async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[s
     return {
         "disconnects": times, "of them in the engine": met, "steps after leaving": dict(sorted(steps.items())),
         "within two steps": sum(count for number, count in steps.items() if number <= 2) / max(1, met),
-        "at rest after s": rest, "pages held": await asyncio.to_thread(server.figure, "kv_cache_usage_perc"),
+        "at rest after s": rest, "pages held": held,
         **outcomes(judged),
     }  # fmt: skip
 
