@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import math
+import resource
 import ssl
 import sys
 import time
@@ -232,5 +233,7 @@ def main(process: int, processes: int) -> int:
     """What a client process runs. The exit code."""
     plan = json.loads(sys.stdin.readline())
     gc.disable()  # its pauses would be counted as the server's
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes a descriptor
     asyncio.run(_serve(plan, process, processes))
     return 0
