@@ -6,10 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from gpu.model_cases import PAIR_OF_TEXT, make_all
-from gpu.test_models import compare
+from gpu.model_cases import TEXTS, make_all
+from gpu.test_models import TOLERANCE, compare
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 
+PAIR = TEXTS[1]
 pytestmark = pytest.mark.gpu
 FORM = "[a-z]{2,5}(-[0-9]{1,3}){1,3}"
 PROMPTS = ["When the morning came,", "Once there was a river that", "The old man said", "A kernel", "Then"]
@@ -19,7 +20,7 @@ PROMPTS = ["When the morning came,", "Once there was a river that", "The old man
 def told() -> dict[str, list[Any]]:
     """What each device says to the same mixture: every second request has to keep a form."""
     pytest.importorskip("llguidance")
-    failed = make_all([PAIR_OF_TEXT], 1)
+    failed = make_all([PAIR], 1)
     assert not failed, failed
     free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=4)
     kinds = [
@@ -28,8 +29,8 @@ def told() -> dict[str, list[Any]]:
     ]
     mixed = [free, kinds[0], free, kinds[1], kinds[2]]
     found = {}
-    for kind in ("gpu", "exact"):
-        llm = LLM(PAIR_OF_TEXT.path(kind), say=lambda text: None)
+    for kind in ("gpu", "cpu"):
+        llm = LLM(PAIR.path(kind), say=lambda text: None)
         try:
             found[kind] = [out.outputs[0] for out in llm.generate(PROMPTS, mixed, use_tqdm=False)]
         finally:
@@ -44,4 +45,4 @@ def test_guided_requests_keep_their_form(told: dict[str, list[Any]]) -> None:
 
 
 def test_those_beside_them_notice_nothing(told: dict[str, list[Any]]) -> None:
-    compare([told["gpu"][i] for i in (0, 2)], [told["exact"][i] for i in (0, 2)], 0.2)
+    compare([told["gpu"][i] for i in (0, 2)], [told["cpu"][i] for i in (0, 2)], TOLERANCE)
