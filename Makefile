@@ -2,6 +2,7 @@
 #   make demo    compile the demonstration model for this CPU and let it write
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
+#   make clients other people's clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
@@ -23,7 +24,7 @@ JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 
-.PHONY: demo test test-gpu lint bench bench-gpu bench-peers sim clean
+.PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
@@ -40,6 +41,28 @@ test: $(VENV)/.stamp-dev
 test-gpu: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -q $(PYTEST_ARGS)
 	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(or $(SAMPLE),20)
+
+# An environment of their own, and node's packages: a minute or two, once. openai-python is tried in two versions.
+CLIENTS := build/clients
+clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
+	VENV=$(VENV) $(CLIENTS)/venv/bin/python -m pytest -c tests/clients/pytest.ini tests/clients -q $(CLIENTS_ARGS)
+	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai.py -q $(CLIENTS_ARGS)
+
+clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
+
+$(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
+	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
+	$(BIN)/python -m venv --clear $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r $<
+	$(CLIENTS)/venv/bin/pip check
+	@touch $@
+
+$(CLIENTS)/node/.stamp: $(wildcard tests/clients/node/*)
+	@command -v npm >/dev/null || { echo "make: npm was not found; openai-node needs it." >&2; \
+	  echo "  Try: apt-get install nodejs npm" >&2; exit 2; }
+	@rm -rf $(@D) && mkdir -p $(@D) && cp tests/clients/node/* $(@D)
+	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

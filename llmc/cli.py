@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     args_list = list(sys.argv[1:] if argv is None else argv)
     if args_list[:1] == ["run"]:
         return _run(args_list[1:])
+    if args_list[:1] == ["bench"]:
+        return _bench(args_list[1:])
     args = _parser().parse_args(args_list)
     args.argv = args_list
     try:
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
     sub.add_parser("run", help="generate text from an artifact or a Hugging Face folder", add_help=False)
+    sub.add_parser("bench", help="measure a server, LLM.generate, a batch, a start", add_help=False)
     _opt_arguments(sub)
     _look_arguments(sub)
     _artifact_arguments(sub)
@@ -293,6 +296,12 @@ def _run(argv: Sequence[str]) -> int:
     from llmc_runtime.cli import run_command
 
     return run_command(argv, prog="llmc run")
+
+
+def _bench(argv: list[str]) -> int:
+    from llmc_runtime.cli import main_bench
+
+    return main_bench(argv)
 
 
 def _opt(args: argparse.Namespace, out: IO[str]) -> int:

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
 from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.server.flags import parse_bytes, positive
 
 if TYPE_CHECKING:
     from llmc_runtime.terminal import Session
 
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
-_ENGINE = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_prefix_caching",
-    "scheduling_policy", "seed", "threads", "target", "dtype",
-)  # fmt: skip
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
 
 
 def main_run(argv: Sequence[str] | None = None) -> int:
@@ -28,65 +24,44 @@ def main_run(argv: Sequence[str] | None = None) -> int:
     return run_command(sys.argv[1:] if argv is None else argv, compiles=False)
 
 
-def main_serve(argv: Sequence[str] | None = None) -> int:
+def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> int:
     """The command `llmc-serve`: serves until a signal ends it. Answers the exit code: 0, 1, 2 usage, 3, 130."""
-    args = serve_parser().parse_args(argv)
+    verbose = False
     try:
-        from llmc_runtime.server.command import Options, read_keys, serve
+        from llmc_runtime.server.elsewhere import judge
+        from llmc_runtime.server.given import options_of, read
 
-        engine = {name: getattr(args, name) for name in _ENGINE}
-        return serve(
-            Options(
-                args.model, args.host, args.port, args.served_model_name,
-                read_keys(args.api_key_file, args.api_key_env, os.environ), args.allowed_hosts,
-                args.max_num_queued_reqs, args.max_num_queued_tokens, args.max_num_reqs_per_key, args.max_body_bytes,
-                args.shutdown_timeout, args.log_level, _template(args.chat_template), engine,
-            )
-        )  # fmt: skip
+        given = read(sys.argv[1:] if argv is None else argv, prog)
+        verbose = given.args.log_level == "debug"
+        for line in judge(given.args.elsewhere):
+            print(f"llmc: {line}", file=sys.stderr)
+        if given.args.print_config:
+            print(given.describe(given.args.json))
+            return OK
+        options = options_of(given.args, os.environ, _template(given.args.chat_template))
+        from llmc_runtime.server.command import serve
+
+        return serve(options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as e:
-        return _report(e, args.log_level == "debug")
+        return _report(e, verbose)
 
 
-def serve_parser() -> argparse.ArgumentParser:
-    """The options of `llmc-serve`, spelled as vLLM's where they mean the same."""
-    ap = argparse.ArgumentParser(
-        prog="llmc-serve",
-        description="Serve a model over HTTP, for OpenAI's clients. Needs: pip install 'llmc-aot[serve]'",
-    )
-    ap.add_argument("model", metavar="MODEL", help="an artifact, or a Hugging Face folder (compiled on first use)")
-    ap.add_argument("--version", action="version", version=f"llmc-serve {__version__}")
-    add = ap.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes any that is free (8000)")
-    add("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (the folder's)")
-    add("--api-key-file", action="append", default=[], type=Path, metavar="FILE", help="API keys, one a line")
-    add("--api-key-env", action="append", default=[], metavar="NAME", help="a variable with keys, comma-separated")
-    add("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="names that a Host header may have")
-    add("--max-num-queued-reqs", type=_positive, default=512, metavar="N", help="sequences that may wait (512)")
-    add("--max-num-queued-tokens", type=_positive, metavar="N", help="their tokens, prompts and most output")
-    add("--max-num-reqs-per-key", type=_positive, metavar="N", help="open sequences of one API key")
-    add("--max-body-bytes", type=parse_bytes, default=8 << 20, metavar="BYTES", help="of one request (8M)")
-    add("--shutdown-timeout", type=_positive, default=30, metavar="SECONDS", help="to drain after SIGTERM (30)")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is told on stderr")
-    _serving(ap.add_argument_group("engine"))
-    return ap
+def main_bench(argv: Sequence[str] | None = None) -> int:
+    """The command `llmc bench`. Answers the exit code: 0, 1 error or failed requests, 2 usage, 3 environment, 130."""
+    try:
+        from llmc_runtime.bench.command import parser, run
 
-
-def _serving(group: Any) -> None:
-    add = group.add_argument
-    add("--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence")
-    add("--max-num-seqs", type=_positive, metavar="N", help="sequences that run at a time")
-    add("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step")
-    add("--kv-cache-memory-bytes", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 2GiB")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
-    add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
-    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
-    add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
-    add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
-    add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
+        args = parser(parse_bytes).parse_args(argv)
+        return run(args, os.environ, sys.stdout, sys.stderr)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return OK
+    except Exception as e:
+        return _report(e, False)
 
 
 def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool = True) -> int:
@@ -170,7 +145,7 @@ def _sampling(group: Any) -> None:
 
 def _resources(group: Any) -> None:
     add = group.add_argument
-    add("--threads", type=_positive, metavar="N", help="of the CPU (physical cores)")
+    add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
     add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
     add("--prepare", action="store_true", help="build every device graph before the first request (of GPUs)")
@@ -182,33 +157,8 @@ def _compiling(group: Any) -> None:
     add = group.add_argument
     add("--target", default="cpu:native", help="what to compile for (cpu:native)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations")
-    add("--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)")
+    add("--max-model-len", type=positive, metavar="N", help="tokens of the longest sequence (the model's own)")
     add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes, with an optional unit: 1048576, 512M, 1.5GiB; units are powers of 1024."""
-    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
-    for unit, size in reversed(_UNITS):
-        if (unit and lowered.endswith(unit)) or not unit:
-            try:
-                value = float(lowered.removesuffix(unit)) * size
-            except ValueError:
-                break
-            if 0 < value < 1 << 60:
-                return int(value)
-            break
-    raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
 
 
 def _run(args: argparse.Namespace, compiles: bool) -> int:

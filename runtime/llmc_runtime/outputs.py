@@ -72,13 +72,15 @@ class Piece:
 
 @dataclass
 class Collector:
-    """Follows one output of a request: takes the engine's deltas, gives out pieces or the whole."""
+    """Follows one output of a request: takes the engine's deltas, gives out pieces or the whole. `visible` special tokens
+    are in its text even where others are skipped."""
 
     request_id: str
     index: int
     prompt_ids: Sequence[int]
     params: SamplingParams
     tokenizer: Tokenizer | None
+    visible: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -96,6 +98,7 @@ class Collector:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip_special_tokens=params.skip_special_tokens,
+            visible=self.visible,
         )
         self._given = 0
 

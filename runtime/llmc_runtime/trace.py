@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -36,6 +36,7 @@ class _What(NamedTuple):
 
 
 _BEFORE = _What(-1, 0, 0)
+Row = tuple[int, str, int, int, int, int, int]  # track, name, begin and end in ns, step, rows, tokens
 
 
 class _Span(NamedTuple):
@@ -48,16 +49,13 @@ class _Span(NamedTuple):
     what: _What
 
 
-class Trace:
-    """Collects what an engine notes for the file at `path`, which `write` makes.
+class Recorder:
+    """Collects what an engine notes, the latest `most` spans. `done` says of a ticket whether its step has run."""
 
-    `done` says of a ticket whether its step has run. LlmcError E645 where the file cannot be written, told at once.
-    """
-
-    def __init__(self, path: str | Path, done: Callable[[Any], bool]) -> None:
-        self.path, self._done = Path(path), done
+    def __init__(self, done: Callable[[Any], bool], most: int = _MOST) -> None:
+        self._done = done
         self._began = perf_counter_ns()
-        self._spans: deque[_Span] = deque(maxlen=_MOST)
+        self._spans: deque[_Span] = deque(maxlen=most)
         self._exposed: deque[int] = deque(maxlen=_MOST)
         self._under_way: deque[tuple[_What, int]] = deque()  # launched, not waited for, and when the launch ended
         self._last = 0  # the end of the part before
@@ -65,8 +63,6 @@ class Trace:
         self._what = _BEFORE  # the step in the hands of the engine
         self._number = 0  # of the next step to be launched
         self._ended = -1  # when the device was done with the last step waited for, as the host sees it
-        self.finish: Callable[[], object] = self.write  # writes for the last time
-        self.write()
 
     def clear(self) -> None:
         """Forget what was recorded, for a measurement that begins now."""
@@ -157,34 +153,74 @@ class Trace:
             f"host time exposed {s['exposed_us']:.0f} us a step (median), {s['exposed_p99_us']:.0f} us (p99)"
         )
 
+    def rows(self) -> list[Row]:
+        """What was recorded, for `document`."""
+        return [(s.track, s.name, s.begin - self._began, s.end - self._began, *s.what) for s in self._spans]
+
+
+class Trace(Recorder):
+    """A recorder for the file at `path`, which `write` makes. LlmcError E645 where it cannot be written, at once."""
+
+    def __init__(self, path: str | Path, done: Callable[[Any], bool]) -> None:
+        super().__init__(done)
+        self.path = Path(path)
+        self.finish: Callable[[], object] = self.write  # writes for the last time
+        self.write()
+
     def write(self) -> None:
         """The file, with everything so far. LlmcError E645."""
-        names = [_meta("thread_name", tid, name) for tid, name in enumerate(_TRACKS, 1)]
-        events = [_meta("process_name", 0, "llmc"), *names, *map(self._event, self._spans)]
         try:
-            self.path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+            self.path.write_text(json.dumps(document(self.rows())), encoding="utf-8")
         except OSError as e:
             raise LlmcError("E645", f"{self.path} cannot be written: {e.strerror}", "name a file elsewhere") from e
 
-    def _event(self, span: _Span) -> dict[str, Any]:
-        """A complete event; times in us since the trace began."""
-        return {
-            "name": span.name,
-            "ph": "X",
-            "ts": (span.begin - self._began) / 1e3,
-            "dur": (span.end - span.begin) / 1e3,
-            "pid": 1,
-            "tid": span.track,
-            "args": span.what._asdict(),
-        }
+
+def document(rows: Iterable[Row]) -> dict[str, Any]:
+    """What a recorder has, in the trace event format: complete events, times in us since it began."""
+    names = [_meta("thread_name", tid, name) for tid, name in enumerate(_TRACKS, 1)]
+    events = [_meta("process_name", 0, "llmc"), *names, *map(_event, rows)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(row: Row) -> dict[str, Any]:
+    track, name, begin, end, step, rows, tokens = row
+    what = {"step": step, "rows": rows, "tokens": tokens}
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": begin / 1e3,
+        "dur": (end - begin) / 1e3,
+        "pid": 1,
+        "tid": track,
+        "args": what,
+    }
 
 
 def follow(engine: Any, path: str | Path) -> Trace:
     """A trace of an engine from now on, written when it is finished or the engine goes. LlmcError E645."""
-    trace = Trace(path, getattr(engine.executor, "done", lambda ticket: True))
+    trace = Trace(path, _done_of(engine))
     engine.note = trace.note
     trace.finish = weakref.finalize(engine, trace.write)
     return trace
+
+
+def overhear(engine: Any, most: int) -> tuple[Recorder, Callable[[], None]]:
+    """A recorder of an engine from now on, beside whoever listens already, and what ends it. Between two steps."""
+    recorder, before = Recorder(_done_of(engine), most), engine.note
+
+    def both(part: str, what: Any) -> None:
+        before(part, what)
+        recorder.note(part, what)
+
+    def stop() -> None:
+        engine.note = before
+
+    engine.note = both
+    return recorder, stop
+
+
+def _done_of(engine: Any) -> Callable[[Any], bool]:
+    return getattr(engine.executor, "done", lambda ticket: True)
 
 
 def _meta(kind: str, tid: int, name: str) -> dict[str, Any]:

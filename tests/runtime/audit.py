@@ -54,13 +54,15 @@ def audit_prefixes(scheduler: Scheduler) -> None:
 
 def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
     """Every live request is in one queue, in order, with a row where it runs and nothing where it waits."""
-    running, waiting, config = scheduler.running, scheduler.waiting, scheduler.config
+    running, waiting, config = scheduler.running, list(scheduler.waiting), scheduler.config
+    audit_tenants(scheduler)
     assert {r.id for r in running + waiting} == set(scheduler.requests) == set(expected), "live requests"
     assert len(running) + len(waiting) == len(expected), "a request is in two queues"
     for queue in (running, waiting):
         assert all(a.key < b.key for a, b in pairwise(queue)), "a queue is out of order"
-    if config.policy == "fcfs" and running and waiting:
-        assert running[-1].key < waiting[0].key, "a later request overtook an earlier one"
+    if config.policy == "fcfs":
+        for mine, late in ((r, w) for r in running for w in waiting if r.tenant == w.tenant):
+            assert mine.key < late.key, "a later request overtook an earlier one of its tenant"
     assert sorted([r.row for r in running] + scheduler.free_rows) == list(range(config.max_num_seqs)), "rows"
     for request in running:
         assert request.status is Status.RUNNING and len(request.pages) == len(set(request.pages))
@@ -71,6 +73,21 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
     for request in waiting:
         assert request.status in (Status.WAITING, Status.PREEMPTED)
         assert not request.pages and request.row == -1 and not request.num_computed and not request.num_planned
+
+
+def audit_tenants(scheduler: Scheduler) -> None:
+    """Each live request is counted by its tenant, each waiting one is in its queue, in order, and the heap has each."""
+    waiting = scheduler.waiting
+    live = Counter(request.tenant for request in scheduler.requests.values())
+    assert {name: tenant.live for name, tenant in waiting.tenants.items() if tenant.live} == live, "tenants' requests"
+    turns = {turn for _, turn, _ in waiting._heap}
+    for name, tenant in waiting.tenants.items():
+        assert all(a.key < b.key for a, b in pairwise(tenant.queue)), f"the queue of {name!r} is out of order"
+        assert all(r.tenant == name for r in tenant.queue) and (tenant.turn in turns or not tenant.queue), name
+    assert all(service <= tenant.service for service, _, tenant in waiting._heap), "service that was taken back"
+    preempted = {r for tenant in waiting.tenants.values() for r in tenant.queue if r.status is Status.PREEMPTED}
+    assert waiting._preempted == preempted, "preempted requests"
+    assert len(waiting) == sum(len(tenant.queue) for tenant in waiting.tenants.values()), "how many wait"
 
 
 def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:

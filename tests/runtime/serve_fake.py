@@ -1,16 +1,22 @@
-"""llmc-serve over the simulated device, as a process: `serve_fake.py SECONDS_A_STEP SHUTDOWN_TIMEOUT`."""
+"""llmc-serve over the simulated device, as a process: `serve_fake.py SECONDS_A_STEP SHUTDOWN_TIMEOUT [OPTION ...]`."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+import os
 import sys
 
-from llmc_runtime.server.command import Options, serve_over
+from llmc_runtime.server.command import serve_over
+from llmc_runtime.server.given import options_of, read
+from llmc_runtime.server.listen import listening
 
 from tests.runtime.async_kit import fake
 from tests.runtime.served import TOK
 
 if __name__ == "__main__":
-    options = Options("toy", shutdown_timeout=int(sys.argv[2]))
-    asyncio.run(serve_over(fake(float(sys.argv[1]), tok=TOK), options, socket.create_server(("127.0.0.1", 0))))
+    pace, timeout, *words = sys.argv[1:]
+    given = read(["toy", "--port", "0", "--shutdown-timeout", timeout, *words])
+    options = options_of(given.args, os.environ, None)
+    tls = None if options.tls is None else options.tls.context()
+    with listening(options.host, options.port, options.uds) as bound:
+        asyncio.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))

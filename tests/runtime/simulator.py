@@ -27,6 +27,7 @@ from llmc_runtime.sched.scheduler import Scheduler
 
 from tests.runtime.audit import audit
 from tests.runtime.oracle import Expected
+from tests.runtime.shares import WEIGHT, Shares
 from tests.runtime.world import draw_world
 
 EPISODE = 1500  # steps with arrivals
@@ -75,7 +76,9 @@ class Watch:
             if any(work.row == request.row for work in step.work):
                 break
             assert request.num_total == request.limit, "the first running request does not run"
-        if config.policy == "fcfs":
+        episode.shares.launched(step, scheduler)
+        episode.look()
+        if config.policy == "fcfs" and episode.world.tenants == 1:
             oldest = next(iter(episode.expected))
             assert scheduler.running[0].id == oldest, f"{oldest} is the oldest and not first in line"
         return self.inner.launch(step)
@@ -112,6 +115,8 @@ class Episode:
         self.expected: dict[str, Expected] = {}  # live requests, in order of arrival
         self.deadline: dict[str, int] = {}
         self.backlog = 0  # tokens that live requests may still ask for
+        self.backlogs: Counter[str] = Counter()  # the same by tenant
+        self.shares = Shares()
         self.steps = self.submitted = 0
         self.ended: Counter[str] = Counter()
         self.generated = self.guided = self.scored = 0
@@ -159,10 +164,25 @@ class Episode:
                 raise AssertionError("a request that cannot run was accepted")
         for request in self.world.family(self.submitted):
             guided = request.guide is not None
+            self.look()
             self.engine.add(request)
             expected = self.expected[request.id] = Expected(request, self.world.config, guided)
+            self.shares.submitted(expected.num_prompt, expected.longest())
             self.backlog += expected.longest()
-            self.deadline[request.id] = self.steps + self.backlog + self.depth - 1
+            self.backlogs[request.tenant] += expected.longest()
+            self.deadline[request.id] = self.steps + self.patience(request.tenant)
+
+    def look(self) -> None:
+        """Under fcfs, two tenants that both wait get the same."""
+        if self.world.config.policy == "fcfs":
+            self.shares.look(self.engine.scheduler)
+
+    def patience(self, tenant: str) -> int:
+        """Steps within which the tenant's last request has to end under fcfs. Alone, every step brings the oldest one
+        forward; with others, each of them may get as much service as this tenant's backlog, and the bound."""
+        if self.world.tenants == 1:
+            return self.backlog + self.depth - 1
+        return 2 * self.world.tenants * (WEIGHT * self.backlogs[tenant] + self.shares.bound)
 
     def abort(self) -> None:
         """End some live request; it must be gone."""
@@ -171,6 +191,7 @@ class Episode:
             assert self.engine.abort(name), f"{name} cannot be aborted"
             assert not self.engine.abort(name), f"{name} was aborted twice"
             self.end(name, "abort")
+            self.look()
 
     def step(self) -> None:
         """One engine step and its checks."""
@@ -201,6 +222,7 @@ class Episode:
         assert delta.prompt_logprobs == expected.scores(), f"{delta.id}: scores of the prompt"
         self.scored += len(delta.prompt_logprobs or ())
         self.generated += 1
+        self.shares.generated(expected.request.tenant)
         self.guided += expected.guided
         assert (delta.error is not None) == (finish == "error"), f"{delta.id}: {delta.error}"
         if finish is not None:
@@ -212,7 +234,9 @@ class Episode:
 
     def end(self, name: str, reason: str) -> None:
         """`name` ended, for the first and only time."""
-        self.backlog -= self.expected.pop(name).longest()
+        expected = self.expected.pop(name)
+        self.backlog -= expected.longest()
+        self.backlogs[expected.request.tenant] -= expected.longest()
         del self.deadline[name]
         self.ended[reason] += 1
 
@@ -281,6 +305,7 @@ def summary(episode: Episode) -> Counter[str]:
         overlapped=episode.steps if episode.depth > 1 else 0,
         guided=episode.guided,
         scored=episode.scored,
+        shared=episode.shares.met,
         requests=episode.submitted,
         computed=counters.num_scheduled_tokens,
         generated=episode.generated,

@@ -18,6 +18,7 @@ import httpx  # noqa: E402
 from llmc_runtime.server.errors import ApiError  # noqa: E402
 from llmc_runtime.server.fields import ChatRequest  # noqa: E402
 from llmc_runtime.server.parse import parse  # noqa: E402
+from llmc_runtime.server.sampling import WHITESPACE as SPACE  # noqa: E402
 from llmc_runtime.server.sampling import of_chat  # noqa: E402
 
 from tests.runtime.fake_core import LENGTH, VOCAB  # noqa: E402
@@ -211,9 +212,12 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
     wanted = StructuredOutputsParams(json=schema)
     form = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema, "strict": True}}
     spelled: tuple[tuple[dict[str, Any], Any], ...] = (
-        ({"response_format": form}, wanted),
+        ({"response_format": form}, StructuredOutputsParams(json=schema, whitespace_pattern=SPACE)),
         ({"structured_outputs": {"json": schema}}, wanted),
-        ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+        (
+            {"response_format": {"type": "json_object"}},
+            StructuredOutputsParams(json_object=True, whitespace_pattern=SPACE),
+        ),
         ({"structured_outputs": {"regex": "[a-c]{3}"}}, StructuredOutputsParams(regex="[a-c]{3}")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=("a", "b"))),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputsParams(grammar='start: "a"')),

@@ -163,7 +163,7 @@ class Command:
 
     @property
     def url(self) -> str:
-        return next((line.split(" at ")[1].strip() for line in self.lines if " at http://" in line), "")
+        return next((line.split(" at ")[1].strip() for line in self.lines if " at http" in line), "")
 
     def end(self) -> tuple[int, str]:
         """The exit code, and what it said."""

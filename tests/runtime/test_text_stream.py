@@ -57,6 +57,15 @@ def test_the_pieces_joined_are_the_full_decode(kind: str) -> None:
     check()
 
 
+def test_named_special_tokens_are_shown_where_others_are_skipped() -> None:
+    tok = tokenizer("byte-level")
+    ids = tok.encode("<|user|>ab<|end|>c<|user|>", add_special_tokens=False)
+    shown = tok.token_id("<|user|>")
+    assert shown in tok.special_ids
+    stream = Detokenizer(tok, visible=frozenset({shown}))
+    assert "".join([*(stream.push(i) for i in ids), stream.flush()]) == "<|user|>abc<|user|>"
+
+
 @pytest.mark.parametrize("kind", SEPARABLE)
 def test_after_a_prompt_the_pieces_are_the_rest_of_the_full_decode(kind: str) -> None:
     @settings(max_examples=150, deadline=None)

@@ -26,7 +26,9 @@ class World:
     longest: int  # tokens of a prompt or an output, mostly
     depth: int = 1  # most steps under way
     guides: float = 0.0  # share of requests that have one
+    tenants: int = 1  # whose requests they are
     stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
+    busy: list[float] = field(default_factory=list)  # how much each tenant asks for, at the moment
 
     def request(self, number: int) -> Request:
         """A request that can run."""
@@ -36,7 +38,8 @@ class World:
         left = room - len(prompt)
         most = None if rng.random() < 0.05 else min(left, rng.randint(1, self.longest))
         salt = "" if rng.random() < 0.9 else "other"
-        return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt, *self._bans())
+        bans, tenant = self._bans(), self._tenant()
+        return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt, *bans, tenant=tenant)
 
     def family(self, number: int) -> list[Request]:
         """A request, now and then with others of its prompt behind it."""
@@ -47,11 +50,20 @@ class World:
         others = [
             Request(
                 f"r{number}.{i}", first.prompt_token_ids, self._params(min(room, self.rng.randint(1, self.longest))),
-                first.priority, first.cache_salt, leader=first,
+                first.priority, first.cache_salt, leader=first, tenant=first.tenant,
             )
             for i in range(1, self.rng.randint(2, 5))
         ]  # fmt: skip
         return [first, *others]
+
+    def _tenant(self) -> str:
+        """Whose request the next one is; now and then their habits change."""
+        if self.tenants == 1:
+            return ""
+        if not self.busy or self.rng.random() < 0.02:
+            self.busy = [self.rng.choice((0.02, 0.2, 0.5, 1.0)) for _ in range(self.tenants)]
+            self.busy[self.rng.randrange(self.tenants)] = 5.0
+        return self.rng.choices([f"t{i}" for i in range(self.tenants)], self.busy)[0]
 
     def _bans(self) -> tuple[list[list[int]], Wandering | None]:
         """Bad words, and a guide, of few requests."""
@@ -128,6 +140,7 @@ def draw_world(seed: int) -> World:
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
     world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)), guides=rng.choice((0, 0, 0.05, 0.3)))
+    world.tenants = rng.choice((1, 1, 2, 3, 5))
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))

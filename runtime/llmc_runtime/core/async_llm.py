@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.asks import LONGEST, RECORD, RESET
 from llmc_runtime.core.channel import default_command
 from llmc_runtime.core.messages import Add, Open, Ready, params_of
 from llmc_runtime.core.requests import KINDS
@@ -26,6 +27,7 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, default_params, fitted
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.trace import Row
 
 _INLINE = 4096  # characters that are encoded without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
@@ -88,12 +90,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         output_kind: str = "cumulative",
+        visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt (see LLM.generate); each output is what is known when it is asked for.
 
         `output_kind`: "cumulative" (everything so far), "delta" (of each output what is new) or "final_only". A reader
-        that is slow gets fewer and larger ones. Leaving the iterator, or cancelling its task, ends the request. Without
-        parameters the model's defaults count. LlmcError: E6xx where it cannot run, E660 to E664 from the process.
+        that is slow gets fewer and larger ones. `visible` special tokens are in the text even where others are skipped.
+        Leaving the iterator, or cancelling its task, ends the request. Without parameters the model's defaults count.
+        LlmcError: E6xx where it cannot run, E660 to E664 from the process.
         """
         if output_kind not in KINDS:
             raise LlmcError("E601", f"output_kind = {output_kind!r:.60} is not allowed", f"one of {', '.join(KINDS)}")
@@ -102,7 +106,7 @@ class AsyncLLM:
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = sampling_params or self._defaults(ready)
         words = words_of(params, tokenizer)
-        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind)
+        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind, visible)
         try:
             supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words))
             while (output := await reader.next()) is not None:
@@ -113,6 +117,22 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> int:
         """End the requests of this id; their readers get a last output, of finish reason "abort". How many."""
         return self._running().requests.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while a page is in use."""
+        return (await self._running().ask(RESET)).done
+
+    async def record(self, seconds: float) -> list[Row]:
+        """The engine's loop from now on, for `seconds` (60 at most), for `trace.document`. LlmcError E660 where another
+        recording is under way."""
+        reply = await self._running().ask(RECORD, min(seconds, LONGEST))
+        if not reply.done:
+            raise LlmcError("E660", "the engine's loop is being recorded already", "wait for the end of that")
+        return reply.rows
+
+    def open_requests(self) -> list[dict[str, Any]]:
+        """What is open: `id`, `prompt_tokens`, `output_tokens`, `outputs` (not ended), `age` in seconds; no text."""
+        return self._running().requests.describe()
 
     async def shutdown(self, drain: float = 0.0) -> None:
         """Take nothing new, let open requests go on for `drain` seconds, tell the rest (E663), end the process."""

@@ -23,6 +23,7 @@ import zmq
 from llmc_runtime.core.messages import (
     Abort,
     Add,
+    Ask,
     Delta,
     Failed,
     Open,
@@ -30,6 +31,7 @@ from llmc_runtime.core.messages import (
     Progress,
     Pulse,
     Ready,
+    Reply,
     Report,
     Stop,
     error_of,
@@ -52,12 +54,18 @@ def default_command() -> list[str]:
 
 
 class Channel:
-    """An engine process and the sockets to it. `hear` gets what it says of requests, `say` its lines about opening."""
+    """An engine process and the sockets to it. `hear` gets what it says of requests, `answer` its replies to questions,
+    `say` its lines about opening."""
 
     def __init__(
-        self, command: Sequence[str], heartbeat: float, hear: Callable[[list[Delta]], None], say: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        heartbeat: float,
+        hear: Callable[[list[Delta]], None],
+        answer: Callable[[Reply], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._hear, self._say = hear, say
+        self._hear, self._answer, self._say = hear, answer, say
         self._decoder, self._encode = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Encoder().encode
         self._failed: LlmcError | None = None
         self._silence = 0.0  # seconds of ours in which nothing was heard
@@ -128,6 +136,10 @@ class Channel:
     def abort(self, ids: list[int]) -> None:
         """Say that nobody waits for these any more."""
         self._push(self._control, self._encode(Abort(ids)))
+
+    def ask(self, ask: Ask) -> None:
+        """Send a question."""
+        self._push(self._control, self._encode(ask))
 
     def _push(self, socket: Any, message: bytes) -> bool:
         try:
@@ -206,6 +218,8 @@ class Channel:
             self.ready = message
         elif isinstance(message, Progress):
             self._say(message.line)
+        elif isinstance(message, Reply):
+            self._answer(message)
 
     async def stop(self, timeout: float) -> None:
         """Ask the process to end, and end it after `timeout` seconds."""

@@ -17,6 +17,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.trace import Row
 
 TEXT_SIDE = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "bad_words"})
 
@@ -102,6 +103,15 @@ class Abort(_Message):
     ids: list[int]
 
 
+class Ask(_Message):
+    """A question beside all requests, answered by a Reply of the same number: "record" the loop for so many seconds,
+    or "reset_prefix_cache"."""
+
+    number: int
+    what: str
+    seconds: float
+
+
 class Stop(_Message):
     """Give everything back and end."""
 
@@ -159,8 +169,16 @@ class Pulse(_Message):
     stats: dict[str, float | dict[str, int]]
 
 
-Control = Open | Abort | Stop
-Report = Progress | Ready | Failed | Outputs | Pulse
+class Reply(_Message):
+    """The answer to an Ask: whether it was done, and of a recording its rows."""
+
+    number: int
+    done: bool
+    rows: list[Row]
+
+
+Control = Open | Abort | Ask | Stop
+Report = Progress | Ready | Failed | Outputs | Pulse | Reply
 
 
 def fault_of(error: LlmcError) -> Fault:

@@ -22,10 +22,12 @@ from typing import Any
 import msgspec
 import zmq
 
+from llmc_runtime.core.asks import Answers
 from llmc_runtime.core.loop import Loop
 from llmc_runtime.core.messages import (
     Abort,
     Add,
+    Ask,
     Control,
     Failed,
     Open,
@@ -33,6 +35,7 @@ from llmc_runtime.core.messages import (
     Progress,
     Pulse,
     Ready,
+    Reply,
     Stop,
     fault_of,
 )
@@ -184,18 +187,18 @@ class CoreProcess:
         self._say(Ready(*sizes, config.num_pages, config.page_size, config.vocab_size, session.summary))
         self._loop = Loop(session.engine, session.grammars)
         try:
-            return self._serve(self._loop, session.engine)
+            return self._serve(self._loop, session.engine, Answers(session.engine))
         finally:
             self._loop.close()
             session.close()
 
-    def _serve(self, loop: Loop, engine: Engine) -> int:
+    def _serve(self, loop: Loop, engine: Engine, answers: Answers) -> int:
         poller = zmq.Poller()
         poller.register(self._adds, zmq.POLLIN)
         poller.register(self._control, zmq.POLLIN)
         while True:
             self._began = time.monotonic()
-            if self._take_control(loop):
+            if self._take_control(loop, answers):
                 return 0
             self._take_adds(loop)
             if loop.busy or loop.waiting:
@@ -207,11 +210,13 @@ class CoreProcess:
                     self._say(Outputs(deltas))
                 if error is not None:
                     return 1
+            if (reply := answers.due()) is not None:
+                self._say(reply)
             if not loop.busy:
                 self._began = 0.0
-                poller.poll(5 if loop.waiting else None)
+                poller.poll(5 if loop.waiting else answers.patience)
 
-    def _take_control(self, loop: Loop) -> bool:
+    def _take_control(self, loop: Loop, answers: Answers) -> bool:
         """Do all that is asked for now. True: to stop."""
         while self._control.get(zmq.EVENTS) & zmq.POLLIN:
             message = self._control_message()
@@ -219,6 +224,9 @@ class CoreProcess:
                 return True
             if isinstance(message, Abort):
                 loop.abort(message.ids)
+            elif isinstance(message, Ask):
+                if (reply := answers.take(message)) is not None:
+                    self._say(reply)
             else:
                 self._nonsense += 1
         return False
@@ -235,16 +243,16 @@ class CoreProcess:
             if time.monotonic() >= until:
                 break
 
-    def _control_message(self) -> Open | Abort | Stop | None:
+    def _control_message(self) -> Control | None:
         """The next one; None where it made no sense, which is counted by the caller."""
         frames = self._control.recv_multipart()
         try:
-            message: Open | Abort | Stop = self._control_of.decode(b"".join(frames))
+            message: Control = self._control_of.decode(b"".join(frames))
             return message
         except _SENSELESS:
             return None
 
-    def _say(self, message: Progress | Ready | Failed | Outputs) -> None:
+    def _say(self, message: Progress | Ready | Failed | Outputs | Reply) -> None:
         self._reports.send(self._encode(message))
 
 

@@ -6,8 +6,10 @@ A slow reader holds nobody: its request keeps one state, into which deltas are m
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from llmc_runtime.core.messages import Delta, received
 from llmc_runtime.format.errors import LlmcError
@@ -25,6 +27,7 @@ class Reader:
     def __init__(self, answer: Answer, first: int, kind: str) -> None:
         self.answer, self.first, self._kind = answer, first, kind
         self.error: LlmcError | None = None
+        self.began = time.monotonic()
         self._changed = asyncio.Event()
         self._open = list(answer.parts)  # whose last piece was not given yet
         self._texts = [""] * len(answer.parts)
@@ -85,12 +88,32 @@ class Requests:
     def __len__(self) -> int:
         return len(self._readers)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Each, in the order in which they came: see AsyncLLM.open_requests."""
+        now = time.monotonic()
+        return [
+            {
+                "id": reader.answer.request_id,
+                "prompt_tokens": len(reader.answer.prompt_ids),
+                "output_tokens": reader.answer.num_tokens,
+                "outputs": sum(not part.finished for part in reader.answer.parts),
+                "age": round(now - reader.began, 3),
+            }
+            for reader in self._readers
+        ]
+
     def open(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, kind: str
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        kind: str,
+        visible: frozenset[int] = frozenset(),
     ) -> Reader:
         """A request with numbers of its own; nothing is sent."""
         first, self._next = self._next, self._next + params.n
-        parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer) for i in range(params.n)]
+        parts = [Collector(str(first + i), i, prompt.ids, params, tokenizer, visible) for i in range(params.n)]
         reader = Reader(Answer(request_id, prompt.text, prompt.ids, parts), first, kind)
         self._parts |= {first + i: (reader, part) for i, part in enumerate(parts)}
         self._readers[reader] = None

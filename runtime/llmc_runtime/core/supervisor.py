@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.asks import Asks
 from llmc_runtime.core.channel import TICK, Channel
-from llmc_runtime.core.messages import Add, Open, Pulse, Ready
+from llmc_runtime.core.messages import Add, Open, Pulse, Ready, Reply
 from llmc_runtime.core.requests import Requests
 from llmc_runtime.format.errors import LlmcError
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FORGIVEN = 3600.0  # seconds after which a failure no longer counts
 _STOP = 3.0  # seconds that an engine process has for its end
+_PATIENCE = 30.0  # seconds that an answer may take, steps in front of it included
 
 
 class Supervisor:
@@ -30,6 +32,7 @@ class Supervisor:
         self._command, self._wanted, self._args = command, wanted, args
         self._step_timeout, self._say = step_timeout, say
         self.requests = Requests(self._abort)
+        self._asks = Asks()
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
@@ -80,6 +83,12 @@ class Supervisor:
         if self._channel is not None:
             self._channel.add(add)
 
+    async def ask(self, what: str, seconds: float = 0.0) -> Reply:
+        """Ask the engine something beside all requests (see `Ask`). LlmcError as `require`, E661, E662."""
+        self.require()
+        assert self._channel is not None  # of an engine that is ready
+        return await self._asks.ask(self._channel.ask, what, seconds, _PATIENCE)
+
     async def stop(self, drain: float) -> None:
         """Take nothing new, let open requests go on for `drain` seconds, tell the others, end the process."""
         if self._state == DEAD and self._watch is None:
@@ -94,6 +103,7 @@ class Supervisor:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         self.requests.fail_all(_closing())
+        self._asks.fail_all(_closing())
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.stop(_STOP)
@@ -106,7 +116,7 @@ class Supervisor:
 
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
-        channel = Channel(self._command, heartbeat, self.requests.take, self._say)
+        channel = Channel(self._command, heartbeat, self.requests.take, self._asks.take, self._say)
         try:
             self.ready = await channel.open(self._wanted, self._args.start_timeout)
         except BaseException:
@@ -134,6 +144,7 @@ class Supervisor:
         if channel is not None:
             await asyncio.shield(channel.kill())
         told = self.requests.fail_all(error)
+        self._asks.fail_all(error)
         self._say(f"{error.cause}; requests that were told: {told}")
         while not closing:
             delay = self._delay()

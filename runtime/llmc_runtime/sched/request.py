@@ -26,7 +26,8 @@ class Status(IntEnum):
 class Request:
     """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
     are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids; a `leader` is a request of
-    the same prompt, added before, whose pages it waits for. The other fields belong to the scheduler."""
+    the same prompt, added before, whose pages it waits for; tenants get equal service where there is too little. The
+    other fields belong to the scheduler."""
 
     id: str
     prompt_token_ids: Sequence[int]
@@ -36,6 +37,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     guide: Guide | None = None
     leader: Request | None = None
+    tenant: str = ""
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # its place in the queue: the policy's value, then arrival
@@ -51,6 +53,8 @@ class Request:
     row: int = field(default=-1, init=False)
     decode: Work = field(default_factory=lambda: Work(-1, 1, True), init=False)  # one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
+    arrived: float = field(default=0.0, init=False)  # when it was added, by the scheduler's clock
+    started: float = field(default=0.0, init=False)  # when it was first admitted
     limit: int = field(default=0, init=False)  # it ends at this many tokens, prompt included
     gate: int = field(default=0, init=False)  # below this many tokens nothing stops it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty where ignored
@@ -83,7 +87,7 @@ class RequestDelta:
     """What one step did for one request. A stop token is among `new_token_ids` (`stopped`: the last one is such);
     `finish_reason` is None while it goes on, else "stop", "length" or "error" (then with `error`); `num_cached`: prompt
     tokens found in the cache; `prompt_logprobs`, with the first token alone: of the prompt's tokens from the second on,
-    where wanted."""
+    where wanted; `times`, with the first token alone: the seconds that it waited, and from its start to that token."""
 
     id: str
     new_token_ids: list[int]
@@ -94,3 +98,4 @@ class RequestDelta:
     error: LlmcError | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     stopped: bool = False
+    times: tuple[float, float] | None = None

@@ -2,8 +2,9 @@
 
 One token budget a step, no prefill or decode phase: every request lets its computed tokens catch up with its known
 tokens, the running ones first, then the waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
-Invariants: `running` and `waiting` are sorted by key, so the first running request runs in every step and is the last
-to be preempted; the pages of a running request cover its planned tokens and, from admission, all tokens then known.
+Invariants: `running` is sorted by key, so its first request runs in every step and is the last to be preempted;
+`waiting` says who goes next; the pages of a running request cover its planned tokens and, from admission, all tokens
+then known.
 
 Steps under way. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device itself feeds them to the next step. One fact makes this right: *the
@@ -30,7 +31,8 @@ device applies the diffs and the work of all steps in the order in which they we
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_left, insort
+import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +46,7 @@ from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
@@ -53,14 +56,19 @@ class Scheduler:
     """next() plans a step; commit() takes the output of the oldest one under way, rollback() forgets them all.
 
     At most `depth` steps are under way (1: each is committed before the next is planned). `seeds` draws 64 bits for a
-    request that brings no seed; by default from the system.
+    request that brings no seed; by default from the system. `clock` tells seconds.
     """
 
-    def __init__(self, config: SchedulerConfig, seeds: Callable[[], int] | None = None) -> None:
-        self.config, self.depth = config, 1
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        seeds: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.depth, self.clock = config, 1, clock
         self.counters = Counters()
         self.requests: dict[str, Request] = {}  # the live ones
-        self.waiting: list[Request] = []
+        self.waiting = Waiting()
         self.running: list[Request] = []
         self.guided: set[Request] = set()  # of the live ones
         # The steps under way, oldest first, each with the requests of its work, in its order.
@@ -85,7 +93,9 @@ class Scheduler:
         self.requests[request.id] = request
         if request.guide is not None:
             self.guided.add(request)
-        _insert(self.waiting, request)
+        request.arrived = self.clock()
+        self.waiting.enter(request)
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever it is doing; late output of it is dropped. False where no such request lives."""
@@ -179,7 +189,8 @@ class Scheduler:
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
-        for queue in (self.requests, self.waiting, self.running, self.guided):
+        self.waiting.clear()
+        for queue in (self.requests, self.running, self.guided):
             queue.clear()
         self._empty()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
@@ -240,9 +251,7 @@ class Scheduler:
         """Give rows and pages to waiting requests, in order; the first that does not fit holds up the others."""
         config, pool, waiting = self.config, self.pool, self.waiting
         most = config.long_prefill_threshold or budget
-        admitted = 0
-        while budget and self._spare > 0 and admitted < len(waiting):
-            request = waiting[admitted]
+        while budget and self._spare > 0 and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._under_way):
                 break
             if request.leader is not None and self._computes(request.leader, request):
@@ -255,6 +264,7 @@ class Scheduler:
                 break
             for page in hits:
                 pool.share(page)
+            waiting.remove(request)
             self._start(request, hits + pool.take(fresh), len(hits))
             self._spare -= 1
             item = self._chunk(request, request.num_total - request.num_planned, min(most, budget))
@@ -273,8 +283,6 @@ class Scheduler:
             request.num_planned += item.num_tokens
             request.num_total += item.emit
             budget -= item.num_tokens
-            admitted += 1
-        del waiting[:admitted]
 
     def _chunk(self, request: Request, missing: int, most: int) -> Work:
         """The next tokens of a request that is behind, `most` at most; it has a row of logits already."""
@@ -299,7 +307,8 @@ class Scheduler:
         counters.prefix_cache_queries += len(request.tokens)
         counters.prefix_cache_hits += cached
         if request.num_cached is None:
-            request.num_cached = cached
+            request.num_cached, request.started = cached, self.clock()
+            self.waiting.tenants[request.tenant].service += request.num_prompt - cached
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.pages = pages
@@ -309,7 +318,7 @@ class Scheduler:
         request.row = self.free_rows.pop()
         request.decode = Work(request.row, 1, True)
         request.status = Status.RUNNING
-        _insert(self.running, request)
+        insort(self.running, request, key=_KEY)
 
     def _publish(self, request: Request, full: int) -> None:
         """The first `full` pages of a running request are computed."""
@@ -329,7 +338,10 @@ class Scheduler:
             raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor answered token {token}")
         request.tokens.append(token)
         self.counters.generation_tokens += 1
+        self.waiting.tenants[request.tenant].service += OUTPUT_WEIGHT
         delta = RequestDelta(request.id, [token], num_cached=request.num_cached or 0)
+        if len(request.tokens) == request.num_prompt + 1:
+            delta.times = (request.started - request.arrived, self.clock() - request.started)
         most = request.params.logprobs
         if most is not None:
             if logprobs is None:
@@ -357,14 +369,15 @@ class Scheduler:
         """A request already taken from `running` gives back everything and waits; its tokens stay."""
         self._free(request)
         request.status = Status.PREEMPTED
-        _insert(self.waiting, request)
+        self.waiting.add(request)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._free(request)
         else:
-            del self.waiting[bisect_left(self.waiting, request.key, key=_KEY)]
+            self.waiting.remove(request)
+        self.waiting.leave(request)
         request.status = Status.FINISHED
         del self.requests[request.id]
         self.guided.discard(request)
@@ -381,10 +394,3 @@ class Scheduler:
 def _cut(told: TokenLogprobs, most: int) -> TokenLogprobs:
     """Of the likeliest ids, `most`."""
     return TokenLogprobs(told.logprob, told.rank, tuple(told.top_ids[:most]), tuple(told.top_logprobs[:most]))
-
-
-def _insert(queue: list[Request], request: Request) -> None:
-    if not queue or queue[-1].key < request.key:
-        queue.append(request)
-    else:
-        insort(queue, request, key=_KEY)

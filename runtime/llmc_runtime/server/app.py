@@ -34,10 +34,15 @@ _GONE = 499  # nobody reads it
 
 
 def application(
-    serving: Serving, keys: Sequence[str] = (), limits: Limits | None = None, hosts: Sequence[str] | None = None
+    serving: Serving,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    hosts: Sequence[str] | None = None,
+    root_path: str = "",
 ) -> ASGIApp:
-    """The server as an ASGI application; `hosts`: names that a Host header may have (None: any)."""
-    endpoints = Endpoints(serving, limits or Limits())
+    """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
+    proxy in front takes off the path."""
+    endpoints = Endpoints(serving, limits or Limits(), root_path)
 
     app = Starlette(routes=endpoints.routes(), exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
@@ -80,15 +85,18 @@ def _told(handler: Handler) -> Handler:
 class Endpoints:
     """The endpoints of one served model."""
 
-    def __init__(self, serving: Serving, limits: Limits) -> None:
+    def __init__(self, serving: Serving, limits: Limits, root_path: str = "") -> None:
         self.serving, self.limits = serving, limits
-        self._description = msgspec.json.encode(description())
+        self._description = msgspec.json.encode(
+            description() | ({"servers": [{"url": root_path}]} if root_path else {})
+        )
 
     def routes(self) -> list[Route]:
         """Every route there is."""
         get: dict[str, Any] = {
             "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
-            "/openapi.json": self.openapi, "/v1/models": self.models, "/v1/models/{name:path}": self.one_model,
+            "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models,
+            "/v1/models/{name:path}": self.one_model,
         }  # fmt: skip
         post: dict[str, Any] = {
             "/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/tokenize": self.tokenize,
@@ -136,6 +144,12 @@ class Endpoints:
         return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
 
     @_told
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: the tokens that have names. The chat template stays here; /tokenize applies it."""
+        most = self.serving.llm.config.max_model_len
+        return as_json({**self.serving.prompting.tokenizer.named_tokens, "model_max_length": most})
+
+    @_told
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings, which models here have none of."""
         raise not_found("models here generate text; none makes embeddings", code="unsupported_endpoint")
@@ -175,9 +189,10 @@ class Endpoints:
         return Response(self._description, media_type="application/json")
 
     def _model(self, name: str) -> dict[str, Any]:
+        config = self.serving.llm.config
         return {
             "id": name, "object": "model", "created": self.serving.created, "owned_by": "llmc", "root": name,
-            "parent": None, "max_model_len": self.serving.llm.config.max_model_len,
+            "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size,
         }  # fmt: skip
 
     async def _read(self, request: Request, kind: type[T]) -> T:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.listen import Tls, listening, name_of
 
 if TYPE_CHECKING:
     from llmc_runtime.core.async_llm import AsyncLLM
@@ -26,7 +28,7 @@ _PENDING = 512  # connections that wait to be accepted
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; `engine` goes to AsyncLLM."""
+    """What an operator says; `engine` goes to AsyncLLM."""
 
     model: str
     host: str = "127.0.0.1"
@@ -42,10 +44,18 @@ class Options:
     log_level: str = "info"
     chat_template: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    uds: Path | None = None
+    tls: Tls | None = None
+    root_path: str = ""
+
+    @property
+    def local(self) -> bool:
+        """Nobody but this machine can reach it."""
+        return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 def serve(options: Options) -> int:
-    """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E665, and those of opening."""
+    """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E649, E665, those of opening."""
     try:
         import uvicorn  # noqa: F401
 
@@ -54,13 +64,14 @@ def serve(options: Options) -> int:
         raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
     from llmc_runtime.core.async_llm import AsyncLLM
 
-    listening = _listen(options.host, options.port)
-    _log_to_stderr(options.log_level)
-    asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, listening))
+    tls = None if options.tls is None else options.tls.context()
+    with listening(options.host, options.port, options.uds) as bound:
+        _log_to_stderr(options.log_level)
+        asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, bound, tls))
     return 0
 
 
-async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) -> None:
+async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> None:
     """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
     import uvicorn
 
@@ -68,18 +79,19 @@ async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) 
     from llmc_runtime.server.guard import LOOPBACK, Limits
     from llmc_runtime.server.wire import MOST_HEAD, Wire
 
-    local = options.host in ("localhost", "::1") or options.host.startswith("127.")
-    hosts = (*LOOPBACK, options.host, *options.hosts) if local or options.hosts else None
+    hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     async with llm:
         serving = _serving(options, llm)
-        app = application(serving, options.keys, Limits(body=options.max_body), hosts)
+        app = application(serving, options.keys, Limits(body=options.max_body), hosts, options.root_path)
         config = uvicorn.Config(
             app, http=Wire, ws="none", lifespan="off", h11_max_incomplete_event_size=MOST_HEAD, log_config=None,
             access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip
-        print(f"llmc: {serving.names[0]} at {_address(listening)}", file=sys.stderr, flush=True)
-        if not local and not options.keys:
+        config.load()
+        config.ssl = tls
+        print(f"llmc: {serving.names[0]} at {name_of(bound, tls is not None)}", file=sys.stderr, flush=True)
+        if not options.local and not options.keys:
             print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr, flush=True)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
@@ -91,14 +103,9 @@ async def serve_over(llm: AsyncLLM, options: Options, listening: socket.socket) 
             loop.call_soon_threadsafe(loop.call_later, options.shutdown_timeout, end)
 
         try:
-            await draining(uvicorn, config, drain).serve([listening])
+            await draining(uvicorn, config, drain).serve([bound])
         finally:
             serving.close()
-
-
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -140,19 +147,6 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     sequences = options.max_queued_requests + rows
     admission = Admission(sequences, waiting + rows * length, options.max_per_key, meters.refused)
     return Serving(llm, names, admission, meters, options.chat_template)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket, before the model is opened: a port that is taken is told at once. LlmcError E646."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, proto)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except (OSError, OverflowError) as e:
-        cause = f"{host}:{port} cannot be listened on: {getattr(e, 'strerror', None) or e}"
-        raise LlmcError("E646", cause, "choose another --port, or an address of this machine for --host") from e
-    return listening
 
 
 def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:

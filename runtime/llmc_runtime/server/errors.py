@@ -47,6 +47,7 @@ def told(error: LlmcError, prompt_param: str) -> ApiError:
         return ApiError(words, param=error.remedy.partition(":")[0] or None)
     if error.code in _TOO_LONG:
         param = "max_tokens" if error.code == "E603" else prompt_param
+        words = f"this model's maximum context length is exceeded: {words}"  # clients look for the first words
         return ApiError(words, param=param, code="context_length_exceeded")
     if error.code in _OF_PROMPT:
         return ApiError(words, param=prompt_param)

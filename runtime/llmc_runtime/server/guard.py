@@ -92,6 +92,9 @@ class Guard:
         if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
             cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
             raise ApiError(cause, status=431, code="headers_too_large")
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may see another end of the body
+            close = {"Connection": "close"}
+            raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         scope["llmc.key"] = ""
         path = scope.get("raw_path") or scope["path"].encode()

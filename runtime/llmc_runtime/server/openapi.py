@@ -18,6 +18,7 @@ _POSTS = (
 _GETS = (
     ("/v1/models", "The served models"),
     ("/v1/models/{name}", "One served model"),
+    ("/tokenizer_info", "The tokens that have names"),
     ("/version", "The server's version"),
     ("/metrics", "Figures for Prometheus"),
     ("/openapi.json", "This description"),

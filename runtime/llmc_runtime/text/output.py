@@ -17,6 +17,7 @@ class OutputText:
     """Text after a prompt, fed id by id.
 
     `min_tokens`: a stop string counts only if it completes in the text of later tokens. `stop` needs a tokenizer.
+    `visible` special tokens are in the text even where others are skipped.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
@@ -35,7 +37,9 @@ class OutputText:
         self._min = min_tokens
         self._count = self._gate = self._taken = 0
         self._detokenizer = (
-            None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens, visible=visible)
         )
 
     def push(self, token_id: int) -> str | None:

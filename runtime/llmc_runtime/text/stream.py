@@ -29,12 +29,18 @@ class Detokenizer:
     """Text of the ids pushed so far, given out in pieces.
 
     `prompt_ids` are the ids before the first pushed one: a word that continues the prompt keeps its leading space.
+    `visible` special tokens have their text even where special tokens are skipped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
-        skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        skip = tokenizer.special_ids - visible if skip_special_tokens else frozenset()
         kinds = _decoder_kinds(tokenizer)
         self._stream: _Stream
         if kinds == ("ByteLevel",):

@@ -1,0 +1,10 @@
+"""`python -m llmc_runtime.bench`: the same as `llmc bench`, where the runtime alone is installed."""
+
+from __future__ import annotations
+
+import sys
+
+from llmc_runtime.cli import main_bench
+
+if __name__ == "__main__":
+    sys.exit(main_bench())

@@ -1,0 +1,236 @@
+"""One client process of a load: it sends its share of every mix when it is due, and tells what each request was like.
+
+`run` reads one line of JSON on standard input, the plan; writes {"ready": true}; reads a line with the moment of the
+start (monotonic clock); writes progress lines, and at the end {"done": {...}, "bytes": N} with N bytes of gaps behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import ssl
+import sys
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from llmc_runtime.bench.mix import Mix
+from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
+from llmc_runtime.bench.wire import Connection, Pool, Reply, WireError
+from llmc_runtime.bench.work import Item, Recipe
+
+_STOCK = 256  # bodies of a mix that are made before the start
+_TICK = 0.02  # seconds between two looks at the loop's own lateness
+_AFTER = 0.005  # seconds from the end of a mix to the moment its streams are cut off
+_REPORT = 0.5  # seconds between two lines of progress
+
+
+class Load:
+    """The share of one process. `plan`: the target's host, port, path, tls, head; recipe, mixes, seed, timeout."""
+
+    def __init__(self, plan: Mapping[str, Any], process: int, processes: int) -> None:
+        self._process, self._processes = process, processes
+        self._mixes = [Mix.of(told) for told in plan["mixes"]]
+        recipe = plan["recipe"]
+        self._recipe = Recipe(**{**recipe, "items": [Item(**item) for item in recipe["items"]]})
+        self._head, self._timeout = plan["head"].encode("latin-1"), plan["timeout"]
+        self._pool = Pool(plan["host"], plan["port"], ssl.create_default_context() if plan["tls"] else None)
+        self._bodies = [self._stocked(mix) for mix in self._mixes]
+        self.records: list[Record] = []
+        self._open: set[int] = set()  # places in records
+        self._counts = {name: Counter[int]() for name in (OK, FAILED, CUT, "tokens")}
+        self.late = array("d")  # seconds that the loop was late
+
+    def _stocked(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
+        """The bodies of a mix; the first ones are made now, so that the start is not late."""
+        source = self._recipe.bodies(mix, self._process, self._processes)
+        count = min(_STOCK, mix.num_prompts or _STOCK)
+        stock = deque(next(source) for _ in range(count))
+
+        def drawn() -> Iterator[tuple[bytes, int]]:
+            while stock:
+                yield stock.popleft()
+            yield from source
+
+        return drawn()
+
+    async def warm_up(self, count: int) -> None:
+        """Requests that are not counted, one after another. WireError, OSError where one fails."""
+        source = self._recipe.bodies(self._mixes[0], 0, 1)
+        for _ in range(count):
+            record = await self._ask(Record(0, 0.0), *next(source))
+            if record.status != OK:
+                raise WireError(f"a request of the warm-up failed: {record.error}")
+
+    async def run(self, start: float) -> float:
+        """Everything, from `start` on. The share of a core that it took."""
+        watch = asyncio.create_task(self._watch())
+        await asyncio.sleep(max(start - time.monotonic(), 0))
+        cpu, begin = time.process_time(), time.monotonic()
+        await asyncio.gather(*(self._drive(i, start) for i in range(len(self._mixes))))
+        busy = (time.process_time() - cpu) / max(time.monotonic() - begin, 1e-9)
+        watch.cancel()
+        self._pool.close()
+        return busy
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_TICK)
+            self.late.append(time.monotonic() - before - _TICK)
+
+    async def _drive(self, number: int, start: float) -> None:
+        """Start the requests of one mix as they are due, and wait for their ends."""
+        mix = self._mixes[number]
+        sharers, until = mix.sharers(self._processes), start + (mix.duration or math.inf)
+        share = mix.share(self._process, self._processes)
+        gate = asyncio.Semaphore(share or sys.maxsize)
+        running: set[asyncio.Task[None]] = set()
+        loop, cut = asyncio.get_running_loop(), None
+        if mix.closed and mix.duration is not None:
+            cut = loop.call_later(until + _AFTER - time.monotonic(), _cancel, running)
+        for i, at in enumerate(mix.arrivals(str(self._recipe.seed))):
+            if self._process >= sharers:
+                break
+            if i % sharers != self._process:
+                continue
+            if (wait := start + at - time.monotonic()) > 0:
+                await asyncio.sleep(wait)
+            await gate.acquire()
+            if time.monotonic() >= until:
+                break
+            task = asyncio.create_task(self._one(number, start + at, gate))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        while running:
+            await asyncio.wait(running)
+        if cut is not None:
+            cut.cancel()
+
+    async def _one(self, number: int, due: float, gate: asyncio.Semaphore) -> None:
+        record, place = Record(number, due), len(self.records)
+        self.records.append(record)
+        self._open.add(place)
+        try:
+            await self._ask(record, *next(self._bodies[number]))
+        except asyncio.CancelledError:
+            record.status = CUT
+        except (OSError, WireError, ValueError, TimeoutError) as e:
+            record.error = f"{type(e).__name__}: {e}"[:300]
+        finally:
+            record.end = time.monotonic()
+            if not record.counted:
+                record.output_tokens = record.chunks
+            self._open.discard(place)
+            self._counts[record.status][number] += 1
+            self._counts["tokens"][number] += record.output_tokens
+            gate.release()
+
+    async def _ask(self, record: Record, body: bytes, prompt_tokens: int) -> Record:
+        """One request and its whole answer. A connection that the server closed while it was idle is replaced once."""
+        request = self._head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        record.prompt_tokens = prompt_tokens
+        stream, told = Stream(record, time.monotonic), bytearray()
+
+        def hear(reply: Reply, part: bytes) -> None:
+            if reply.status == 200:
+                stream.take(part)
+            elif len(told) < 1 << 16:
+                told.extend(part)
+
+        record.sent = time.monotonic()
+        connection = await self._pool.take()
+        try:
+            reply = await self._answer(connection, request, hear)
+        except WireError:
+            if not connection.used or record.chunks:
+                raise
+            connection = await self._pool.take(fresh=True)
+            reply = await self._answer(connection, request, hear)
+        self._pool.give(connection, reply)
+        if stream.whole and reply.status == 200:
+            record.status = OK
+        else:
+            record.error = stream.error or _refusal(reply.status, bytes(told))
+        return record
+
+    async def _answer(self, connection: Connection, request: bytes, hear: Any) -> Reply:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await connection.ask(request, hear)
+        except BaseException:
+            connection.transport.abort()
+            raise
+
+    def progress(self) -> dict[str, Any]:
+        """Counts so far, each by mix."""
+        every = range(len(self._mixes))
+        told = {name: [count[i] for i in every] for name, count in self._counts.items()}
+        told["open"] = [0] * len(every)
+        for record in (self.records[place] for place in self._open):
+            told["open"][record.mix] += 1
+            told["tokens"][record.mix] += record.chunks
+        return told
+
+
+def _cancel(running: set[asyncio.Task[None]]) -> None:
+    for task in list(running):
+        task.cancel()
+
+
+def _refusal(status: int, body: bytes) -> str:
+    if status == 200:
+        return "the stream ended before its end"
+    try:
+        told = json.loads(body)["error"]
+        words = told["message"] if isinstance(told, dict) else str(told)
+    except (ValueError, KeyError, TypeError):
+        words = body[:200].decode(errors="replace")
+    return f"HTTP {status}: {words}"[:300]
+
+
+def _say(told: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
+    load = Load(plan, process, processes)
+    try:
+        if process == 0:
+            await load.warm_up(plan["num_warmups"])
+    except (OSError, WireError, ValueError, TimeoutError) as e:
+        _say({"failed": str(e)})
+        return
+    _say({"ready": True})
+    line = await asyncio.to_thread(sys.stdin.readline)
+    if not line:
+        return
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(_REPORT)
+            _say({"progress": load.progress()})
+
+    reporting = asyncio.create_task(report())
+    busy = await load.run(float(line))
+    reporting.cancel()
+    gaps = b"".join(record.gaps.tobytes() for record in load.records)
+    names = [field.name for field in fields(Record) if field.name != "gaps"]
+    rows = [{name: getattr(record, name) for name in names} | {"gaps": len(record.gaps)} for record in load.records]
+    _say({"done": {"records": rows, "busy": busy, "late": load.late.tolist()}, "bytes": len(gaps)})
+    sys.stdout.buffer.write(gaps)
+    sys.stdout.buffer.flush()
+
+
+def main(process: int, processes: int) -> int:
+    """What a client process runs. The exit code."""
+    plan = json.loads(sys.stdin.readline())
+    gc.disable()  # its pauses would be counted as the server's
+    asyncio.run(_serve(plan, process, processes))
+    return 0

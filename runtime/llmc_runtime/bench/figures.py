@@ -1,0 +1,108 @@
+"""Figures of a load from its records, under the names that vLLM's benchmark gives them; it measures nothing.
+
+Times are milliseconds. Of requests that were answered whole: `ttft`, from sending the request to the first chunk with
+text; `e2el`, to the last; `tpot`, from the first to the last over the tokens between them. `itl` has one value for
+each chunk but the first: the time since the chunk before, however many tokens a chunk brings (`tokens_per_chunk` says
+how many that were). Streams that were cut off at the end of their mix count for all of these but `e2el`, and their
+tokens for the throughput.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmc_runtime.bench.record import CUT, FAILED, OK, Record
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (50.0, 90.0, 99.0)
+_ERRORS = 5  # kinds of failures that are told
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which metrics are told, at which percentiles, and the goals (milliseconds by metric) of a good request."""
+
+    metrics: Sequence[str] = METRICS
+    percentiles: Sequence[float] = PERCENTILES
+    goals: Mapping[str, float] | None = None
+
+
+def figures(records: Sequence[Record], start: float, wanted: Wanted) -> dict[str, Any]:
+    """Counts, throughputs and latencies; `duration` runs from `start` to the end of the last request."""
+    done = [record for record in records if record.status == OK]
+    told = [record for record in records if record.status != FAILED and record.chunks]
+    duration = max((record.end for record in records), default=start) - start
+    read, written = sum(r.prompt_tokens for r in told), sum(r.output_tokens for r in told)
+    span = max(duration, 1e-9)
+    good = None
+    if wanted.goals:
+        good = sum(all(_one(r, name) <= goal for name, goal in wanted.goals.items()) for r in done) / span
+    return {
+        "duration": duration,
+        "completed": len(done),
+        "failed": sum(r.status == FAILED for r in records),
+        "cut": sum(r.status == CUT for r in records),
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "request_throughput": len(done) / span,
+        "request_goodput": good,
+        "output_throughput": written / span,
+        "total_token_throughput": (read + written) / span,
+        "tokens_per_chunk": written / max(sum(r.chunks for r in told), 1),
+        "max_concurrent_requests": _most_at_once(records),
+        "max_send_delay_ms": 1e3 * max((r.sent - r.due for r in records if r.sent), default=0.0),
+        **_latencies(done, told, wanted),
+        "errors": _errors(records),
+    }
+
+
+def _latencies(done: Sequence[Record], told: Sequence[Record], wanted: Wanted) -> dict[str, float | None]:
+    out: dict[str, float | None] = {}
+    for name in wanted.metrics:
+        values = _values(name, done, told)
+        summary: dict[str, Any] = {"mean": np.mean, "median": np.median, "std": np.std}
+        for word, reduce in summary.items():
+            out[f"{word}_{name}_ms"] = float(reduce(values)) if values.size else None
+        for p in wanted.percentiles:
+            out[f"p{p:g}_{name}_ms"] = float(np.percentile(values, p)) if values.size else None
+    return out
+
+
+def _values(name: str, done: Sequence[Record], told: Sequence[Record]) -> np.ndarray:
+    if name == "itl":
+        gaps = [np.frombuffer(r.gaps, np.float32) for r in told if len(r.gaps)]
+        return 1e3 * np.concatenate(gaps).astype(np.float64) if gaps else np.empty(0)
+    chosen = [r for r in (done if name == "e2el" else told) if name != "tpot" or r.output_tokens > 1]
+    return np.array([_one(r, name) for r in chosen], np.float64)
+
+
+def _one(record: Record, name: str) -> float:
+    """A request's figure in milliseconds; its `itl` is the mean of its own."""
+    if name == "ttft":
+        return 1e3 * (record.first - record.sent)
+    if name == "e2el":
+        return 1e3 * (record.last - record.sent)
+    count = len(record.gaps) if name == "itl" else record.output_tokens - 1
+    return 1e3 * (record.last - record.first) / max(count, 1)
+
+
+def _most_at_once(records: Sequence[Record]) -> int:
+    changes = sorted([(r.sent, 1) for r in records if r.sent] + [(r.end, -1) for r in records if r.sent])
+    most = level = 0
+    for _, change in changes:
+        level += change
+        most = max(most, level)
+    return most
+
+
+def _errors(records: Sequence[Record]) -> dict[str, int]:
+    """The commonest failures and how often they came."""
+    counts: dict[str, int] = {}
+    for record in records:
+        if record.status == FAILED:
+            counts[record.error] = counts.get(record.error, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_ERRORS])

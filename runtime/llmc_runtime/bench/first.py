@@ -1,0 +1,37 @@
+"""A process that opens an artifact, makes one token, says how long that took, and ends; bench.start watches it.
+
+It reads a line of JSON, what LLM is opened with, on standard input, after the modules that this takes are there.
+"""
+
+from __future__ import annotations
+
+import time
+
+_BEGIN = time.perf_counter()
+
+
+def main() -> int:
+    """Prints {"token": id, "seconds": {stage: seconds}}. The exit code."""
+    import json
+    import sys
+
+    from llmc_runtime.format.errors import as_told
+    from llmc_runtime.llm import LLM
+    from llmc_runtime.sched.params import SamplingParams
+
+    imported = time.perf_counter()
+    wanted = json.loads(sys.stdin.readline())
+    prompt = wanted.pop("prompt")
+    try:
+        with LLM(wanted.pop("model"), **wanted, say=lambda line: None) as llm:
+            opened = time.perf_counter()
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            end = time.perf_counter()
+            times = {"modules": imported - _BEGIN, "opening": opened - imported, "first token": end - opened}
+            print(json.dumps({"token": output.outputs[0].token_ids[0], "seconds": times}), flush=True)
+    except Exception as e:
+        error = as_told(e)
+        print(json.dumps({"error": [error.code, error.cause, error.remedy]}), flush=True)
+        return 1
+    return 0

@@ -1,0 +1,62 @@
+"""`llmc bench latency`: seconds of one batch of equal requests, and milliseconds of a decoding step in it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import IO, Any
+
+import numpy as np
+
+from llmc_runtime.bench import opening
+from llmc_runtime.bench.table import Line
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+LINES = (
+    Line("batch", "batch_size", "d"), Line("mean latency, s", "avg_latency", ".4f"),
+    Line("p50 latency, s", "p50_latency", ".4f"), Line("p90 latency, s", "p90_latency", ".4f"),
+    Line("p99 latency, s", "p99_latency", ".4f"), Line("to the first token, s (p50)", "first_token", ".4f"),
+    Line("ms a decoding step (p50)", "ms_per_step", ".3f"), Line("output tokens/s", "output_tokens_per_second", ".1f"),
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
+    """The report. A decoding step: the batch's time less that of the same batch with one token, by the tokens between
+    them. LlmcError E670, and those of opening and of requests."""
+    from llmc_runtime.llm import LLM
+    from llmc_runtime.sched.params import SamplingParams
+
+    opening.counts(args, "batch_size", "input_len", "output_len", "num_iters")
+    whole: list[float] = []
+    first: list[float] = []
+    with LLM(args.model, **opening.options(args, err)) as llm:
+        for number in range(-args.num_iters_warmup, args.num_iters):
+            for tokens, found in ((1, first), (args.output_len, whole)):
+                seed = args.seed + 2 * (number + args.num_iters_warmup) + (tokens > 1)
+                prompts = opening.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
+                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+                begin = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                if number >= 0:
+                    found.append(time.perf_counter() - begin)
+            if not args.disable_tqdm and number >= 0:
+                print(f"llmc: {number + 1} of {args.num_iters}: {whole[-1]:.4f} s", file=err, flush=True)
+    percentiles = {str(p): float(np.percentile(whole, p)) for p in PERCENTILES}
+    middle, steps = float(np.median(first)), args.output_len - 1
+    return {
+        "batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len,
+        "avg_latency": float(np.mean(whole)), "latencies": whole, "percentiles": percentiles,
+        **{f"p{p}_latency": value for p, value in percentiles.items()},
+        "first_token": middle, "ms_per_step": 1e3 * (percentiles["50"] - middle) / steps if steps else None,
+        "output_tokens_per_second": args.batch_size * args.output_len / percentiles["50"],
+    }  # fmt: skip
+
+
+def arguments(add: Any) -> None:
+    """The batch; names are those of vLLM's latency benchmark."""
+    add("--batch-size", type=int, default=8, metavar="N", help="requests at a time (8)")
+    add("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (32)")
+    add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")
+    add("--num-iters", type=int, default=10, metavar="N", help="batches that count (10)")
+    add("--num-iters-warmup", type=int, default=2, metavar="N", help="batches before (2)")
+    add("--disable-tqdm", action="store_true", help="show no progress")

@@ -1,0 +1,120 @@
+"""`llmc bench offline`: tokens a second of LLM.generate, or of AsyncLLM, over requests that are all there at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from llmc_runtime.bench import opening
+from llmc_runtime.bench.mix import Mix
+from llmc_runtime.bench.table import Line
+
+LINES = (
+    Line("seconds", "elapsed_time", ".2f"), Line("requests", "num_requests", "d"),
+    Line("prompt tokens", "total_input_tokens", "d"), Line("output tokens", "total_output_tokens", "d"),
+    Line("requests/s", "requests_per_second", ".2f"), Line("output tokens/s", "output_tokens_per_second", ".1f"),
+    Line("tokens/s", "tokens_per_second", ".1f"), Line("steps", "steps", "d"), Line("ms a step", "ms_per_step", ".3f"),
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
+    """The report. LlmcError E670, and those of opening and of requests."""
+    opening.counts(args, "num_prompts", "input_len", "output_len", "rounds")
+    sizes = Mix("offline", num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len,
+                range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip
+    drawn = [next(sizes) for _ in range(args.num_prompts)]
+    if args.async_engine:
+        seconds, steps, outputs = asyncio.run(_async(args, drawn, err))
+    else:
+        seconds, steps, outputs = _sync(args, drawn, err)
+    best = min(range(len(seconds)), key=seconds.__getitem__)
+    elapsed = seconds[best]
+    read = sum(len(output.prompt_token_ids) for output in outputs)
+    written = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return {
+        "elapsed_time": elapsed, "num_requests": len(outputs), "total_input_tokens": read,
+        "total_output_tokens": written, "total_num_tokens": read + written,
+        "requests_per_second": len(outputs) / elapsed, "output_tokens_per_second": written / elapsed,
+        "tokens_per_second": (read + written) / elapsed, "steps": steps[best],
+        "ms_per_step": 1e3 * elapsed / max(steps[best], 1), "all_elapsed_times": seconds,
+        "engine": "AsyncLLM" if args.async_engine else "LLM",
+    }  # fmt: skip
+
+
+def _params(args: argparse.Namespace, drawn: Sequence[tuple[int, int]]) -> list[Any]:
+    from llmc_runtime.sched.params import SamplingParams
+
+    text = not args.disable_detokenize
+    return [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=text) for _, n in drawn]
+
+
+def _prompts(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], vocab_size: int, number: int) -> list[Any]:
+    """Those of a round; each round has its own, so that none finds the prefixes of the one before."""
+    lengths = [length for length, _ in drawn]
+    return opening.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
+
+
+def _sync(
+    args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
+) -> tuple[list[float], list[int], Any]:
+    from llmc_runtime.llm import LLM
+
+    seconds, steps, outputs = [], [], []
+    params = _params(args, drawn)
+    with LLM(args.model, **opening.options(args, err)) as llm:
+        for number in range(-args.warmups, args.rounds):
+            prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
+            before, begin = llm.stats()["num_steps"], time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
+            if number >= 0:
+                seconds.append(time.perf_counter() - begin)
+                steps.append(llm.stats()["num_steps"] - before)
+    return seconds, steps, outputs
+
+
+async def _async(
+    args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
+) -> tuple[list[float], list[int], Any]:
+    from llmc_runtime.core.async_llm import AsyncLLM
+
+    seconds, steps, outputs = [], [], []
+    params = _params(args, drawn)
+    async with AsyncLLM(args.model, **opening.options(args, err)) as llm:
+
+        async def last(number: int, prompt: list[int]) -> Any:
+            found = None
+            async for output in llm.generate(prompt, params[number], str(number), output_kind="final_only"):
+                found = output
+            return found
+
+        for number in range(-args.warmups, args.rounds):
+            prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
+            before, begin = await _steps(llm), time.perf_counter()
+            outputs = await asyncio.gather(*(last(i, prompt) for i, prompt in enumerate(prompts)))
+            if number >= 0:
+                seconds.append(time.perf_counter() - begin)
+                steps.append(await _steps(llm) - before)
+    return seconds, steps, outputs
+
+
+async def _steps(llm: Any) -> int:
+    """Steps so far, once the engine's figures are fresh."""
+    await asyncio.sleep(0.5)
+    return int(llm.stats().get("num_steps", 0))
+
+
+def arguments(add: Any) -> None:
+    """The work; names are those of vLLM's throughput benchmark."""
+    add("--num-prompts", type=int, default=256, metavar="N", help="requests (256)")
+    add("--input-len", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
+    add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")
+    add("--range-ratio", type=float, default=0.0, metavar="X", help="both vary by plus or minus this share")
+    add("--prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share, in front")
+    add("--rounds", type=int, default=1, metavar="N", help="the fastest of so many counts (1)")
+    add("--warmups", type=int, default=1, metavar="N", help="rounds before, which do not count (1)")
+    add("--async-engine", action="store_true", help="AsyncLLM, its engine in a process of its own, instead of LLM")
+    add("--disable-detokenize", action="store_true", help="make no text of the tokens")
+    add("--disable-tqdm", action="store_true", help="show no progress")

@@ -1,0 +1,100 @@
+"""What one streamed request was like: when its chunks came, and how many tokens it had. It reads events, no HTTP."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, FAILED, CUT = "ok", "failed", "cut"
+
+
+@dataclass
+class Record:
+    """One request. Times are seconds of the monotonic clock, which all processes of a machine share.
+
+    `first` and `last`: when the first and the last chunk with text came; `gaps`: seconds between two such chunks, in
+    float32, one for each chunk but the first, however many tokens it had; `output_tokens`: as the server counts, where
+    it says so, else chunks.
+    """
+
+    mix: int
+    due: float
+    sent: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    end: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    chunks: int = 0
+    counted: bool = False
+    status: str = FAILED
+    error: str = ""
+    gaps: array[float] = field(default_factory=lambda: array("f"))
+
+
+class Stream:
+    """Server-sent events of one completion, as they come, into its record."""
+
+    def __init__(self, record: Record, clock: Callable[[], float]) -> None:
+        self.record, self._clock = record, clock
+        self._tail = b""
+        self._ended = False  # choices that say why they ended, or [DONE]
+        self.error = ""
+
+    def take(self, data: bytes) -> None:
+        """Part of the body. ValueError where an event is no JSON."""
+        now = self._clock()
+        if b"\r" in data:  # JSON holds none; what is left are ends of lines
+            data = data.replace(b"\r", b"")
+        *events, self._tail = (self._tail + data).split(b"\n\n")
+        for event in events:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    self._payload(line[5:].strip(), now)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended as it should."""
+        return self._ended and not self.error
+
+    def _payload(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self._ended = True
+            return
+        chunk = json.loads(payload)
+        record = self.record
+        if "error" in chunk:
+            told = chunk["error"]
+            self.error = str(told.get("message", told) if isinstance(told, dict) else told)[:300]
+            return
+        for choice in chunk.get("choices") or ():
+            ends = choice.get("finish_reason") is not None
+            if _says(choice) or (ends and not record.chunks):
+                self._chunk(now)
+        usage = chunk.get("usage")
+        if usage:
+            record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
+            record.output_tokens = usage.get("completion_tokens") or 0
+            record.counted = True
+
+    def _chunk(self, now: float) -> None:
+        record = self.record
+        if record.chunks:
+            record.gaps.append(now - record.last)
+        else:
+            record.first = now
+        record.chunks += 1
+        record.last = now
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    """Whether the chunk's choice has text of any kind."""
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice.get("text"))
+    return bool(
+        delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls")
+    )

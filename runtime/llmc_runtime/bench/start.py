@@ -1,0 +1,78 @@
+"""`llmc bench start`: from nothing to the first token, in processes that begin anew each time, stage by stage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from llmc_runtime.bench import opening
+from llmc_runtime.bench.table import Line
+from llmc_runtime.format.errors import LlmcError
+
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from llmc_runtime.bench.first import main; sys.exit(main())"
+)
+STAGES = ("interpreter", "modules", "opening", "first token")
+LINES = (
+    *(Line(f"{stage}, s", stage, ".3f") for stage in STAGES), Line("start to first token, s (median)", "median", ".3f"),
+    Line("fastest, s", "min", ".3f"), Line("slowest, s", "max", ".3f"), Line("the very first, s", "first", ".3f"),
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
+    """The report: the first run, which may find nothing in the page cache, is told apart. LlmcError E670, E672, and
+    those of opening."""
+    from llmc_runtime.llm import resolve
+
+    opening.counts(args, "num_iters", "input_len")
+    named = opening.options(args, err)
+    say, cache = named.pop("say"), named.pop("cache_dir")
+    model = resolve(args.model, {"target": args.target, "dtype": "auto"}, cache, say)
+    wanted = {**named, "model": str(Path(model).resolve()), "prompt": list(range(16, 16 + args.input_len))}
+    found = []
+    for number in range(args.num_iters + 1):
+        seconds, stages = once(wanted)
+        found.append((seconds, stages))
+        if not args.disable_tqdm:
+            words = "the very first" if not number else f"{number} of {args.num_iters}"
+            print(f"llmc: {words}: {seconds:.3f} s", file=err, flush=True)
+    totals = [seconds for seconds, _ in found[1:]]
+    return {
+        **{stage: float(np.median([stages[stage] for _, stages in found[1:]])) for stage in STAGES},
+        "median": float(np.median(totals)), "min": min(totals), "max": max(totals), "first": found[0][0],
+        "all": [{"seconds": seconds, **stages} for seconds, stages in found],
+    }  # fmt: skip
+
+
+def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """(seconds from starting a process to its first token, the stages of them). LlmcError E672 where it ends before."""
+    command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path))]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(wanted) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - begin
+        process.communicate()
+    told = json.loads(line or "{}")
+    if "error" in told:
+        raise LlmcError(*told["error"])
+    if "seconds" not in told:
+        raise LlmcError("E672", f"the process ended with code {process.returncode}", "its messages are on stderr")
+    stages: dict[str, float] = told["seconds"]
+    return seconds, {"interpreter": seconds - sum(stages.values()), **stages}
+
+
+def arguments(add: Any) -> None:
+    """How often, and the prompt."""
+    add("--num-iters", type=int, default=5, metavar="N", help="processes, after a first one (5)")
+    add("--input-len", type=int, default=32, metavar="N", help="tokens of the prompt (32)")
+    add("--disable-tqdm", action="store_true", help="show no progress")

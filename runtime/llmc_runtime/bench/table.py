@@ -1,0 +1,30 @@
+"""A report's figures as a table of aligned text; it computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Line(NamedTuple):
+    """A row: its words, the key of its figures, how they are written."""
+
+    words: str
+    key: str
+    form: str
+
+
+def table(lines: Sequence[Line], columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Rows by `lines`, a column for each report under its name; figures that are not there are dashes."""
+    rows = [["", *columns]] if any(columns) else []
+    rows += [
+        [line.words, *(_written(column.get(line.key), line.form) for column in columns.values())] for line in lines
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def _written(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,187 @@
+"""HTTP/1.1 for a load client: one request at a time on a connection, a reply's bytes as they come; no JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+_MOST_HEAD = 64 << 10
+
+
+class WireError(Exception):
+    """The server said what is no HTTP, or went away."""
+
+
+class Reply:
+    """A reply on its way: what `feed` is given in, its body out. `complete`: nothing more comes."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.complete = self.reusable = False
+        self._rest = b""
+        self._chunked = self._crlf = self._trailer = False
+        self._left: int | None = None  # bytes of the body, or of the chunk; None: until the end of the connection
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the body in it. WireError where it is no HTTP."""
+        if not self.status:
+            data = self._head(self._rest + data)
+            if not self.status:
+                return b""
+        if self._chunked:
+            return self._chunks(self._rest + data if self._rest else data)
+        if self._left is None:
+            return data
+        part = data[: self._left]
+        self._left -= len(part)
+        self.complete = self._left == 0
+        return part
+
+    def _head(self, data: bytes) -> bytes:
+        """What comes behind the head; while that is not whole, nothing."""
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > _MOST_HEAD:
+                raise WireError("the head of the reply is too long")
+            self._rest = data
+            return b""
+        self._rest = b""
+        first, *lines = data[:end].decode("latin-1").split("\r\n")
+        words = first.split(" ", 2)
+        if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdecimal():
+            raise WireError(f"the reply begins with {first!r:.60}")
+        if words[1].startswith("1"):
+            return self._head(data[end + 4 :])
+        headers = {name.strip().lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+        self.status = int(words[1])
+        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        length = headers.get("content-length", "")
+        self._left = 0 if self._chunked else int(length) if length.isdecimal() else None
+        self.reusable = (self._chunked or self._left is not None) and headers.get("connection", "").lower() != "close"
+        self.complete = not self._chunked and self._left == 0
+        return data[end + 4 :]
+
+    def _chunks(self, data: bytes) -> bytes:
+        parts, at = [], 0
+        while not self.complete:
+            if self._left:
+                part = data[at : at + self._left]
+                parts.append(part)
+                at += len(part)
+                self._left -= len(part)
+                if self._left:
+                    break
+                self._crlf = True
+            if self._crlf:
+                if len(data) - at < 2:
+                    break
+                at, self._crlf = at + 2, False
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                break
+            line, at = data[at:end], end + 2
+            if self._trailer:
+                self.complete = not line
+                continue
+            try:
+                self._left = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise WireError(f"a chunk begins with {line!r:.60}") from None
+            self._trailer = self._left == 0
+        self._rest = data[at:]
+        return b"".join(parts)
+
+
+class Connection(asyncio.Protocol):
+    """A connection to the server, for one request after another."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.used = False  # it has carried a request before
+        self.closed = False
+        self._reply: Reply | None = None
+        self._hear: Callable[[Reply, bytes], None] = _nobody
+        self._done: asyncio.Future[Reply] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It stands."""
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a reply."""
+        reply, done = self._reply, self._done
+        if reply is None or done is None:
+            self.transport.abort()
+            return
+        try:
+            body = reply.feed(data)
+            if body:
+                self._hear(reply, body)
+        except Exception as e:
+            self._finish(e)
+            self.transport.abort()
+            return
+        if reply.complete:
+            self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over; the reply, too, unless its end was to be just that."""
+        self.closed = True
+        reply = self._reply
+        if reply is not None:
+            whole = reply.status and reply._left is None and exc is None
+            self._finish(None if whole else WireError(f"the connection was closed{f': {exc}' if exc else ''}"))
+
+    def ask(self, request: bytes, hear: Callable[[Reply, bytes], None]) -> asyncio.Future[Reply]:
+        """Send a request; `hear` gets the parts of the reply's body at once, the future its end."""
+        self._reply, self._hear = Reply(), hear
+        self._done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        return self._done
+
+    def _finish(self, error: Exception | None) -> None:
+        reply, done = self._reply, self._done
+        self._reply, self._done, self._hear, self.used = None, None, _nobody, True
+        if reply is None or done is None or done.done():
+            return
+        if error is None:
+            done.set_result(reply)
+        else:
+            done.set_exception(error)
+
+
+class Pool:
+    """Connections to one server, used again when they can be."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        self._idle: list[Connection] = []
+
+    async def take(self, fresh: bool = False) -> Connection:
+        """One that no request is on. OSError where the server cannot be reached."""
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        return connection
+
+    def give(self, connection: Connection, reply: Reply) -> None:
+        """It may serve the next request."""
+        if reply.reusable and not connection.closed:
+            self._idle.append(connection)
+        else:
+            connection.transport.abort()
+
+    def close(self) -> None:
+        """Close those that are idle."""
+        for connection in self._idle:
+            connection.transport.abort()
+        self._idle.clear()
+
+
+def _nobody(reply: Reply, body: bytes) -> None:
+    return

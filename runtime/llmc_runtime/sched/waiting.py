@@ -1,0 +1,144 @@
+"""The requests that wait for a row, by tenant: who of them goes next. It plans no step and holds no pages.
+
+Among tenants the one that got the least service goes first (the virtual token counter of Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024). Service is counted in tokens: one for each prompt token that was computed
+when its request first got a row, OUTPUT_WEIGHT for each token generated. A tenant that has nothing waiting saves
+nothing up: when it comes (back), its count is lifted to the least of those that wait. Requests that ran before and were
+preempted go first of all, the oldest of them first, as long as their own tenant has nobody before them. Within a tenant
+the order is that of the keys; with one tenant there is no other.
+
+Counts only grow, so the heap of tenants may hold old ones: an entry is put right when it comes to the top.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
+from operator import attrgetter
+
+from llmc_runtime.sched.request import Request, Status
+
+OUTPUT_WEIGHT = 2
+_FORGET = 256  # tenants without requests that are kept at least; only some count among them can matter
+_KEY = attrgetter("key")
+
+
+class Tenant:
+    """Whose requests they are, how much service they got, and those that wait, in order of their keys."""
+
+    __slots__ = ("live", "name", "queue", "service", "turn")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.service = name, 0
+        self.live = 0  # requests that have not ended
+        self.turn = 0  # when it began to wait: of two with equal service the first goes first
+        self.queue: list[Request] = []
+
+
+class Waiting:
+    """All waiting requests. A request is `enter`ed and `leave`s once in its life, and is added and taken in between."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, Tenant] = {}
+        self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each tenant with a queue, and past ones
+        self._preempted: set[Request] = set()
+        self._count = self._live = self._turns = 0
+        self._last: Tenant | None = None  # whose queue was the last to become empty
+        self._many = _FORGET
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests in order of their keys, whoever's they are."""
+        return iter(sorted((r for tenant in self.tenants.values() for r in tenant.queue), key=_KEY))
+
+    def enter(self, request: Request) -> None:
+        """A new request: its tenant is known until it leaves."""
+        tenant = self.tenants.get(request.tenant)
+        if tenant is None:
+            if len(self.tenants) >= self._many:
+                self._forget()
+            tenant = self.tenants[request.tenant] = Tenant(request.tenant)
+        tenant.live += 1
+        self._live += 1
+
+    def leave(self, request: Request) -> None:
+        """It has ended, and waits no more. With the last of all every count is forgotten: nobody is owed anything."""
+        self.tenants[request.tenant].live -= 1
+        self._live -= 1
+        if not self._live:
+            self.clear()
+
+    def add(self, request: Request) -> None:
+        """It waits, in its place."""
+        tenant = self.tenants[request.tenant]
+        queue = tenant.queue
+        if not queue:
+            self._begin(tenant)
+        if not queue or queue[-1].key < request.key:
+            queue.append(request)
+        else:
+            insort(queue, request, key=_KEY)
+        self._count += 1
+        if request.status is Status.PREEMPTED:
+            self._preempted.add(request)
+
+    def remove(self, request: Request) -> None:
+        """It waits no more."""
+        tenant = self.tenants[request.tenant]
+        del tenant.queue[bisect_left(tenant.queue, request.key, key=_KEY)]
+        self._count -= 1
+        self._preempted.discard(request)
+        if not tenant.queue:
+            self._last = tenant
+
+    def first(self) -> Request | None:
+        """Who goes next."""
+        heads = [r for r in self._preempted if self.tenants[r.tenant].queue[0] is r]
+        if heads:
+            return min(heads, key=_KEY)
+        least = self._least()
+        return None if least is None else least.queue[0]
+
+    def clear(self) -> None:
+        """Nobody waits, and nothing is remembered."""
+        self.tenants.clear()
+        self._heap.clear()
+        self._preempted.clear()
+        self._count = self._live = 0
+        self._last = None
+
+    def _begin(self, tenant: Tenant) -> None:
+        """A tenant without waiting requests gets one."""
+        least = self._least() or self._last
+        if least is not None:
+            tenant.service = max(tenant.service, least.service)
+        self._turns += 1
+        tenant.turn = self._turns
+        heappush(self._heap, (tenant.service, tenant.turn, tenant))
+        if len(self._heap) > 2 * len(self.tenants) + _FORGET:
+            kept = [e for e in self._heap if e[1] == e[2].turn and (e[2].queue or e[2] is tenant)]
+            self._heap[:] = sorted(kept)
+
+    def _least(self) -> Tenant | None:
+        """The waiting tenant with the least service."""
+        heap = self._heap
+        while heap:
+            service, turn, tenant = heap[0]
+            if turn != tenant.turn or not tenant.queue:
+                heappop(heap)
+            elif service != tenant.service:
+                heapreplace(heap, (tenant.service, turn, tenant))
+            else:
+                return tenant
+        return None
+
+    def _forget(self) -> None:
+        """Let go of those without requests whose count would be lifted anyway."""
+        least = self._least() or self._last
+        floor = 0 if least is None else least.service
+        for name in [n for n, t in self.tenants.items() if not t.live and t.service <= floor]:
+            del self.tenants[name]
+        self._many = max(_FORGET, 2 * len(self.tenants))

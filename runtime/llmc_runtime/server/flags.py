@@ -1,0 +1,111 @@
+"""The options of `llmc-serve`, spelled as vLLM's where they mean the same; it reads no file and starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime import __version__
+from llmc_runtime.server.elsewhere import add_elsewhere
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
+NOT_IN_FILE = frozenset({"help", "version", "config", "print_config", "dry_run", "json", "elsewhere"})
+
+
+def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
+    """Every option, in groups. What is left open is None where it was parsed by `given.read`."""
+    ap = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve a model over HTTP, for OpenAI's clients. Needs: pip install 'llmc-aot[serve]'",
+        allow_abbrev=False,
+    )
+    what = "an artifact, or a Hugging Face folder (compiled on first use)"
+    ap.add_argument("model", metavar="MODEL", nargs="?", help=what)
+    ap.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    _configuration(ap.add_argument_group("configuration").add_argument)
+    _server(ap.add_argument_group("server").add_argument)
+    _keys(ap.add_argument_group("keys and TLS").add_argument)
+    _load(ap.add_argument_group("load").add_argument)
+    _logs(ap.add_argument_group("logs").add_argument)
+    _engine(ap.add_argument_group("engine").add_argument)
+    add_elsewhere(ap)
+    return ap
+
+
+def _configuration(add: Any) -> None:
+    add("--config", type=Path, metavar="FILE", help="options in YAML; those of the command line come first")
+    add("--print-config", action="store_true", help="print every option and where it comes from, and serve nothing")
+    add("--json", action="store_true", help="print them as JSON")
+
+
+def _server(add: Any) -> None:
+    add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes any that is free (8000)")
+    add("--uds", type=Path, metavar="PATH", help="listen on a Unix socket, for this user alone, instead of an address")
+    add("--root-path", default="", metavar="PATH", help="what a proxy in front takes off the path; for /openapi.json")
+    add("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (the folder's)")
+    add("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="names that a Host header may have")
+    add("--max-body-bytes", type=parse_bytes, default=8 << 20, metavar="BYTES", help="of one request (8M)")
+    add("--shutdown-timeout", type=positive, default=30, metavar="SECONDS", help="to drain after SIGTERM (30)")
+
+
+def _keys(add: Any) -> None:
+    add("--api-key-file", action="append", default=[], type=Path, metavar="FILE", help="API keys, one a line")
+    add("--api-key-env", action="append", default=[], metavar="NAME", help="a variable with keys, comma-separated")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="the private key, PEM; may be in the certificate's file")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="the certificate and its chain, PEM: serve over TLS")
+    add("--ssl-ca-certs", type=Path, metavar="FILE", help="who may sign certificates of clients, PEM")
+    add("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), help="of clients: 0 none, 1 optional, 2 required")
+    add("--ssl-ciphers", metavar="LIST", help="of TLS 1.2, as OpenSSL names them")
+
+
+def _load(add: Any) -> None:
+    add("--max-num-queued-reqs", type=positive, default=512, metavar="N", help="sequences that may wait (512)")
+    add("--max-num-queued-tokens", type=positive, metavar="N", help="their tokens, prompts and most output")
+    add("--max-num-reqs-per-key", type=positive, metavar="N", help="open sequences of one API key")
+
+
+def _logs(add: Any) -> None:
+    levels = ("debug", "info", "warning", "error")
+    add("--log-level", default="info", choices=levels, help="what is told on stderr (info)")
+
+
+def _engine(add: Any) -> None:
+    add("--max-model-len", type=positive, metavar="N", help="tokens of the longest sequence")
+    add("--max-num-seqs", type=positive, metavar="N", help="sequences that run at a time")
+    add("--max-num-batched-tokens", type=positive, metavar="N", help="tokens of one step")
+    add("--kv-cache-memory-bytes", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 2GiB")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
+    add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
+    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
+    add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
+    add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
+    add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with an optional unit: 1048576, 512M, 1.5GiB; units are powers of 1024."""
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    for unit, size in reversed(_UNITS):
+        if (unit and lowered.endswith(unit)) or not unit:
+            try:
+                value = float(lowered.removesuffix(unit)) * size
+            except ValueError:
+                break
+            if 0 < value < 1 << 60:
+                return int(value)
+            break
+    raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value

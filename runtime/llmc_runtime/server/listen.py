@@ -1,0 +1,142 @@
+"""Where the server listens: an address or a Unix socket, bound before the model is opened, and TLS; it answers none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM; `cert_reqs`: certificates of clients, 0 none, 1 optional, 2 required; `ciphers` of TLS 1.2."""
+
+    certfile: Path
+    keyfile: Path | None = None
+    ca_certs: Path | None = None
+    cert_reqs: int = 0
+    ciphers: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """TLS 1.2 and newer. LlmcError E649 where a file cannot be used."""
+        found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        found.minimum_version = ssl.TLSVersion.TLSv1_2
+        found.set_alpn_protocols(["http/1.1"])
+        for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
+            _check_readable(path)
+        try:
+            found.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+        except ssl.SSLError as e:
+            where = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
+            raise LlmcError("E649", f"{where}: {_reason(e)}", _PAIR) from None
+        except ValueError:  # what _no_password says
+            raise LlmcError(
+                "E649", f"the key of {self.certfile} is encrypted", "openssl pkey -in KEY -out PLAIN"
+            ) from None
+        try:
+            if self.ca_certs is not None:
+                found.load_verify_locations(self.ca_certs)
+            elif self.cert_reqs:
+                raise LlmcError("E649", "--ssl-cert-reqs without --ssl-ca-certs: nobody could pass", "name the file")
+            found.verify_mode = ssl.VerifyMode(self.cert_reqs)
+            if self.ciphers is not None:
+                found.set_ciphers(self.ciphers)
+        except ssl.SSLError as e:
+            where = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
+            raise LlmcError(
+                "E649", f"{where}: {_reason(e)}", "certificates in PEM; `openssl ciphers` lists names"
+            ) from e
+        return found
+
+
+_PAIR = "--ssl-certfile with the certificate first, then its chain, and --ssl-keyfile with its private key, all in PEM"
+
+
+def _no_password() -> str:
+    raise ValueError
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as e:
+        raise LlmcError("E649", f"{path} cannot be read: {e.strerror}", _PAIR) from None
+
+
+def _reason(error: ssl.SSLError) -> str:
+    reason = getattr(error, "reason", None)  # not every one has it
+    if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
+        return "the private key is another certificate's"
+    return (reason or "a certificate or a private key is not there, or damaged").lower().replace("_", " ")
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]:
+    """A bound socket; that of `uds` is for this user alone, and goes with the server. LlmcError E646."""
+    if uds is None:
+        with _address(host, port) as bound:
+            yield bound
+        return
+    with _unix(uds) as bound:
+        inode = os.stat(uds).st_ino
+        try:
+            yield bound
+        finally:
+            with contextlib.suppress(OSError):
+                if os.stat(uds).st_ino == inode:
+                    os.unlink(uds)
+
+
+def name_of(bound: socket.socket, tls: bool) -> str:
+    """What to tell a person who wants to reach it."""
+    if bound.family == socket.AF_UNIX:
+        return f"{'https' if tls else 'http'}+unix://{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def _address(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as e:
+        cause = f"{host}:{port} cannot be listened on: {getattr(e, 'strerror', None) or e}"
+        raise LlmcError("E646", cause, "choose another --port, or an address of this machine for --host") from e
+    return bound
+
+
+def _unix(path: Path) -> socket.socket:
+    remedy = "choose another --uds, of 100 characters at most, in a folder of yours"
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # nobody else, not even for a moment
+    try:
+        _remove_stale(path)
+        bound.bind(str(path))
+    except (OSError, ValueError) as e:
+        bound.close()
+        raise LlmcError("E646", f"{path} cannot be listened on: {getattr(e, 'strerror', None) or e}", remedy) from e
+    finally:
+        os.umask(before)
+    return bound
+
+
+def _remove_stale(path: Path) -> None:
+    """A socket that nobody listens on goes; of anything else `bind` says that it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()

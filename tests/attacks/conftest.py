@@ -1,0 +1,69 @@
+"""Options of the attacks: `--attacks full` for their full strength, `--attack-seed N` to repeat a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from tests.attacks.target import Target, target
+
+KEYS = ("first-secret-key", "second-secret-key")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--attacks", choices=("sample", "full"), default="sample")
+    parser.addoption("--attack-seed", type=int, default=None)
+
+
+def option(config: pytest.Config, name: str, other: Any) -> Any:
+    value = config.getoption(name, None)  # unknown where this folder was not named on the command line
+    return other if value is None else value
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether the attacks come at full strength."""
+    return bool(option(pytestconfig, "--attacks", "sample") == "full")
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """Of the whole run."""
+    return int(option(pytestconfig, "--attack-seed", int.from_bytes(os.urandom(4), "big")))
+
+
+@pytest.fixture
+def draw(seed: int, request: pytest.FixtureRequest) -> Random:
+    """Random numbers of one test; a failure shows the seed."""
+    print(f"--attack-seed {seed}")
+    return Random(f"{seed} {request.node.name}")
+
+
+@pytest.fixture
+def times(full: bool) -> Callable[[int, int], int]:
+    """times(sample, full): how often."""
+    return lambda some, all: all if full else some
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Target]:
+    """One server for all attacks of a process, with keys; at the end it is as it was."""
+    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", keys=KEYS) as one:
+        one.steady("its start")
+        yield one
+        one.steady("everything")
+        one.at_rest()
+
+
+@pytest.fixture
+def steady(server: Target, request: pytest.FixtureRequest) -> Iterator[Target]:
+    """The server; after the test it is as before, and nothing is left open."""
+    server.steady(f"before {request.node.name}")
+    yield server
+    server.steady(request.node.name)
+    server.at_rest()

@@ -1,0 +1,58 @@
+"""The command llmc-serve over the simulated device, all of its options real: `fake_serve.py SETTINGS OPTION ...`.
+
+SETTINGS is JSON: `engine`, see fake_engine.Settings, and `front`, what else AsyncLLM is told. It prints the routes of
+the application to stderr, so that whoever attacks it misses none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import starlette.applications
+from llmc_runtime.core import async_llm
+from llmc_runtime.core.args import EngineArgs
+from llmc_runtime.core.messages import Open
+
+from tests.runtime.served import TOK
+
+ENGINE = Path(__file__).with_name("fake_engine.py")
+ROUTES = "attack routes: "
+
+
+def over(settings: dict[str, Any]) -> Any:
+    """What stands in for the class AsyncLLM."""
+    original = async_llm.AsyncLLM
+
+    def opened(model: str, **options: Any) -> Any:
+        args = EngineArgs(model, **options)
+        opening = Open(
+            "ok", args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory_bytes, None,
+            0, [], args.enable_prefix_caching, args.scheduling_policy, True, False, False, None,
+        )  # fmt: skip
+        command = [sys.executable, "-P", str(ENGINE), json.dumps(settings.get("engine", {}))]
+        return original.over(async_llm.Front(command, opening, TOK), **(options | settings.get("front", {})))
+
+    return opened
+
+
+def tell_routes() -> None:
+    """Print what the application is made of."""
+    begin = starlette.applications.Starlette.__init__
+
+    def told(self: Any, *args: Any, **more: Any) -> None:
+        begin(self, *args, **more)
+        found = [(route.path, sorted(getattr(route, "methods", None) or ())) for route in self.routes]
+        print(ROUTES + json.dumps(found), file=sys.stderr, flush=True)
+
+    starlette.applications.Starlette.__init__ = told  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from llmc_runtime.cli import main_serve
+
+    async_llm.AsyncLLM = over(json.loads(sys.argv[1]))  # type: ignore[misc]
+    tell_routes()
+    sys.exit(main_serve(["toy", "--port", "0", "--served-model-name", "toy", *sys.argv[2:]]))

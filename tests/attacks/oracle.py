@@ -1,0 +1,46 @@
+"""What the simulated device must answer, from the true prefix alone, as the text that a client gets; it asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from llmc_runtime.sched.config import SchedulerConfig, admit
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.text.stream import Detokenizer
+
+from tests.attacks.fake_engine import SEED, VOCAB
+from tests.runtime.oracle import Expected
+from tests.runtime.served import TOK
+
+GOLDEN: dict[str, Any] = {
+    "prompt": [20, 30, 40, 50, 60, 70, 80, 90, 100], "max_tokens": 12, "temperature": 0, "seed": 7, "ignore_eos": True,
+}  # fmt: skip
+
+
+def tokens(prompt: Sequence[int], most: int, seed: int = 7, length: int = 1 << 20) -> list[int]:
+    """The greedy continuation, nothing stopping it."""
+    config = SchedulerConfig(length, 4, length, 1, 1, VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, seed=seed)
+    request = Request("x", list(prompt), params)
+    admit(request, config, SEED)
+    expected = Expected(request, config)
+    return [expected.next()[0] for _ in range(most)]
+
+
+def text(prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """As a client gets it: characters that begin in the prompt end in the answer."""
+    stream = Detokenizer(TOK, prompt)
+    return "".join([*map(stream.push, ids), stream.flush()])
+
+
+@lru_cache(4096)
+def _answer(prompt: tuple[int, ...], most: int, seed: int) -> str:
+    return text(prompt, tokens(prompt, most, seed))
+
+
+def answer(prompt: Sequence[int], most: int, seed: int = 7) -> str:
+    """The text of the greedy continuation."""
+    return _answer(tuple(prompt), most, seed)

@@ -1,0 +1,37 @@
+"""openai-node: whole, streamed, structured outputs, an abort, errors; node/client.mjs asks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from kit import QUESTIONS, ROOT, Server, joined, user
+
+FOLDER = ROOT / "build" / "clients" / "node"
+
+
+def test_openai_node(server: Server, truth: Callable[..., dict[str, Any]]) -> None:
+    node = shutil.which("node")
+    assert node is not None, "node is needed, and was not found (Debian: apt-get install nodejs npm)"
+    for question in QUESTIONS[:2]:
+        command = [node, "client.mjs", server.v1, server.key, question]
+        ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        found = json.loads(ended.stdout)
+        true = truth(messages=user(question), max_tokens=40)
+        assert found["models"] == ["demo"]
+        assert found["whole"] == true["text"] and found["tokens"] == len(true["token_ids"])
+        assert joined(found["streamed"]["pieces"]) == true["text"]
+        assert found["streamed"]["usage"]["completion_tokens"] == found["tokens"]
+        assert found["helper"] == {"text": true["text"], "final": true["text"]}
+        assert found["parsed"]["size"] in ("small", "large") and isinstance(found["parsed"]["deep"], bool)
+        assert 2 <= found["aborted"] < 900
+        assert found["wrong"] == {
+            "kind": "BadRequestError", "status": 400, "code": "invalid_value", "param": "temperature",
+        }  # fmt: skip
+        assert found["unknown"]["code"] == "model_not_found" and found["unknown"]["kind"] == "NotFoundError"
+        assert found["refused"]["kind"] == "AuthenticationError" and found["refused"]["status"] == 401
+    server.rest()

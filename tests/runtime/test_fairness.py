@@ -1,0 +1,153 @@
+"""Tenants: who goes next when there is too little for all. Exact orders; the simulator holds bounds over long runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.waiting import _FORGET, OUTPUT_WEIGHT, Waiting
+
+from tests.runtime.oracle import Expected
+from tests.runtime.rig import Rig
+
+
+def add(rig: Rig, name: str, prompt: int, tenant: str, priority: int = 0, **params: Any) -> Request:
+    ids = [random.randrange(rig.config.vocab_size) for _ in range(prompt)]
+    given = SamplingParams(temperature=0, ignore_eos=True, **params)
+    request = Request(name, ids, given, priority, tenant=tenant)
+    rig.engine.add(request)
+    rig.expected[name] = Expected(request, rig.config)
+    return request
+
+
+def test_one_request_does_not_wait_for_the_five_hundred_of_another() -> None:
+    rig = Rig(max_num_seqs=2, num_pages=16)
+    for i in range(500):
+        add(rig, f"a{i}", 8, "many", max_tokens=4)
+    for _ in range(6):
+        rig.step()
+    light = add(rig, "b", 8, "few", max_tokens=4)
+    steps = 0
+    while light.status is not Status.FINISHED:
+        rig.step()
+        steps += 1
+    assert steps <= 9 and len(rig.expected) > 480, "it waits for one that runs, at most"
+    for name in list(rig.expected):
+        rig.abort(name)
+
+
+def test_two_take_turns_by_what_they_get_not_by_how_much_they_ask() -> None:
+    rig = Rig(max_num_seqs=1, prefix_caching=False)
+    for i in range(40):  # 4 tokens of prompt and 2 of output: 8
+        add(rig, f"s{i:02}", 4, "short", max_tokens=2)
+    for i in range(10):  # 16 and 8: 32
+        add(rig, f"l{i:02}", 16, "long", max_tokens=8)
+    order = "".join(name[0] for name in rig.drain())
+    assert Counter(order[:25]) == {"s": 20, "l": 5}, order
+    assert {order[i : i + 5].count("l") for i in range(0, 45, 5)} <= {0, 1, 2}, order
+
+
+def test_output_weighs_more_than_prompts_and_cached_prompts_nothing() -> None:
+    rig = Rig(max_num_seqs=1)
+    prompt = add(rig, "p", 9, "a", max_tokens=3).prompt_token_ids
+    rig.add("wait", 3)  # so that not all is forgotten when it ends
+    rig.step()
+    service = rig.scheduler.waiting.tenants["a"]
+    assert service.service == 9 + OUTPUT_WEIGHT
+    rig.step()
+    rig.step()
+    assert service.service == 9 + 3 * OUTPUT_WEIGHT
+    again = Request("q", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), tenant="a")
+    rig.engine.add(again)
+    rig.expected["q"] = Expected(again, rig.config)
+    before = service.service
+    rig.drain()
+    assert again.num_cached == 8 and service.service == before + 1 + OUTPUT_WEIGHT
+
+
+def test_who_comes_back_saved_nothing_up() -> None:
+    rig = Rig(max_num_seqs=1, prefix_caching=False)
+    for i in range(60):
+        add(rig, f"a{i:02}", 4, "a", max_tokens=2)
+    add(rig, "b00", 4, "b", max_tokens=2)  # and then it pauses
+    while "a20" in rig.expected:
+        rig.step()
+    for i in range(1, 10):
+        add(rig, f"b{i:02}", 4, "b", max_tokens=2)
+    order = "".join(name[0] for name in rig.drain())
+    assert order.startswith(("abab", "baba", "abba", "baab")) and abs(order[:16].count("b") - 8) <= 1, order
+
+
+def test_within_a_tenant_the_policy_counts() -> None:
+    rig = Rig(max_num_seqs=1, policy="priority", prefix_caching=False)
+    for name, tenant, priority in (("a5", "a", 5), ("a1", "a", 1), ("b9", "b", 9), ("b0", "b", 0)):
+        add(rig, name, 4, tenant, priority, max_tokens=2)
+    assert rig.drain() == ["a1", "b0", "a5", "b9"], "a's smaller number is no claim against b's"
+
+
+def test_preempted_requests_go_before_new_ones_of_anybody() -> None:
+    rig = Rig(num_pages=7, max_num_seqs=3, prefix_caching=False)
+    add(rig, "a", 8, "a", max_tokens=12)
+    late = add(rig, "b", 8, "b", max_tokens=12)
+    rig.step()
+    add(rig, "c", 4, "c", max_tokens=2)
+    while late.status is not Status.PREEMPTED:
+        rig.step()
+    assert [r.id for r in (rig.scheduler.waiting.first(),) if r] == ["b"] or "c" not in rig.expected
+    rig.drain()
+
+
+def test_times_are_those_of_the_clock() -> None:
+    now = [100.0]
+    rig = Rig(max_num_seqs=1)
+    rig.scheduler.clock = lambda: now[0]
+    add(rig, "a", 40, "", max_tokens=3)
+    add(rig, "b", 4, "", max_tokens=2)
+    found: dict[str, Any] = {}
+    while rig.engine.has_work():
+        found |= {name: delta.times for name, delta in rig.step().items() if delta.times}
+        now[0] += 1.0
+    assert found == {"a": (0.0, 1.0), "b": (4.0, 0.0)}, "two chunks of a prompt; a's four steps"
+
+
+def test_names_that_come_and_go_are_forgotten_and_the_heap_stays_small() -> None:
+    waiting = Waiting()
+    keys = iter(range(1 << 30))
+
+    def come(tenant: str) -> Request:
+        request = Request("r", [1], tenant=tenant)
+        request.key, request.status = (0, next(keys)), Status.WAITING
+        waiting.enter(request)
+        waiting.add(request)
+        return request
+
+    stays = come("stays")
+    waiting.tenants["stays"].service = 5
+    for i in range(20 * _FORGET):
+        request = come(f"t{i}")
+        assert waiting.first() is stays, "both have 5, and the first has waited longer"
+        waiting.remove(request)
+        waiting.leave(request)
+        again = come("restless")
+        waiting.tenants["restless"].service += 3
+        waiting.remove(again)
+        waiting.leave(again)
+    assert len(waiting.tenants) <= _FORGET + 2 and len(waiting._heap) <= 3 * _FORGET + 10
+    waiting.remove(stays)
+    waiting.leave(stays)
+    assert not waiting.tenants and not len(waiting) and waiting.first() is None
+
+
+def test_nothing_is_owed_after_an_idle_moment() -> None:
+    rig = Rig(max_num_seqs=1)
+    add(rig, "a", 20, "a", max_tokens=9)
+    rig.drain()
+    scheduler: Scheduler = rig.scheduler
+    assert not scheduler.waiting.tenants
+    add(rig, "x", 4, "a", max_tokens=2)
+    add(rig, "y", 4, "b", max_tokens=2)
+    assert rig.drain() == ["x", "y"]

@@ -1,0 +1,145 @@
+"""What an operator may say: flags, a file in YAML, vLLM's spellings; and what each mistake is told."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmc_runtime.cli import main_serve
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.elsewhere import PASSED_OVER, REFUSED, judge
+from llmc_runtime.server.given import options_of, read
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "serve.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_flag_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
+    port, rows = random.randrange(2000, 9000), random.randrange(1, 99)
+    file = config(
+        tmp_path,
+        f"model: from-file\nport: {port}\nmax_num_seqs: {rows}\nkv-cache-memory-bytes: 2GiB\n"
+        "served-model-name: [a, b]\nenable-prefix-caching: false\nallowed-hosts: one\n",
+    )
+    given = read(["--config", file, "--port", "77", "from-flag"])
+    args = given.args
+    assert (args.model, args.port, args.max_num_seqs, args.seed) == ("from-flag", 77, rows, 0)
+    assert (args.kv_cache_memory_bytes, args.served_model_name, args.allowed_hosts) == (2 << 30, ["a", "b"], ["one"])
+    assert args.enable_prefix_caching is False
+    assert [given.sources[n] for n in ("model", "port", "max_num_seqs", "seed")] == ["flag", "flag", file, "default"]
+    assert read(["--config", file, "--enable-prefix-caching"]).args.enable_prefix_caching is True
+    assert read(["--config", file]).args.port == port
+    options = options_of(args, {}, None)
+    assert options.engine["max_num_seqs"] == rows and options.names == ["a", "b"] and options.tls is None
+
+
+def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["m.llmc", "--served-model-name", "x", 'y"#: z', "--max-num-seqs", "3", "--no-enable-prefix-caching"]
+    assert main_serve([*words, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    file = config(tmp_path, text)
+    assert vars(read(["--config", file]).args) | {"config": None} == vars(read(words).args)
+    assert main_serve([*words, "--print-config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["max-num-seqs"] == {"value": 3, "source": "flag"}
+    assert told["port"] == {"value": 8000, "source": "default"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 8000", "did you mean port"),
+        ("port: many", "port: invalid literal"),
+        ("port: true", "text or a number"),
+        ("port: [1, 2]", "not a list"),
+        ("port:", "text or a number"),
+        ("port: {a: 1}", "text or a number"),
+        ("served-model-name: [[a]]", "text or a number"),
+        ("enable-prefix-caching: 1", "true or false"),
+        ("no-enable-prefix-caching: true", "there is no option"),
+        ("scheduling-policy: lifo", "one of fcfs, priority"),
+        ("port: 1\nport: 2", "twice"),
+        ("- a\n- b", "no mapping"),
+        ("a: [", "no YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "no YAML"),
+        ("config: other.yaml", "there is no option"),
+        ("", "no mapping"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(LlmcError) as told:
+        read(["m", "--config", config(tmp_path, text)])
+    assert told.value.code == "E648" and words in told.value.cause and "serve.yaml" in told.value.cause
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_serve(["m", "--config", str(tmp_path / "no.yaml")]) == 1
+    assert "E648" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["m", "--prot", "8"], "did you mean --port?"),
+        (["m", "--max-num-seq=8"], "did you mean --max-num-seqs?"),
+        (["m", "--zzz"], "--help lists all"),
+        ([], "the model is missing"),
+        (["m", "--port", "x"], "--port"),
+        (["m", "--max-num-seqs", "0"], "at least 1"),
+    ],
+)
+def test_wrong_usage_ends_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main_serve(words)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def flag_words(row: Any, flag: str, value: str) -> list[str]:
+    return ["m", flag] if row.values == "" else ["m", flag, value]
+
+
+@pytest.mark.parametrize("row", PASSED_OVER, ids=lambda row: row.flags[0])
+def test_vllm_flags_without_meaning_are_passed_over_with_a_line(row: Any) -> None:
+    for flag in row.flags:
+        (line,) = judge(read(flag_words(row, flag, "7")).args.elsewhere)
+        assert line.startswith(flag) and "passed over" in line
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.flags[0])
+def test_vllm_flags_that_would_change_answers_are_refused(row: Any) -> None:
+    for flag in row.flags:
+        with pytest.raises(LlmcError) as told:
+            judge(read(flag_words(row, flag, "secret-77")).args.elsewhere)
+        assert told.value.code == "E648" and told.value.remedy
+        assert ("secret" in told.value.cause) == (bool(row.values) and flag != "--api-key")
+        for value in row.harmless:
+            assert len(judge(read(flag_words(row, flag, value)).args.elsewhere)) == 1
+
+
+def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
+    file = config(tmp_path, "enforce_eager: true\nasync-scheduling: false\nswap-space: 4\n")
+    lines = judge(read(["m", "--config", file]).args.elsewhere)
+    assert [line.split()[0] for line in lines] == ["--enforce-eager", "--swap-space"]
+    file = config(tmp_path, "tensor-parallel-size: 2\n")
+    with pytest.raises(LlmcError):
+        judge(read(["m", "--config", file]).args.elsewhere)
+
+
+def test_underscores_are_dashes() -> None:
+    assert read(["m_x", "--max_num_seqs", "4", "--served_model_name=a_b"]).args.served_model_name == ["a_b"]
+    assert read(["m_x", "--max_num_seqs", "4"]).args.model == "m_x"
+
+
+def test_the_page_lists_them() -> None:
+    text = DOCS.read_text()
+    told = set(re.findall(r"--?[A-Za-z][\w-]*", text[text.index("## Configuration") :]))
+    assert not {flag for row in (*PASSED_OVER, *REFUSED) for flag in row.flags if flag not in told}

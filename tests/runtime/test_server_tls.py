@@ -1,0 +1,157 @@
+"""TLS and Unix sockets: certificates made here, clients of several kinds, files that are not what they should be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.cli import main_serve
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.listen import Tls, listening
+
+from tests.runtime.test_server_load import Command
+
+PROGRAM = str(Path(__file__).with_name("serve_fake.py"))
+SOON = ("-days", "2", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def openssl(*words: str) -> None:
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with key.pem and cert.pem of localhost, other.pem (another key), locked.pem (encrypted)."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    folder = tmp_path_factory.mktemp("pem")
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    name = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    openssl("req", "-x509", *SOON, "-keyout", key, "-out", cert, *name)
+    openssl("genpkey", "-algorithm", "ed25519", "-out", str(folder / "other.pem"))
+    openssl("pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", str(folder / "locked.pem"))
+    return folder
+
+
+@contextlib.contextmanager
+def started(*words: str) -> Iterator[Command]:
+    command = Command(PROGRAM, "0", "5", *words)
+    try:
+        yield command
+    finally:
+        command.process.terminate()
+        code, said = command.end()
+        assert code == 0 and "Traceback" not in said, said
+
+
+def ask(client: httpx.Client, url: str) -> Any:
+    body = {"prompt": [20, 30, 40], "max_tokens": 7, "ignore_eos": True, "temperature": 0}
+    return client.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def test_a_server_over_tls(pem: Path) -> None:
+    trusting = ssl.create_default_context(cafile=pem / "cert.pem")
+    with started("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem")) as command:
+        url = command.url
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=trusting) as client:
+            assert len(ask(client, url)) > 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        port = int(url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            said = plain.recv(1000)
+            assert b"HTTP" not in said
+            assert not said or plain.recv(1000) == b""  # at most an alert, then the end
+        old = ssl.create_default_context(cafile=pem / "cert.pem")
+        old.set_ciphers("DEFAULT@SECLEVEL=0")
+        with pytest.warns(DeprecationWarning):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as link, pytest.raises(ssl.SSLError):
+            old.wrap_socket(link, server_hostname="localhost")
+        with httpx.Client(verify=trusting) as client:
+            assert client.get(f"{url}/health").status_code == 200
+
+
+def test_clients_show_certificates_where_they_must(pem: Path) -> None:
+    files = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"))
+    with started(*files, "--ssl-ca-certs", str(pem / "cert.pem"), "--ssl-cert-reqs", "2") as command:
+        nobody = ssl.create_default_context(cafile=pem / "cert.pem")
+        with pytest.raises(httpx.TransportError), httpx.Client(verify=nobody) as client:
+            client.get(f"{command.url}/health")
+        known = ssl.create_default_context(cafile=pem / "cert.pem")
+        known.load_cert_chain(pem / "cert.pem", pem / "key.pem")
+        with httpx.Client(verify=known) as client:
+            assert client.get(f"{command.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "words"),
+    [
+        ("no.pem", "key.pem", "no.pem cannot be read"),
+        ("cert.pem", "no.pem", "no.pem cannot be read"),
+        ("cert.pem", "other.pem", "another certificate's"),
+        ("cert.pem", "locked.pem", "cert.pem is encrypted"),
+        ("cert.pem", None, "cert.pem: a certificate or a private key is not there"),
+        ("key.pem", "key.pem", "key.pem: a certificate or"),
+        ("words.pem", "key.pem", "words.pem with"),
+    ],
+)
+def test_bad_files_are_told_before_anything_is_opened(cert: str, key: str | None, words: str, pem: Path) -> None:
+    (pem / "words.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
+    with pytest.raises(LlmcError) as told:
+        Tls(pem / cert, None if key is None else pem / key).context()
+    assert told.value.code == "E649" and words in told.value.cause.lower()
+
+
+def test_options_of_tls_that_cannot_be_meant(pem: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"))
+    for words in (("--ssl-keyfile", "k"), (*files, "--ssl-cert-reqs", "2"), (*files, "--ssl-ciphers", "NO-SUCH")):
+        assert main_serve(["nowhere.llmc", *words]) == 1
+        assert "E649" in capsys.readouterr().err
+
+
+def test_a_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sock"
+    with started("--uds", str(path)) as command:
+        assert command.url == f"http+unix://{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert len(ask(client, "http://localhost")) > 0
+            assert client.get("http://elsewhere.test/health").status_code == 421
+        with pytest.raises(LlmcError) as told, listening("", 0, path):
+            pass
+        assert told.value.code == "E646"
+    assert not path.exists()
+
+
+def test_only_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "old.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(path))
+    with listening("", 0, path) as bound:
+        bound.listen()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+    path.write_text("a file of somebody")
+    for there in (path, tmp_path / ("x" * 200)):
+        with pytest.raises(LlmcError) as told, listening("", 0, there):
+            pass
+        assert told.value.code == "E646"
+    assert path.read_text() == "a file of somebody"
+    mask = os.umask(0o22)
+    os.umask(mask)
+    assert mask != 0o177
