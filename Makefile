@@ -9,6 +9,7 @@
 #   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 #   make corpus  damaged inputs, all of them (SEED=n CORPUS_ARGS="--only flips"; half an hour on two cores)
+#   make attacks   attacks on a running server, at full strength (SEED=n ATTACK_ARGS="-k test_06"; a few minutes)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -24,7 +25,7 @@ JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 
-.PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim clean
+.PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
@@ -92,6 +93,9 @@ sim: $(VENV)/.stamp-dev
 
 corpus: $(VENV)/.stamp-dev
 	$(BIN)/python tests/corpus/run.py --full --seed $(SEED) --jobs 2 $(CORPUS_ARGS)
+
+attacks: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest tests/attacks --attacks full --attack-seed $(SEED) -n $(JOBS) -q $(ATTACK_ARGS)
 
 clean:
 	rm -rf build

@@ -154,7 +154,7 @@ def _definition(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     if wanted.kind in ("json", "json_object"):
         schema = {"type": "object"} if wanted.json_object else json.loads(wanted.text)
         if wanted.disable_additional_properties:
-            _close(schema)
+            close_objects(schema)
         options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
         if wanted.whitespace_pattern is not None:
             options["whitespace_pattern"] = wanted.whitespace_pattern
@@ -165,16 +165,16 @@ def _definition(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     return str(llguidance.grammar_from(wanted.kind, wanted.text))
 
 
-def _close(schema: Any) -> None:
+def close_objects(schema: Any) -> None:
     """Allow objects that name properties no others."""
     if isinstance(schema, dict):
         if "properties" in schema and "additionalProperties" not in schema:
             schema["additionalProperties"] = False
         for part in list(schema.values()):
-            _close(part)
+            close_objects(part)
     elif isinstance(schema, list):
         for part in schema:
-            _close(part)
+            close_objects(part)
 
 
 def _refused(wanted: StructuredOutputsParams, why: str) -> LlmcError:

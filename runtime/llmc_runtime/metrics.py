@@ -1,8 +1,37 @@
-"""Plain counters of one engine, under vLLM's names. No clock, no labels, no exporter."""
+"""Plain counters of one engine, under vLLM's names. No clock, no labels, no exporter.
+
+They travel as numbers, as numbers by reason, and as lists: a histogram's sum, and how many values fell under each of
+its bounds and above the last.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+
+Stat = float | dict[str, int] | list[float]
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
+                    "kv_cache_usage_perc", "num_requests_open"})  # fmt: skip
+
+
+class Sketch:
+    """A histogram: how many values lie above the bound before and up to each `bound`, and the sum of all."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def told(self) -> list[float]:
+        """As it travels."""
+        return [self.total, *self.counts]
 
 
 @dataclass(slots=True)
@@ -20,7 +49,36 @@ class Counters:
     request_success: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )  # requests that ended, by reason
+    iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by their tokens
 
-    def as_dict(self) -> dict[str, object]:
-        """A copy, name -> number or, by reason, name -> {reason: number}."""
-        return asdict(self)
+    def step(self, tokens: int) -> None:
+        """A step of so many tokens was done."""
+        self.num_steps += 1
+        self.num_scheduled_tokens += tokens
+        self.iteration_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+
+    def as_dict(self) -> dict[str, Stat]:
+        """A copy, name -> as it travels."""
+        told = asdict(self)
+        told["iteration_tokens"].insert(0, told["num_scheduled_tokens"])
+        return told
+
+
+def added(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:
+    """The figures of an engine and of those before it: counters are summed, gauges are those of `now`."""
+    out: dict[str, Stat] = {}
+    for name in {**past, **now}:
+        one, other = past.get(name, 0), now.get(name, 0)
+        if isinstance(one, dict) or isinstance(other, dict):
+            out[name] = _by_reason(one, other, 0 if name in GAUGES else 1)
+        elif isinstance(one, list) or isinstance(other, list):
+            lists = [each for each in (one, other) if isinstance(each, list)]
+            out[name] = [sum(values) for values in zip(*lists, strict=True)]
+        else:
+            out[name] = other if name in GAUGES else one + other
+    return out
+
+
+def _by_reason(past: Stat, now: Stat, weight: int) -> dict[str, int]:
+    one, other = (each if isinstance(each, dict) else {} for each in (past, now))
+    return {reason: weight * one.get(reason, 0) + other.get(reason, 0) for reason in {**one, **other}}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -38,6 +40,7 @@ class Opened:
     engine: Engine
     summary: str
     close: Callable[[], None]
+    stages: Mapping[str, float]  # seconds that each part took: device, weights, and where wanted canary, graphs
 
 
 def open_engine(
@@ -58,14 +61,18 @@ def open_engine(
     each when it is needed first. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`canary`: the
     recorded tokens differ here, or none were recorded).
     """
-    manifest = artifact.manifest
+    manifest, marks = artifact.manifest, [("", time.monotonic())]
     device = open_device(artifact, threads)
+    marks.append(("device", time.monotonic()))
     try:
         executor = Executor(artifact, device, limits.kv_bytes)
+        marks.append(("weights", time.monotonic()))
         if canary:
             require(executor)
+            marks.append(("canary", time.monotonic()))
         if prepare:
             executor.prepare()
+            marks.append(("graphs", time.monotonic()))
         ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,
@@ -88,7 +95,8 @@ def open_engine(
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
     summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
-    return Opened(engine, summary, executor.close)
+    stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
+    return Opened(engine, summary, executor.close, stages)
 
 
 def whole(name: str, value: Any) -> int | None:

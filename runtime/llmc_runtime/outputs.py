@@ -47,7 +47,8 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
-    per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing."""
+    per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing.
+    `times`: the seconds that it waited for a row, and from there to its first token; None before that, and in `LLM`."""
 
     request_id: str
     prompt: str | None
@@ -56,6 +57,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    times: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Piece:
 
 @dataclass
 class Collector:
-    """Follows one output of a request: takes the engine's deltas, gives out pieces or the whole. `visible` special tokens
+    """Follows one output of a request: takes the engine's deltas, gives pieces or the whole. `visible` special tokens
     are in its text even where others are skipped."""
 
     request_id: str
@@ -88,6 +90,7 @@ class Collector:
     error: LlmcError | None = None
     num_cached: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    times: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         params = self.params
@@ -117,6 +120,8 @@ class Collector:
         if self.finished:
             return False
         self.num_cached = delta.num_cached
+        if delta.times is not None:
+            self.times = delta.times
         if delta.prompt_logprobs is not None:
             scored = zip(self.prompt_ids[1:], delta.prompt_logprobs, strict=True)
             self.prompt_logprobs = [None, *(self._candidates(token, row) for token, row in scored)]

@@ -31,6 +31,13 @@ def full(pytestconfig: pytest.Config) -> bool:
     return bool(option(pytestconfig, "--attacks", "sample") == "full")
 
 
+@pytest.fixture
+def full_only(full: bool) -> None:
+    """For what takes too long in a sample."""
+    if not full:
+        pytest.skip("at full strength alone: make attacks")
+
+
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
     """Of the whole run."""
@@ -66,4 +73,4 @@ def steady(server: Target, request: pytest.FixtureRequest) -> Iterator[Target]:
     server.steady(f"before {request.node.name}")
     yield server
     server.steady(request.node.name)
-    server.at_rest()
+    server.at_rest(fresh=False)

@@ -26,14 +26,14 @@ def over(settings: dict[str, Any]) -> Any:
     """What stands in for the class AsyncLLM."""
     original = async_llm.AsyncLLM
 
-    def opened(model: str, **options: Any) -> Any:
+    def opened(model: str, *, say: Any = None, **options: Any) -> Any:
         args = EngineArgs(model, **options)
         opening = Open(
             "ok", args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory_bytes, None,
             0, [], args.enable_prefix_caching, args.scheduling_policy, True, False, False, None,
         )  # fmt: skip
         command = [sys.executable, "-P", str(ENGINE), json.dumps(settings.get("engine", {}))]
-        return original.over(async_llm.Front(command, opening, TOK), **(options | settings.get("front", {})))
+        return original.over(async_llm.Front(command, opening, TOK), say=say, **(options | settings.get("front", {})))
 
     return opened
 

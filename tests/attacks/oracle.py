@@ -20,10 +20,10 @@ GOLDEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tokens(prompt: Sequence[int], most: int, seed: int = 7, length: int = 1 << 20) -> list[int]:
-    """The greedy continuation, nothing stopping it."""
-    config = SchedulerConfig(length, 4, length, 1, 1, VOCAB)
-    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, seed=seed)
+def tokens(prompt: Sequence[int], most: int, seed: int = 7, temperature: float = 0.0) -> list[int]:
+    """The continuation, nothing stopping it."""
+    config = SchedulerConfig(1 << 20, 4, 1 << 20, 1, 1, VOCAB)
+    params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=seed)
     request = Request("x", list(prompt), params)
     admit(request, config, SEED)
     expected = Expected(request, config)
@@ -36,11 +36,11 @@ def text(prompt: Sequence[int], ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.flush()])
 
 
-@lru_cache(4096)
-def _answer(prompt: tuple[int, ...], most: int, seed: int) -> str:
-    return text(prompt, tokens(prompt, most, seed))
+@lru_cache(1 << 14)
+def _answer(prompt: tuple[int, ...], most: int, seed: int, temperature: float) -> str:
+    return text(prompt, tokens(prompt, most, seed, temperature))
 
 
-def answer(prompt: Sequence[int], most: int, seed: int = 7) -> str:
-    """The text of the greedy continuation."""
-    return _answer(tuple(prompt), most, seed)
+def answer(prompt: Sequence[int], most: int, seed: int = 7, temperature: float = 0.0) -> str:
+    """The text of the continuation."""
+    return _answer(tuple(prompt), most, seed, temperature)

@@ -166,11 +166,15 @@ class Target:
 
     def figure(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        rows = self.ask("/metrics").body.decode().splitlines()
+        reply = self.ask("/metrics")
+        assert reply.status == 200, reply
+        rows = reply.body.decode().splitlines()
         return sum(float(row.rsplit(" ", 1)[1]) for row in rows if re.match(rf"llmc:{name}[{{ ]", row))
 
-    def at_rest(self, seconds: float = 20.0) -> None:
-        """Nothing is open, and no page is held."""
+    def at_rest(self, seconds: float = 20.0, fresh: bool = True) -> None:
+        """Nothing is open, and no page is held. Figures are a heartbeat old; `fresh`: a new one is waited for."""
+        if fresh:
+            time.sleep(0.25)
         names = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_cache_usage_perc")
         until(lambda: not any(self.figure(name) for name in names), seconds)
 

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def open_server() -> Iterator[Server]:
     """Without one, as the documentation begins."""
-    with serving(None) as one:
+    with serving() as one:
         yield one
 
 

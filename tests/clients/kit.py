@@ -11,14 +11,15 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / os.environ.get("VENV", ".venv") / "bin"
 DEMO = ROOT / "build" / "demo.llmc"
+ADDRESS = re.compile(r" at (http[^\s\"]+)")
 STARTS = 120  # seconds a process has to say its first line
 CHAT = [{"role": "user", "content": "What is a river?"}]
 QUESTIONS = ("What is a river?", "What does a cat eat?", "Where is the moon?", "What is a book?")
@@ -76,19 +77,31 @@ class Server:
         raise AssertionError("requests stay open, or pages stay used")
 
 
+def serving(keys: Path | None = None) -> AbstractContextManager[Server]:
+    """llmc-serve over the demonstration model, on a port of its own."""
+    command = [PROJECT / "llmc-serve", DEMO, "--port", "0", "--threads", "1"]
+    key = keys.read_text().strip() if keys else ""
+    return started([*command, "--api-key-file", keys] if keys else command, Server("", key))
+
+
+def slow(seconds: float) -> AbstractContextManager[Server]:
+    """The same server over a simulated device that takes so long for each token; what it says means nothing."""
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "tests"))
+    command = [PROJECT / "python", ROOT / "tests" / "runtime" / "serve_fake.py", str(seconds), "5"]
+    return started(command, Server("", "", "toy"), PYTHONPATH=paths)
+
+
 @contextmanager
-def serving(keys: Path | None, *options: str) -> Iterator[Server]:
-    """llmc-serve over the demonstration model on a port of its own; it has to end with 0 after SIGTERM."""
-    command = [PROJECT / "llmc-serve", DEMO, "--port", "0", "--threads", "1", *options]
-    command += ["--api-key-file", keys] if keys else []
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def started(command: Sequence[str | Path], server: Server, **environment: str) -> Iterator[Server]:
+    """The server, its address filled in once it listens; it has to end with 0 after SIGTERM."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     assert process.stderr is not None
     said, log = threading.Event(), list[str]()
 
     def read() -> None:
         for line in process.stderr:
             log.append(line)
-            if " at http" in line:
+            if ADDRESS.search(line):
                 said.set()
         said.set()
 
@@ -96,9 +109,9 @@ def serving(keys: Path | None, *options: str) -> Iterator[Server]:
     reader.start()
     try:
         assert said.wait(STARTS) and log, "llmc-serve says nothing"
-        found = [line for line in log if " at http" in line]
+        found = ADDRESS.search("".join(log))
         assert found, "".join(log)
-        yield Server(found[0].split(" at ")[1].split()[0], keys.read_text().strip() if keys else "")
+        yield replace(server, url=found[1])
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)

@@ -19,4 +19,7 @@ if __name__ == "__main__":
     options = options_of(given.args, os.environ, None)
     tls = None if options.tls is None else options.tls.context()
     with listening(options.host, options.port, options.uds) as bound:
-        asyncio.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))
+        try:
+            asyncio.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))
+        except KeyboardInterrupt:
+            sys.exit(130)

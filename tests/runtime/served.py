@@ -62,7 +62,7 @@ class Served:
 @contextmanager
 def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
-    tokens: int = 1 << 20, per_key: int | None = None,
+    tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (),
 ) -> Iterator[Served]:  # fmt: skip
     """A server in a thread, on a port of its own."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -72,7 +72,7 @@ def served(
         async with fake(pace, tok=TOK) as llm:
             meters = Meters("toy", llm.stats)
             serving = Serving(llm, ("toy", "other"), Admission(sequences, tokens, per_key, meters.refused), meters)
-            app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"))
+            app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"), admin_keys=admin_keys)
             config = uvicorn.Config(
                 app, http=Quick, ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=MOST_HEAD
             )

@@ -298,7 +298,7 @@ def test_chats_that_cannot_be(http: httpx.Client) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]}]
     for more, param in (
         ({"messages": []}, "messages"), ({"messages": [{"content": "x"}]}, "messages"),
-        ({"messages": image}, "messages[0].content"), ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": image}, "messages[0].content"), ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"chat_template": "{{ 1 }}"}, "chat_template"),

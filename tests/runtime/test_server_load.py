@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -163,7 +164,8 @@ class Command:
 
     @property
     def url(self) -> str:
-        return next((line.split(" at ")[1].strip() for line in self.lines if " at http" in line), "")
+        found = re.search(r" at (http[^\s\"]+)", "".join(self.lines))
+        return found[1] if found else ""
 
     def end(self) -> tuple[int, str]:
         """The exit code, and what it said."""

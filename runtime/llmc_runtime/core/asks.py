@@ -1,4 +1,4 @@
-"""Questions to a running engine beside its requests: who waits for an answer, and how the engine finds it. No sockets."""
+"""Questions to a running engine beside its requests: who waits for an answer, how the engine finds it. No sockets."""
 
 from __future__ import annotations
 

@@ -89,6 +89,8 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         output_kind: str = "cumulative",
         visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -96,7 +98,8 @@ class AsyncLLM:
 
         `output_kind`: "cumulative" (everything so far), "delta" (of each output what is new) or "final_only". A reader
         that is slow gets fewer and larger ones. `visible` special tokens are in the text even where others are skipped.
-        Leaving the iterator, or cancelling its task, ends the request. Without parameters the model's defaults count.
+        Leaving the iterator, or cancelling its task, ends the request, and so do `timeout` seconds: E666. Tenants get
+        equal service where there is too little for all. Without parameters the model's defaults count.
         LlmcError: E6xx where it cannot run, E660 to E664 from the process.
         """
         if output_kind not in KINDS:
@@ -106,13 +109,18 @@ class AsyncLLM:
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = sampling_params or self._defaults(ready)
         words = words_of(params, tokenizer)
-        reader = supervisor.requests.open(request_id, ready, params, tokenizer, output_kind, visible)
+        requests = supervisor.requests
+        reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
+        loop = asyncio.get_running_loop()
+        timer = None if timeout is None else loop.call_later(timeout, requests.expire, reader, timeout)
         try:
-            supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words))
+            supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words, tenant))
             while (output := await reader.next()) is not None:
                 yield output
         finally:
-            supervisor.requests.drop(reader)
+            if timer is not None:
+                timer.cancel()
+            requests.drop(reader)
 
     async def abort(self, request_id: str) -> int:
         """End the requests of this id; their readers get a last output, of finish reason "abort". How many."""
@@ -184,9 +192,20 @@ class AsyncLLM:
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges, at most a heartbeat old; `restarts`, and requests that are open here."""
         supervisor = self._running()
-        pulse = supervisor.pulse
         mine = {"restarts": supervisor.restarts, "num_requests_open": len(supervisor.requests)}
-        return {**({} if pulse is None else pulse.stats), **mine}
+        return {**supervisor.stats(), **mine}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait in the engine, a heartbeat ago at most."""
+        pulse = self._running().pulse
+        return 0 if pulse is None else int(pulse.stats.get("num_requests_waiting", 0))  # type: ignore[arg-type]
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds of the last start of the engine: "total", "process" (until it began to open the artifact), and of
+        each part of opening it."""
+        return dict(self._running().startup)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

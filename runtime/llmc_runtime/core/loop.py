@@ -17,6 +17,7 @@ from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError, as_told
 from llmc_runtime.grammar import SECONDS, Grammar, Grammars
 from llmc_runtime.live import one_of
+from llmc_runtime.metrics import COMPILE_SECONDS, Sketch, Stat
 from llmc_runtime.sched.params import MAX_N, SamplingParams
 from llmc_runtime.sched.request import Request
 
@@ -27,7 +28,7 @@ class _Compiling(NamedTuple):
     add: Add
     params: SamplingParams
     future: Future[Any]
-    deadline: float
+    began: float
 
 
 class Loop:
@@ -41,6 +42,7 @@ class Loop:
         self._told: list[Delta] = []  # refusals that were not sent yet
         self._gone: set[int] = set()  # aborted, not arrived
         self._last = -1  # the highest number that arrived
+        self._compiled = Sketch(COMPILE_SECONDS)  # seconds that requests waited for their grammars
         self.nonsense = 0  # messages that cannot be meant
 
     @property
@@ -66,7 +68,7 @@ class Loop:
                 self._start(add, params, None)
                 return
             future = self._need_grammars().submit(wanted)
-            self._compiling.append(_Compiling(add, params, future, time.monotonic() + SECONDS))
+            self._compiling.append(_Compiling(add, params, future, time.monotonic()))
         except Exception as e:
             self._refuse(add, e)
 
@@ -89,6 +91,15 @@ class Loop:
             deltas += [sent(delta) for delta in self._engine.step()]
         return deltas
 
+    def stats(self) -> dict[str, Stat]:
+        """Those of the engine, and of what waits here; asked from any thread."""
+        stats: dict[str, Stat] = {**self._engine.counters.as_dict(), **self._engine.stats()}
+        capacity, deferred = len(self._engine.scheduler.waiting), len(self._compiling)
+        stats["num_requests_waiting"] = capacity + deferred
+        stats["num_requests_waiting_by_reason"] = {"capacity": capacity, "deferred": deferred}
+        stats["grammar_compilation_time_seconds"] = self._compiled.told()
+        return stats
+
     def close(self) -> None:
         """Compile nothing more."""
         if self._grammars is not None:
@@ -97,9 +108,10 @@ class Loop:
     def _take_compiled(self) -> None:
         now, later = time.monotonic(), deque[_Compiling]()
         for one in self._compiling:
-            if not one.future.done() and now < one.deadline:
+            if not one.future.done() and now < one.began + SECONDS:
                 later.append(one)
                 continue
+            self._compiled.add(now - one.began)
             try:
                 if not one.future.done():
                     cause = f"the grammar was not compiled within {SECONDS:.0f} s"
@@ -128,6 +140,7 @@ class Loop:
                     add.bad_words,
                     guide,
                     leader,
+                    add.tenant,
                 )
                 self._engine.add(request)
                 leader = leader or request

@@ -76,6 +76,7 @@ class Add(_Message):
     priority: int
     cache_salt: str
     bad_words: list[list[int]]
+    tenant: str = ""
 
 
 class Open(_Message):
@@ -132,6 +133,8 @@ class Ready(_Message):
     page_size: int
     vocab_size: int
     summary: str
+    prefix_caching: bool = False
+    stages: dict[str, float] = {}  # seconds of each part of opening
 
 
 class Failed(_Message):
@@ -152,6 +155,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     fault: Fault | None
     prompt_logprobs: list[TokenLogprobs] | None
     stopped: bool
+    times: tuple[float, float] | None = None
 
 
 class Outputs(_Message):
@@ -166,7 +170,7 @@ class Pulse(_Message):
 
     age: float
     nonsense: int
-    stats: dict[str, float | dict[str, int]]
+    stats: dict[str, float | dict[str, int] | list[float]]
 
 
 class Reply(_Message):
@@ -237,7 +241,7 @@ def sent(delta: RequestDelta) -> Delta:
     fault = None if delta.error is None else fault_of(delta.error)
     return Delta(
         int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
-        delta.num_cached, fault, delta.prompt_logprobs, delta.stopped,
+        delta.num_cached, fault, delta.prompt_logprobs, delta.stopped, delta.times,
     )  # fmt: skip
 
 
@@ -246,5 +250,5 @@ def received(delta: Delta) -> RequestDelta:
     error = None if delta.fault is None else error_of(delta.fault)
     return RequestDelta(
         str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
-        delta.num_cached, error, delta.prompt_logprobs, delta.stopped,
+        delta.num_cached, error, delta.prompt_logprobs, delta.stopped, delta.times,
     )  # fmt: skip

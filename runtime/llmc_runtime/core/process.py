@@ -6,6 +6,7 @@ seconds between two signs of life. It ends when the front does.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
@@ -14,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from llmc_runtime.core.messages import (
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import as_told
 from llmc_runtime.grammar import Grammars
+from llmc_runtime.metrics import Stat
 
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 _DRAIN = 0.002  # seconds between two steps for new requests
@@ -51,12 +53,14 @@ _SENSELESS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 @dataclass(frozen=True)
 class Session:
-    """An open engine: one line about it, the grammars of its vocabulary, and how to give everything back."""
+    """An open engine: one line about it, the grammars of its vocabulary, how to give everything back, and the seconds
+    that each part of opening took."""
 
     engine: Engine
     summary: str
     grammars: Callable[[], Grammars | None]
     close: Callable[[], None]
+    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 Opener = Callable[[Open, Callable[[str], None]], Session]
@@ -70,7 +74,9 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
     from llmc_runtime.trace import follow
 
     say(f"opening {wanted.path}")
+    began = time.monotonic()
     artifact = open_artifact(wanted.path, verify=wanted.verify, threads=wanted.threads)
+    stages = {"artifact": time.monotonic() - began}
     limits = Limits(wanted.max_model_len, wanted.max_num_seqs, wanted.max_num_batched_tokens, wanted.kv_bytes)
     opened = open_engine(
         artifact,
@@ -96,7 +102,7 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
         if trace is not None:
             trace.finish()
 
-    return Session(opened.engine, opened.summary, grammars, close)
+    return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages})
 
 
 class _Pulses(threading.Thread):
@@ -129,6 +135,7 @@ class CoreProcess:
         self._session: Session | None = None
         self._loop: Loop | None = None
         self._nonsense = 0
+        self._idle = (0.0, 0.0)  # seconds without work, and since when there is none; 0: there is some
         self._encode = msgspec.msgpack.Encoder().encode
         self._add_of, self._control_of = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
 
@@ -143,10 +150,12 @@ class CoreProcess:
 
     def pulse(self) -> Pulse:
         """How it is; asked from another thread than the one that works."""
-        began, session, loop = self._began, self._session, self._loop
-        stats: dict[str, Any] = {}
-        if session is not None:
-            stats = {**session.engine.counters.as_dict(), **session.engine.stats()}
+        began, loop = self._began, self._loop
+        stats: dict[str, Stat] = {}
+        if loop is not None:
+            total, since = self._idle
+            idle = total + (time.monotonic() - since if since else 0.0)
+            stats = {**loop.stats(), "scheduler_idle_seconds": idle}
         nonsense = self._nonsense + (0 if loop is None else loop.nonsense)
         return Pulse(time.monotonic() - began if began else 0.0, nonsense, stats)
 
@@ -184,8 +193,9 @@ class CoreProcess:
             return 1
         config = session.engine.scheduler.config
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
-        self._say(Ready(*sizes, config.num_pages, config.page_size, config.vocab_size, session.summary))
+        pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = Loop(session.engine, session.grammars)
+        self._say(Ready(*sizes, *pool, session.summary, config.prefix_caching, dict(session.stages)))
         try:
             return self._serve(self._loop, session.engine, Answers(session.engine))
         finally:
@@ -214,7 +224,14 @@ class CoreProcess:
                 self._say(reply)
             if not loop.busy:
                 self._began = 0.0
-                poller.poll(5 if loop.waiting else answers.patience)
+                self._rest(poller, 5 if loop.waiting else answers.patience)
+
+    def _rest(self, poller: Any, patience: float | None) -> None:
+        """Wait for news, `patience` milliseconds at most."""
+        began, total = time.monotonic(), self._idle[0]
+        self._idle = (total, began)
+        poller.poll(patience)
+        self._idle = (total + time.monotonic() - began, 0.0)
 
     def _take_control(self, loop: Loop, answers: Answers) -> bool:
         """Do all that is asked for now. True: to stop."""
@@ -260,6 +277,7 @@ def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """What the engine process runs. The exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the front's affair; whoever ends a whole service tells us, too
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front asks where we are
     parent, folder, heartbeat = argv
     return CoreProcess(int(parent), Path(folder), float(heartbeat), opener).run()
 

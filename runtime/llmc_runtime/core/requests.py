@@ -73,7 +73,9 @@ class Reader:
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         answer, first = self.answer, self.answer.parts[0]
         finished, cached, scores = not self._open, first.num_cached, first.prompt_logprobs
-        return RequestOutput(answer.request_id, answer.prompt, self._prompt_ids, outputs, finished, cached, scores)
+        return RequestOutput(
+            answer.request_id, answer.prompt, self._prompt_ids, outputs, finished, cached, scores, first.times
+        )
 
 
 class Requests:
@@ -153,6 +155,13 @@ class Requests:
         for reader in found:
             self.drop(reader)
         return len(found)
+
+    def expire(self, reader: Reader, seconds: float) -> None:
+        """Its time is over: it ends now with E666, whether somebody reads it or not, unless it has finished."""
+        if not reader.answer.finished:
+            cause = f"the request did not end within its {seconds:.3g} s"
+            self._abort(self._end(reader, LlmcError("E666", cause, "more time, fewer tokens, or another moment")))
+            reader.wake()
 
     def fail_all(self, error: LlmcError) -> int:
         """Every open request ends with `error`. How many had not finished."""

@@ -12,6 +12,7 @@ from llmc_runtime.core.channel import TICK, Channel
 from llmc_runtime.core.messages import Add, Open, Pulse, Ready, Reply
 from llmc_runtime.core.requests import Requests
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.metrics import Stat, added
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FORGIVEN = 3600.0  # seconds after which a failure no longer counts
@@ -36,6 +37,8 @@ class Supervisor:
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
+        self.startup: dict[str, float] = {}  # seconds of each part of the last start
+        self._past: dict[str, Stat] = {}  # what the engines before this one counted
         self._failures: list[float] = []
         self._channel: Channel | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -50,6 +53,10 @@ class Supervisor:
     def pulse(self) -> Pulse | None:
         """The engine's last sign of life."""
         return None if self._channel is None else self._channel.pulse
+
+    def stats(self) -> dict[str, Stat]:
+        """The figures of this engine, a heartbeat old at most, its counters with those of the engines before it."""
+        return added(self._past, {} if self.pulse is None else self.pulse.stats)
 
     @property
     def pid(self) -> int | None:
@@ -116,6 +123,7 @@ class Supervisor:
 
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
+        began = time.monotonic()
         channel = Channel(self._command, heartbeat, self.requests.take, self._asks.take, self._say)
         try:
             self.ready = await channel.open(self._wanted, self._args.start_timeout)
@@ -123,6 +131,8 @@ class Supervisor:
             await asyncio.shield(channel.kill())
             raise
         self._channel, self._state, self.error = channel, READY, None
+        total, stages = time.monotonic() - began, self.ready.stages
+        self.startup = {"total": total, "process": max(0.0, total - sum(stages.values())), **stages}
         return self.ready
 
     async def _look_after(self) -> None:
@@ -139,10 +149,13 @@ class Supervisor:
     async def _replace(self, error: LlmcError) -> None:
         """Tell everybody, end what is left of the process, and start another one unless that was too often."""
         closing = self._state == DRAINING
+        before, self._past = self._past, self.stats()
         channel, self._channel = self._channel, None
         self._state, self.error = (DRAINING if closing else STARTING), error
         if channel is not None:
             await asyncio.shield(channel.kill())
+            if channel.pulse is not None:
+                self._past = added(before, channel.pulse.stats)  # its last words may have been newer
         told = self.requests.fail_all(error)
         self._asks.fail_all(error)
         self._say(f"{error.cause}; requests that were told: {told}")

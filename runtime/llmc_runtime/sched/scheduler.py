@@ -170,8 +170,7 @@ class Scheduler:
                 continue  # it ended while the step ran
             if item.emit:
                 deltas.append(append(request, token, found))
-        self.counters.num_steps += 1
-        self.counters.num_scheduled_tokens += scheduled
+        self.counters.step(scheduled)
         return deltas
 
     def rollback(self) -> None:

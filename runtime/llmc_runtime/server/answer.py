@@ -38,6 +38,7 @@ class Usage:
 
     prompt: int
     generated: int = 0
+    reasoning: int | None = None  # of these; None where no reasoning is told apart
     cached: dict[int, int] = field(default_factory=dict)  # by prompt
 
     def take(self, index: int, news: RequestOutput) -> None:
@@ -47,11 +48,13 @@ class Usage:
 
     def told(self) -> dict[str, Any]:
         """As OpenAI has it."""
+        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            **details,
         }
 
 

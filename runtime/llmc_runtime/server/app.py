@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
+from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.chat import Chat
 from llmc_runtime.server.completions import Completion
-from llmc_runtime.server.errors import ApiError, internal, not_found
+from llmc_runtime.server.errors import ApiError, not_found
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from llmc_runtime.server.guard import Guard, Keys, Limits, read_body
+from llmc_runtime.server.handler import told
 from llmc_runtime.server.meters import CONTENT_TYPE
 from llmc_runtime.server.openapi import description
+from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import parse
-from llmc_runtime.server.replies import Events, Gone, as_error, as_json, place, while_connected
+from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
 from llmc_runtime.server.serving import Call, Serving
 
-log = logging.getLogger("llmc.serve")
 T = TypeVar("T", bound=msgspec.Struct)
-_GONE = 499  # nobody reads it
 
 
 def application(
@@ -39,14 +38,17 @@ def application(
     limits: Limits | None = None,
     hosts: Sequence[str] | None = None,
     root_path: str = "",
+    admin_keys: Sequence[str] = (),
 ) -> ASGIApp:
     """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
-    proxy in front takes off the path."""
-    endpoints = Endpoints(serving, limits or Limits(), root_path)
-
-    app = Starlette(routes=endpoints.routes(), exception_handlers={HTTPException: _http_error})
+    proxy in front takes off the path; without `admin_keys` there is nothing under /admin/."""
+    limits = limits or Limits()
+    routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
+    if admin_keys:
+        routes += Admin(serving, limits).routes()
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return Guard(app, Keys(keys), limits or Limits(), hosts)
+    return Guard(app, Keys(keys), limits, hosts, Keys(admin_keys))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -54,32 +56,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return as_error(not_found("there is no such route"))
     cause = "the method is not allowed here" if error.status_code == 405 else "the request is refused"
-    told = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
-    return as_error(told)
-
-
-Handler = Callable[[Any, Request], Awaitable[Response]]
-
-
-def _told(handler: Handler) -> Handler:
-    """The handler, its errors as replies; of other mistakes the log has the place, and the client nothing."""
-
-    @functools.wraps(handler)
-    async def safe(self: Any, request: Request) -> Response:
-        try:
-            return await handler(self, request)
-        except ApiError as e:
-            if e.status >= 500:
-                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
-            return as_error(e)
-        except (Gone, ClientDisconnect):
-            self.serving.meters.gone()
-            return Response(status_code=_GONE)
-        except Exception as e:
-            log.error("%s failed%s", request.scope["llmc.id"], place(e))
-            return as_error(internal())
-
-    return safe
+    refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
+    return as_error(refused)
 
 
 class Endpoints:
@@ -105,21 +83,21 @@ class Endpoints:
         routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
         return routes + [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
 
-    @_told
+    @told
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         asked = await self._read(request, CompletionRequest)
-        completion = Completion(self.serving, asked, self._call(request, "cmpl", "prompt"))
-        return await self._reply(request, completion, bool(asked.stream))
+        call = self._call(request, "cmpl", "prompt")
+        return await self._reply(request, Completion(self.serving, asked, call), bool(asked.stream), call)
 
-    @_told
+    @told
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         asked = await self._read(request, ChatRequest)
-        chat = Chat(self.serving, asked, self._call(request, "chatcmpl", "messages"))
-        return await self._reply(request, chat, bool(asked.stream))
+        call = self._call(request, "chatcmpl", "messages")
+        return await self._reply(request, Chat(self.serving, asked, call), bool(asked.stream), call)
 
-    @_told
+    @told
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a text or of a conversation."""
         asked = await self._read(request, TokenizeRequest)
@@ -136,30 +114,30 @@ class Endpoints:
         most = self.serving.llm.config.max_model_len
         return as_json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names})
 
-    @_told
+    @told
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         asked = await self._read(request, DetokenizeRequest)
         self.serving.check_model(asked.model)
         return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
 
-    @_told
+    @told
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: the tokens that have names. The chat template stays here; /tokenize applies it."""
         most = self.serving.llm.config.max_model_len
         return as_json({**self.serving.prompting.tokenizer.named_tokens, "model_max_length": most})
 
-    @_told
+    @told
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings, which models here have none of."""
         raise not_found("models here generate text; none makes embeddings", code="unsupported_endpoint")
 
-    @_told
+    @told
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return as_json({"object": "list", "data": [self._model(name) for name in self.serving.names]})
 
-    @_told
+    @told
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
         name = request.path_params["name"]
@@ -170,10 +148,11 @@ class Endpoints:
         """GET /health: 200 while the engine lives."""
         return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
 
-    @_told
+    @told
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while a request would be admitted."""
         self.serving.check_ready()
+        self.serving.admission.check_wait()
         return Response()
 
     async def version(self, request: Request) -> Response:
@@ -199,11 +178,23 @@ class Endpoints:
         return parse(await read_body(request, self.limits), kind, self.serving.meters.unknown)
 
     def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
-        return Call(f"{prefix}-{uuid.uuid4().hex}", request.scope["llmc.key"], prompt_param)
+        return Call(
+            f"{prefix}-{uuid.uuid4().hex}",
+            request.scope["llmc.key"],
+            prompt_param,
+            request.scope.get("llmc.record"),
+            request.scope["llmc.id"],
+            hold=self.serving.hold(request.headers.get("x-request-timeout")),
+        )
 
-    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool) -> Response:
-        """The answer, ended early where the client goes away."""
-        if stream:
+    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool, call: Call) -> Response:
+        """The answer, ended early where the client goes away. Whoever generates gives the call's place back; who does
+        not come so far has it given back here."""
+        try:
+            if not stream:
+                return as_json(await while_connected(request.receive, answer.whole()))
             chunks = await while_connected(request.receive, answer.pieces())
-            return Events(chunks, self.serving.meters.gone)
-        return as_json(await while_connected(request.receive, answer.whole()))
+        except BaseException:
+            call.hold.release()
+            raise
+        return Events(chunks, self.serving.meters.gone)

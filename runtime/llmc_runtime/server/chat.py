@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.answer import Row, Usage, clamped, gather, spelled, told_scores
+from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
+from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
+from llmc_runtime.server.tools.message import Turn
+from llmc_runtime.server.tools.plan import Plan, plan_of
 
 
 class Chat:
@@ -25,19 +29,9 @@ class Chat:
 
     async def whole(self) -> dict[str, Any]:
         """The answer's JSON."""
-        prompt, params = await self._ready()
-        news = self._serving.run([prompt], params, self._asked, self._call)
-        whole = await gather(news, [prompt], params.n)
-        choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for i, choice in enumerate(whole.choices[0])
-        ]
+        prompt, params, plan = await self._ready()
+        whole = await gather(self._news(prompt, params, plan), [prompt], params.n)
+        choices = [self._choice(i, choice, plan, whole.usage) for i, choice in enumerate(whole.choices[0])]
         told = {**self._head, "object": "chat.completion", "choices": choices, "usage": whole.usage.told()}
         if self._asked.prompt_logprobs is not None:
             told["prompt_logprobs"] = told_scores(whole.prompt_logprobs[0])
@@ -45,19 +39,52 @@ class Chat:
 
     async def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """The answer's JSON, chunk by chunk; it returns once the first news are there."""
-        prompt, params = await self._ready()
-        news = await begun(self._serving.run([prompt], params, self._asked, self._call))
-        return self._chunks(news, prompt, params)
+        prompt, params, plan = await self._ready()
+        news = await begun(self._news(prompt, params, plan))
+        return self._chunks(news, prompt, params, plan)
 
-    async def _ready(self) -> tuple[Prompt, SamplingParams]:
+    async def _ready(self) -> tuple[Prompt, SamplingParams, Plan]:
         asked, serving = self._asked, self._serving
         serving.check_model(asked.model)
         serving.check_ready()
-        params = of_chat(asked, serving.llm)
-        return await serving.prompting.of_chat(asked), params
+        params, plan = of_chat(asked, serving.llm), plan_of(asked, serving.dialect)
+        serving.reserve(self._call, params)
+        tools = None if plan.tools is None else plan.tools.given
+        prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
+        plan = plan.behind(prompt, asked)
+        return prompt, plan.constrained(params), plan
 
-    async def _chunks(self, news: News, prompt: Prompt, params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
+        """What the engine says; a grammar that was made of tools is blamed on them."""
+        call = replace(self._call, visible=plan.visible)
+        try:
+            async with aclosing(self._serving.run([prompt], params, self._asked, call)) as news:  # type: ignore[type-var]
+                async for item in news:
+                    yield item
+        except ApiError as e:
+            if plan.tools is not None and e.param == "structured_outputs":
+                e.param, e.message = "tools", e.message.replace("structured_outputs: grammar", "tools: their grammar")
+            raise
+
+    def _choice(self, index: int, choice: Choice, plan: Plan, usage: Usage) -> dict[str, Any]:
+        """One finished output; its reasoning is counted."""
+        turn, text = Turn(plan, self._asked.include_reasoning is False), "".join(choice.text)
+        message = turn.message(text, choice.token_ids)
+        if plan.thoughts is not None:
+            usage.reasoning = (usage.reasoning or 0) + turn.reasoning_tokens
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+            "finish_reason": turn.finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+        }
+
+    async def _chunks(
+        self, news: News, prompt: Prompt, params: SamplingParams, plan: Plan
+    ) -> AsyncIterator[dict[str, Any]]:
         usage = Usage(len(prompt.ids))
+        turns = None if plan.plain else [Turn(plan, self._asked.include_reasoning is False) for _ in range(params.n)]
         options = self._asked.stream_options
         always = bool(options and options.continuous_usage_stats)
         last = bool(options and options.include_usage)
@@ -69,19 +96,26 @@ class Chat:
             async for index, output in items:
                 usage.take(index, output)
                 for one in output.outputs:
-                    choice = self._piece(one)
+                    choice = self._piece(one, None if turns is None else turns[one.index])
+                    if turns is not None and plan.thoughts is not None:
+                        usage.reasoning = sum(turn.reasoning_tokens for turn in turns)
                     if choice is not None:
                         extra = {"usage": usage.told()} if always else extra
                         yield {**head, "choices": [choice], **extra}
         if last:
             yield {**head, "choices": [], "usage": usage.told()}
 
-    def _piece(self, one: CompletionOutput) -> dict[str, Any] | None:
+    def _piece(self, one: CompletionOutput, turn: Turn | None) -> dict[str, Any] | None:
         """One chunk's choice; None where it would say nothing."""
-        logprobs = self._logprobs(one.token_ids, one.logprobs or [])
-        if not one.text and one.finish_reason is None and logprobs is None:
+        logprobs, finish = self._logprobs(one.token_ids, one.logprobs or []), one.finish_reason
+        if turn is None:
+            delta: dict[str, Any] = {"content": one.text} if one.text else {}
+        else:
+            delta = turn.take(one.text, one.token_ids, finish is not None).delta()
+            finish = turn.finish_reason(finish)
+        if not delta and finish is None and logprobs is None:
             return None
-        choice = _choice(one.index, {"content": one.text} if one.text or logprobs else {}, one.finish_reason)
+        choice = _choice(one.index, delta or ({"content": ""} if logprobs else {}), finish)
         choice["logprobs"] = logprobs
         if one.finish_reason is not None:
             choice["stop_reason"] = one.stop_reason

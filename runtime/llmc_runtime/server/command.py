@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import Tls, listening, name_of
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.serving import Serving
 
@@ -39,14 +41,24 @@ class Options:
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None
     max_per_key: int | None = None
+    max_queue_wait: float | None = 600.0
+    request_timeout: float | None = None
+    max_connections: int | None = None
+    metrics_alias: str | None = None
     max_body: int = 8 << 20
     shutdown_timeout: int = 30
     log_level: str = "info"
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
     uds: Path | None = None
     tls: Tls | None = None
     root_path: str = ""
+    admin_keys: Sequence[str] = ()
+    log_format: str = "text"
+    access_log: bool = True
+    log_requests: bool = False
 
     @property
     def local(self) -> bool:
@@ -56,43 +68,55 @@ class Options:
 
 def serve(options: Options) -> int:
     """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E649, E665, those of opening."""
+    require_packages()
+    from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.server.logs import teller
+
+    tls = None if options.tls is None else options.tls.context()
+    with listening(options.host, options.port, options.uds) as bound:
+        llm = AsyncLLM(options.model, say=teller(options.log_format), **options.engine)
+        asyncio.run(serve_over(llm, options, bound, tls))
+    return 0
+
+
+def require_packages() -> None:
+    """LlmcError E665 unless what the server needs is installed."""
     try:
         import uvicorn  # noqa: F401
 
         import llmc_runtime.server.app  # noqa: F401
     except ImportError as e:
         raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
-    from llmc_runtime.core.async_llm import AsyncLLM
-
-    tls = None if options.tls is None else options.tls.context()
-    with listening(options.host, options.port, options.uds) as bound:
-        _log_to_stderr(options.log_level)
-        asyncio.run(serve_over(AsyncLLM(options.model, **options.engine), options, bound, tls))
-    return 0
 
 
 async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> None:
     """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
     import uvicorn
 
-    from llmc_runtime.server.app import application
-    from llmc_runtime.server.guard import LOOPBACK, Limits
-    from llmc_runtime.server.wire import MOST_HEAD, Wire
+    from llmc_runtime.server.dump import dump_on_quit
+    from llmc_runtime.server.logs import teller, to_stderr
+    from llmc_runtime.server.wire import MOST_HEAD, Bound, descriptors, wire
 
-    hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
+    to_stderr(options.log_level, options.log_format)
+    say = teller(options.log_format)
+    most = descriptors(options.max_connections)
     async with llm:
         serving = _serving(options, llm)
-        app = application(serving, options.keys, Limits(body=options.max_body), hosts, options.root_path)
+        connections = Bound(most, lambda: serving.meters.refused("connections"))
+        serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: connections.open)
         config = uvicorn.Config(
-            app, http=Wire, ws="none", lifespan="off", h11_max_incomplete_event_size=MOST_HEAD, log_config=None,
-            access_log=False, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
+            _application(options, serving), http=wire(connections), ws="none", lifespan="off", log_config=None,
+            access_log=False,
+            h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
             timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
         )  # fmt: skip
         config.load()
         config.ssl = tls
-        print(f"llmc: {serving.names[0]} at {name_of(bound, tls is not None)}", file=sys.stderr, flush=True)
+        for line in serving.dialect.lines:
+            say(line)
+        say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
         if not options.local and not options.keys:
-            print("llmc: anybody who reaches this address may ask: no API keys were given", file=sys.stderr, flush=True)
+            say("anybody who reaches this address may ask: no API keys were given")
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
         def end() -> None:
@@ -102,10 +126,23 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             serving.admission.draining = True
             loop.call_soon_threadsafe(loop.call_later, options.shutdown_timeout, end)
 
+        dump_on_quit(loop, serving)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         try:
             await draining(uvicorn, config, drain).serve([bound])
         finally:
             serving.close()
+
+
+def _application(options: Options, serving: Serving) -> ASGIApp:
+    from llmc_runtime.server.app import application
+    from llmc_runtime.server.guard import LOOPBACK, Limits
+    from llmc_runtime.server.logs import Logged
+
+    hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
+    limits = Limits(body=options.max_body)
+    app = application(serving, options.keys, limits, hosts, options.root_path, options.admin_keys)
+    return Logged(app, options.log_requests) if options.access_log else app
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -133,20 +170,30 @@ def _checked(keys: list[str], where: str) -> list[str]:
     return found
 
 
+def names_of(options: Options) -> tuple[str, ...]:
+    """What the model is called by clients: the folder's name, unless others were given."""
+    return tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
+
+
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     from llmc_runtime.server.admission import Admission
-    from llmc_runtime.server.meters import Meters
+    from llmc_runtime.server.meters import Meters, about
     from llmc_runtime.server.serving import Serving
 
-    names = tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
-    meters = Meters(names[0], llm.stats)
+    names = names_of(options)
+    meters = Meters(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
     rows, length = llm.config.max_num_seqs, llm.config.max_model_len
     waiting = options.max_queued_tokens
     if waiting is None:
         waiting = options.max_queued_requests * length
     sequences = options.max_queued_requests + rows
-    admission = Admission(sequences, waiting + rows * length, options.max_per_key, meters.refused)
-    return Serving(llm, names, admission, meters, options.chat_template)
+    admission = Admission(
+        sequences, waiting + rows * length, options.max_per_key, meters.refused, rows, len(options.keys),
+        math.inf if options.max_queue_wait is None else options.max_queue_wait, lambda: llm.num_waiting,
+    )  # fmt: skip
+    meters.gauges["estimated_queue_wait_seconds"] = ("Seconds until a new request is expected to run", admission.wait)
+    parsers = options.tool_call_parser, options.reasoning_parser
+    return Serving(llm, names, admission, meters, options.chat_template, *parsers, options.request_timeout)
 
 
 def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
@@ -163,13 +210,3 @@ def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
                 self._captured_signals.remove(sig)
 
     return Draining(config)
-
-
-def _log_to_stderr(level: str) -> None:
-    """Times, levels and messages; requests are not logged, and texts of requests never are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("llmc", "uvicorn"):
-        log = logging.getLogger(name)
-        log.handlers[:], log.propagate = [handler], False
-        log.setLevel(level.upper() if name == "llmc" else "WARNING")

@@ -13,6 +13,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
+from llmc_runtime.server.prompting import MAX_PROMPTS
 from llmc_runtime.server.sampling import of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
@@ -60,6 +61,10 @@ class Completion:
         serving.check_model(asked.model)
         serving.check_ready()
         params = of_completion(asked, serving.llm)
+        single = isinstance(asked.prompt, str) or not asked.prompt or isinstance(asked.prompt[0], int)
+        known = len(asked.prompt) if single and not isinstance(asked.prompt, str) else 0
+        if single or len(asked.prompt) <= MAX_PROMPTS:  # more are refused below
+            serving.reserve(self._call, params, 1 if single else len(asked.prompt), known)
         return await serving.prompting.of_completion(asked), params
 
     async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> AsyncIterator[dict[str, Any]]:

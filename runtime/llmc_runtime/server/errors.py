@@ -5,6 +5,7 @@ Texts about a client's own input pass through; of a failure of ours a fixed text
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,14 +68,20 @@ def internal() -> ApiError:
     return ApiError("the server failed on this request", status=500, kind=SERVER, code="internal_error")
 
 
-def unavailable(message: str, code: str = "server_overloaded", seconds: int = 1) -> ApiError:
+def late(seconds: float) -> ApiError:
+    """504: the request's time is over; another try would not have more."""
+    cause = f"the request did not end within its {seconds:g} s"
+    return ApiError(cause, status=504, kind=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
+
+
+def unavailable(message: str, code: str = "server_overloaded", seconds: float = 1.0) -> ApiError:
     """503 with the time after which another try makes sense."""
     return ApiError(message, status=503, kind=SERVER, code=code, headers=retry_after(seconds))
 
 
-def retry_after(seconds: int) -> dict[str, str]:
-    """The two headers that clients obey."""
-    return {"Retry-After": str(seconds), "retry-after-ms": str(seconds * 1000)}
+def retry_after(seconds: float) -> dict[str, str]:
+    """The two headers that clients obey: whole seconds, and milliseconds."""
+    return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(round(seconds * 1000))}
 
 
 def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:

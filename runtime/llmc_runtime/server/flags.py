@@ -28,6 +28,7 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
     _keys(ap.add_argument_group("keys and TLS").add_argument)
     _load(ap.add_argument_group("load").add_argument)
     _logs(ap.add_argument_group("logs").add_argument)
+    _chats(ap.add_argument_group("chats").add_argument)
     _engine(ap.add_argument_group("engine").add_argument)
     add_elsewhere(ap)
     return ap
@@ -36,7 +37,8 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
 def _configuration(add: Any) -> None:
     add("--config", type=Path, metavar="FILE", help="options in YAML; those of the command line come first")
     add("--print-config", action="store_true", help="print every option and where it comes from, and serve nothing")
-    add("--json", action="store_true", help="print them as JSON")
+    add("--dry-run", action="store_true", help="print what would be served and whether it fits; open no device")
+    add("--json", action="store_true", help="print those as JSON")
 
 
 def _server(add: Any) -> None:
@@ -53,6 +55,8 @@ def _server(add: Any) -> None:
 def _keys(add: Any) -> None:
     add("--api-key-file", action="append", default=[], type=Path, metavar="FILE", help="API keys, one a line")
     add("--api-key-env", action="append", default=[], metavar="NAME", help="a variable with keys, comma-separated")
+    add("--admin-key-file", action="append", default=[], type=Path, metavar="FILE", help="keys of the /admin routes")
+    add("--admin-key-env", action="append", default=[], metavar="NAME", help="a variable with such keys")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="the private key, PEM; may be in the certificate's file")
     add("--ssl-certfile", type=Path, metavar="FILE", help="the certificate and its chain, PEM: serve over TLS")
     add("--ssl-ca-certs", type=Path, metavar="FILE", help="who may sign certificates of clients, PEM")
@@ -64,11 +68,29 @@ def _load(add: Any) -> None:
     add("--max-num-queued-reqs", type=positive, default=512, metavar="N", help="sequences that may wait (512)")
     add("--max-num-queued-tokens", type=positive, metavar="N", help="their tokens, prompts and most output")
     add("--max-num-reqs-per-key", type=positive, metavar="N", help="open sequences of one API key")
+    add("--max-queue-wait", type=float, default=600.0, metavar="SECONDS", help="most that may be waited (600; 0: any)")
+    add("--request-timeout", type=float, default=0.0, metavar="SECONDS", help="a request ends after so many (0: never)")
+    add("--max-connections", type=positive, metavar="N", help="open connections (4096, or what ulimit -n allows)")
+    add("--metrics-alias", choices=("vllm",), help="every metric under this prefix, too")
 
 
 def _logs(add: Any) -> None:
     levels = ("debug", "info", "warning", "error")
     add("--log-level", default="info", choices=levels, help="what is told on stderr (info)")
+    add("--log-format", default="text", choices=("text", "json"), help="of the lines on stderr (text)")
+    add("--disable-access-log", "--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+    add(
+        "--enable-log-requests", action=argparse.BooleanOptionalAction, default=False,
+        help="log the text of prompts, too; they are your users' words",
+    )  # fmt: skip
+
+
+def _chats(add: Any) -> None:
+    formats = ("auto", "hermes", "llama3_json", "mistral", "none")
+    marks = ("auto", "qwen3", "deepseek_r1", "mistral", "none")
+    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
+    add("--tool-call-parser", default="auto", choices=formats, help="how the model writes calls (by its template)")
+    add("--reasoning-parser", default="auto", choices=marks, help="how it marks reasoning (by its template)")
 
 
 def _engine(add: Any) -> None:
@@ -78,7 +100,6 @@ def _engine(add: Any) -> None:
     add("--kv-cache-memory-bytes", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 2GiB")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
     add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
-    add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")

@@ -70,7 +70,7 @@ def read(argv: Sequence[str], prog: str = "llmc-serve") -> Given:
 
 
 def options_of(args: argparse.Namespace, environment: Mapping[str, str], template: str | None) -> Options:
-    """What the server is started with; keys are read here. LlmcError E647 to E649."""
+    """What the server is started with; keys are read here. LlmcError E647 to E649, E668."""
     from llmc_runtime.server.command import Options, read_keys
     from llmc_runtime.server.listen import Tls
 
@@ -80,14 +80,31 @@ def options_of(args: argparse.Namespace, environment: Mapping[str, str], templat
     elif args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers:
         cause = "--ssl-keyfile, --ssl-ca-certs, --ssl-cert-reqs or --ssl-ciphers without --ssl-certfile"
         raise LlmcError("E649", f"{cause}: nothing would be encrypted", "name the certificate's file")
+    keys = read_keys(args.api_key_file, args.api_key_env, environment)
+    admin_keys = read_keys(args.admin_key_file, args.admin_key_env, environment)
+    if set(keys) & set(admin_keys):
+        remedy = "make another one for /admin: openssl rand -hex 24"
+        raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
     return Options(
         model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
-        keys=read_keys(args.api_key_file, args.api_key_env, environment), hosts=args.allowed_hosts,
+        keys=keys, hosts=args.allowed_hosts,
         max_queued_requests=args.max_num_queued_reqs, max_queued_tokens=args.max_num_queued_tokens,
-        max_per_key=args.max_num_reqs_per_key, max_body=args.max_body_bytes, root_path=args.root_path,
+        max_per_key=args.max_num_reqs_per_key, max_queue_wait=_limit("--max-queue-wait", args.max_queue_wait),
+        request_timeout=_limit("--request-timeout", args.request_timeout), max_connections=args.max_connections,
+        metrics_alias=args.metrics_alias, max_body=args.max_body_bytes, root_path=args.root_path,
         shutdown_timeout=args.shutdown_timeout, log_level=args.log_level, chat_template=template,
+        tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
+        admin_keys=admin_keys, log_format=args.log_format, access_log=not args.disable_access_log,
+        log_requests=args.enable_log_requests,
         engine={name: getattr(args, name) for name in _ENGINE},
     )  # fmt: skip
+
+
+def _limit(name: str, seconds: float) -> float | None:
+    """Seconds, or none for 0. LlmcError E668 for what is no time."""
+    if not 0 <= seconds <= 1e6:
+        raise LlmcError("E668", f"{name} {seconds} is no time", "seconds, up to 1000000, or 0 for no limit")
+    return seconds or None
 
 
 def _plain(value: Any) -> Any:

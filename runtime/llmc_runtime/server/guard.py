@@ -1,12 +1,14 @@
 """Who may ask, and how big a request may be: keys, hosts, headers and bodies, checked on the raw request; no routes.
 
 Every path needs a key, where there are keys, but the two of OPEN, compared as the bytes that came: whatever else a
-router takes a path for, nobody gets there without one.
+router takes a path for, nobody gets there without one. A browser that goes to PAGE brings it by HTTP Basic, which
+opens nothing else: what a browser sends by itself is good for the page alone, which has no data and changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import re
@@ -21,6 +23,7 @@ from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.replies import as_error
 
 OPEN = frozenset({"/health", "/ready"})
+PAGE = b"/"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -59,10 +62,16 @@ class Keys:
 
 
 class Guard:
-    """ASGI middleware. A request that passes has `scope["llmc.key"]` and `scope["llmc.id"]`."""
+    """ASGI middleware. A request that passes has `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None) -> None:
+    Keys of `admin` open what is under /admin/, and nothing else; no other key opens that.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None, admin: Keys | None = None
+    ) -> None:
         self._app, self._keys, self._limits = app, keys, limits
+        self._admin = admin or Keys(())
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,17 +105,28 @@ class Guard:
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        scope["llmc.key"] = ""
+        scope["llmc.key"], scope["llmc.admin"] = "", False
+        authorization = headers.get(b"authorization", b"")
+        if len(self._admin) and scope["path"].startswith("/admin/"):  # as the router will see it
+            self._check_admin(scope, authorization)
+            return
         path = scope.get("raw_path") or scope["path"].encode()
         if not len(self._keys) or (path.decode("latin-1") in OPEN and scope["method"] in _READS):
             return
-        name = self._keys.name_of(headers.get(b"authorization", b""))
+        page = path == PAGE and scope["method"] in _READS
+        name = self._keys.name_of(_of_basic(authorization) if page else authorization)
         if name is None:
-            cause = "a valid API key is needed: Authorization: Bearer KEY"
-            challenge = {"WWW-Authenticate": "Bearer"}
-            kind, code = "authentication_error", "invalid_api_key"
-            raise ApiError(cause, status=401, kind=kind, code=code, headers=challenge)
+            raise _unknown_key('Basic realm="llmc: the password is an API key"' if page else "Bearer")
         scope["llmc.key"] = name
+
+    def _check_admin(self, scope: Scope, authorization: bytes) -> None:
+        admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)
+        if admin is None and ordinary is not None:
+            cause = "this API key opens nothing under /admin/"
+            raise ApiError(cause, status=403, kind="permission_error", code="admin_key_needed")
+        if admin is None:
+            raise _unknown_key()
+        scope["llmc.admin"] = True
 
     def _check_host(self, host: str) -> None:
         """A web page may have its own name lead here; it cannot have the Host header say another."""
@@ -115,6 +135,23 @@ class Guard:
             raise ApiError("the Host header is none", code="invalid_host")
         if self._hosts is not None and match[1] not in self._hosts:
             raise ApiError("this server is not known by the name in the Host header", status=421, code="invalid_host")
+
+
+def _unknown_key(challenge: str = "Bearer") -> ApiError:
+    cause = "a valid API key is needed: Authorization: Bearer KEY"
+    kind, code = "authentication_error", "invalid_api_key"
+    return ApiError(cause, status=401, kind=kind, code=code, headers={"WWW-Authenticate": challenge})
+
+
+def _of_basic(authorization: bytes) -> bytes:
+    """HTTP Basic with any name as the header that its password would be as a key; any other header as it is."""
+    scheme, _, given = authorization.partition(b" ")
+    if scheme.lower() != b"basic":
+        return authorization
+    try:
+        return b"Bearer " + base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

@@ -1,117 +1,259 @@
 """What the server measures, in Prometheus' form: vLLM's names behind the prefix "llmc:". It decides nothing.
 
-Labels are from closed sets: the served model's name, finish reasons, reasons of refusal.
+Labels are from closed sets: the served model's name, finish reasons, reasons of refusal, parts of starting. Each value
+is kept once: what the engine counts is read when somebody asks, and other prefixes are made of the finished text.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Stat
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.server.admission import REASONS
+
+if TYPE_CHECKING:
+    from llmc_runtime.core.async_llm import AsyncLLM
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "llmc:"
+PREFIX, ALIASES = "llmc:", ("vllm",)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20, 50)
-_GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_open", "kv_cache_usage_perc"})
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "From the request to its first token", _LONG),
+    ("inter_token_latency_seconds", "From one token to the next", _SHORT),
+    ("request_time_per_output_token_seconds", "Of a request, the mean from one token to the next", _SHORT),
+    ("e2e_request_latency_seconds", "From the request to its end", _LONG),
+    ("request_queue_time_seconds", "In the engine, until it first got a row", _LONG),
+    ("request_prefill_time_seconds", "In the engine, from there to its first token", _LONG),
+    ("request_decode_time_seconds", "From its first token to its last", _LONG),
+    ("request_inference_time_seconds", "From its first row to its last token", _LONG),
+    ("request_prompt_tokens", "Tokens of a prompt", _SIZES),
+    ("request_generation_tokens", "Tokens that a request got", _SIZES),
+    ("request_params_n", "Outputs that a request asked for", _COUNTS),
+    ("request_params_max_tokens", "Tokens that a request asked for", _SIZES),
+)
+_COUNTERS = (
+    ("request_unknown_fields", "Request fields that nobody knows"),
+    ("request_disconnects", "Requests whose client went away"),
+    ("request_timeouts", "Requests whose time was over"),
+    ("num_aborted_requests", "Outputs that were ended before their end"),
+)
+_OF_ENGINE = {"iteration_tokens": ("iteration_tokens_total", "Tokens computed in a step", STEP_TOKENS),
+              "grammar_compilation_time_seconds": ("grammar_compilation_time_seconds", "Seconds that requests waited "
+                                                   "for their grammars", COMPILE_SECONDS)}.items()  # fmt: skip
+_ENDS = ("stop", "length", "abort", "error")
+
+
+class Histogram:
+    """Values by bucket; for one thread."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def told(self) -> list[float]:
+        """Its sum, then how many fell into each bucket (see metrics.Sketch)."""
+        return [self._total, *self._counts]
 
 
 class Meters:
-    """The metrics of one served model. `stats` gives the engine's own counters and gauges by name."""
+    """The metrics of one served model. `stats` gives the engine's own figures by name (see metrics); `about` what does
+    not change while it runs, as families; `gauges` numbers of the server as they are now."""
 
-    def __init__(self, model: str, stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], Mapping[str, Any]],
+        about: Callable[[], Iterable[Metric]] = tuple,
+        alias: str | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._model, self._stats = model, stats
+        self._model, self._stats, self._about, self._alias = model, stats, about, alias
+        self.gauges: dict[str, tuple[str, Callable[[], float | None]]] = {}
+        self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self._counts = dict.fromkeys((name for name, _ in _COUNTERS), 0)
+        self._refused = dict.fromkeys(REASONS, 0)
+        self.ends = dict.fromkeys(_ENDS, 0)  # outputs by how they ended
         self.registry.register(self)
-        self.unknown_fields = self._counter("request_unknown_fields", "Request fields that nobody knows")
-        self._refused = self._counter("admission_rejections", "Requests that were not admitted", "reason")
-        self.disconnects = self._counter("request_disconnects", "Requests whose client went away")
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token", _LONG)
-        self._next = self._histogram("inter_token_latency_seconds", "From one token to the next", _SHORT)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its end", _LONG)
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", _SIZES)
-        self._output = self._histogram("request_generation_tokens", "Tokens that a request got", _SIZES)
-        self._n = self._histogram("request_params_n", "Outputs that a request asked for", _COUNTS)
-        self._most = self._histogram("request_params_max_tokens", "Tokens that a request asked for", _SIZES)
 
     def text(self) -> bytes:
-        """Everything, as a scraper reads it."""
-        return generate_latest(self.registry)
+        """Everything, as a scraper reads it; with an alias, once more under its prefix."""
+        text = generate_latest(self.registry)
+        if self._alias is None:
+            return text
+        return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", text)
 
     def refused(self, reason: str) -> None:
-        """A request was not admitted; `reason` is from a closed set."""
-        self._refused.labels(self._model, reason).inc()
+        """A request was not admitted; `reason` is one of admission.REASONS."""
+        self._refused[reason] += 1
 
     def unknown(self, fields: int) -> None:
         """So many fields of a request mean nothing."""
-        self.unknown_fields.labels(self._model).inc(fields)
+        self._counts["request_unknown_fields"] += fields
 
     def gone(self) -> None:
         """A client went away before its answer ended."""
-        self.disconnects.labels(self._model).inc()
+        self._counts["request_disconnects"] += 1
+
+    def late(self) -> None:
+        """A request's time was over."""
+        self._counts["request_timeouts"] += 1
+
+    def ended(self, reason: str, count: int = 1) -> None:
+        """Outputs ended so."""
+        self.ends[reason if reason in self.ends else "error"] += count
+        if reason == "abort":
+            self._counts["num_aborted_requests"] += count
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> Meter:
         """One request starts."""
-        self._prompt.labels(self._model).observe(prompt_tokens)
-        self._n.labels(self._model).observe(params.n)
+        self.histograms["request_prompt_tokens"].observe(prompt_tokens)
+        self.histograms["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
-            self._most.labels(self._model).observe(params.max_tokens)
-        first, following, whole, output = (
-            one.labels(self._model) for one in (self._first, self._next, self._whole, self._output)
-        )
-        return Meter(first, following, whole, output)
+            self.histograms["request_params_max_tokens"].observe(params.max_tokens)
+        return Meter(self, params.n)
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's own figures, as they are now."""
-        stats = self._stats()
+        """Everything as it is now."""
+        for name, words in _COUNTERS:
+            yield self._family(CounterMetricFamily, name, words, {(): self._counts[name]})
+        refused = {(reason,): count for reason, count in self._refused.items()}
+        yield self._family(
+            CounterMetricFamily, "admission_rejections", "Requests that were not admitted", refused, "reason"
+        )
+        ends = {(reason,): count for reason, count in self.ends.items()}
+        yield self._family(CounterMetricFamily, "request_success", "Outputs by how they ended", ends, "finished_reason")
+        for name, (words, value) in self.gauges.items():
+            if (number := value()) is not None:
+                yield self._family(GaugeMetricFamily, name, words, {(): number})
+        for name, words, bounds in _HISTOGRAMS:
+            yield self._histogram(name, words, bounds, self.histograms[name].told())
+        words = "Kernels that were compiled while serving: the runtime has no compiler"
+        yield self._family(CounterMetricFamily, "runtime_compiles", words, {(): 0})
+        yield from self._of_engine()
+        yield from self._about()
+
+    def _of_engine(self) -> Iterable[Metric]:
+        stats: dict[str, Stat] = dict(self._stats())
+        stats.pop("request_success", None)  # the front knows more: stop strings, clients that left, dead engines
+        for name, (told, words, bounds) in _OF_ENGINE:
+            values = stats.pop(name, None)
+            if isinstance(values, list):
+                yield self._histogram(told, words, bounds, values)
         for name, value in stats.items():
+            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             if isinstance(value, dict):
-                family = CounterMetricFamily(PREFIX + name, "Requests by how they ended", None, ["model_name", _BY])
-                for reason, count in value.items():
-                    family.add_metric([self._model, reason], count)
-                yield family
-            else:
-                kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-                one = kind(PREFIX + name, f"Of the engine: {name}", None, ["model_name"])
-                one.add_metric([self._model], value)
-                yield one
+                by = {(reason,): count for reason, count in value.items()}
+                yield self._family(kind, name, f"Of the engine: {name}", by, "reason")
+            elif isinstance(value, int | float):
+                yield self._family(kind, name, f"Of the engine: {name}", {(): value})
 
-    def _counter(self, name: str, words: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, words, ["model_name", *labels], registry=self.registry)
+    def _family(self, kind: Any, name: str, words: str, values: Mapping[Any, float], *labels: str) -> Metric:
+        family = kind(PREFIX + name, words, labels=["model_name", *labels])
+        for label, value in values.items():
+            family.add_metric([self._model, *label], value)
+        return family
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, words, ["model_name"], registry=self.registry, buckets=buckets)
-
-
-_BY = "finished_reason"
+    def _histogram(self, name: str, words: str, bounds: tuple[float, ...], told: list[float]) -> Metric:
+        family: Any = HistogramMetricFamily(PREFIX + name, words, labels=["model_name"])
+        below = 0.0
+        buckets: list[Any] = []
+        for bound, count in zip([*map(repr, map(float, bounds)), "+Inf"], told[1:], strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric([self._model], buckets, told[0])
+        return family
 
 
 class Meter:
     """One request's times and tokens."""
 
-    def __init__(self, first: Histogram, following: Histogram, whole: Histogram, output: Histogram) -> None:
-        self._first, self._next, self._whole, self._output = first, following, whole, output
+    def __init__(self, meters: Meters, outputs: int) -> None:
+        self._meters, self._outputs, self._open = meters, outputs, outputs
+        self._next = meters.histograms["inter_token_latency_seconds"].observe
         self._began = self._last = time.monotonic()
-        self._tokens = 0
+        self._first: float | None = None
+        self._prefill = 0.0
+        self.tokens = 0
 
     def take(self, output: RequestOutput) -> None:
         """News of the request."""
-        new = sum(len(one.token_ids) for one in output.outputs)
+        new = 0
+        for one in output.outputs:
+            new += len(one.token_ids)
+            if one.finish_reason is not None:
+                self._open -= 1
+                self._meters.ended(one.finish_reason)
         if not new:
             return
         now = time.monotonic()
-        (self._next if self._tokens else self._first).observe(now - self._last)
-        self._last, self._tokens = now, self._tokens + new
+        if self._first is None:
+            self._begin(now, output)
+        else:
+            self._next(now - self._last)
+        self._last = now
+        self.tokens += new
 
-    def end(self) -> None:
-        """The request is over."""
-        self._whole.observe(time.monotonic() - self._began)
-        self._output.observe(self._tokens)
+    def end(self, rest: str) -> None:
+        """The request is over; outputs that had not ended did so by `rest`."""
+        meters = self._meters.histograms
+        if self._open:
+            self._meters.ended(rest, self._open)
+            self._open = 0
+        meters["e2e_request_latency_seconds"].observe(time.monotonic() - self._began)
+        meters["request_generation_tokens"].observe(self.tokens)
+        if self._first is None:
+            return
+        decode = self._last - self._first
+        meters["request_decode_time_seconds"].observe(decode)
+        meters["request_inference_time_seconds"].observe(self._prefill + decode)
+        if self.tokens > self._outputs:
+            meters["request_time_per_output_token_seconds"].observe(decode / (self.tokens / self._outputs - 1))
+
+    def _begin(self, now: float, output: RequestOutput) -> None:
+        meters, self._first = self._meters.histograms, now
+        meters["time_to_first_token_seconds"].observe(now - self._began)
+        if output.times is not None:
+            queued, self._prefill = output.times
+            meters["request_queue_time_seconds"].observe(queued)
+            meters["request_prefill_time_seconds"].observe(self._prefill)
+
+
+def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
+    """What is known of an engine since its start: its cache, and how long each part of starting took."""
+    config, startup = llm.config, llm.startup
+    cache = {
+        "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": config.prefix_caching,
+    }  # fmt: skip
+    family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=["model_name", *cache])
+    family.add_metric([model, *map(str, cache.values())], 1)
+    yield family
+    words = "Seconds of the last start of the engine, by part"
+    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", words, labels=["model_name", "stage"])
+    for stage, seconds in startup.items():
+        family.add_metric([model, stage], seconds)
+    yield family
+    if "weights" in startup:
+        words = "Seconds to put the weights and programs onto the device"
+        family = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", words, labels=["model_name"])
+        family.add_metric([model], startup["weights"])
+        yield family

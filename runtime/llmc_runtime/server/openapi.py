@@ -8,6 +8,7 @@ import msgspec
 
 from llmc_runtime import __version__
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from llmc_runtime.server.ranges import narrowed
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
@@ -22,9 +23,10 @@ _GETS = (
     ("/version", "The server's version"),
     ("/metrics", "Figures for Prometheus"),
     ("/openapi.json", "This description"),
+    ("/", "A chat and figures, for a browser"),
 )
 _OPEN = (("/health", "Whether the engine lives"), ("/ready", "Whether a request would be admitted"))
-_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503)
+_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 
 
@@ -36,20 +38,22 @@ def description() -> dict[str, Any]:
     for path, kind, words, streams in _POSTS:
         paths[path] = {"post": _post(kind.__name__, words, streams)}
     for path, words in _GETS:
-        paths[path] = {"get": {"summary": words, "responses": _responses(words, (401, 404, 421, 431))}}
+        paths[path] = {"get": _get(path, words)}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    one = paths["/v1/models/{name}"]["get"]
+    one["parameters"], one["responses"]["404"] = [name], _responses("", (404,))["404"]
+    paths["/"]["get"]["security"] = [{}, {"bearer": []}, {"basic": []}]
     for path, words in _OPEN:
-        paths[path] = {"get": {"summary": words, "security": [], "responses": _responses(words, (421, 431, 503))}}
-    told = _responses("", (401, 404, 421, 431))
+        paths[path] = {"get": {"summary": words, "security": [], "responses": _responses(words, (400, 421, 431, 503))}}
+    told = _responses("", (400, 401, 404, 421, 431))
     del told["200"]
     paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": told}}
-    bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+    bearer = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "llmc-serve", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _error()}, "securitySchemes": bearer},
+        "components": {"schemas": {**narrowed(schemas), "Error": _error()}, "securitySchemes": bearer},
         "security": [{}, {"bearer": []}],
     }
 
@@ -59,8 +63,15 @@ def _post(name: str, words: str, streams: bool) -> dict[str, Any]:
     responses = _responses(words, _ERRORS)
     responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses["200"]["content"]["text/event-stream"] = {}
     return {"summary": words, "requestBody": {"required": True, "content": content}, "responses": responses}
+
+
+def _get(path: str, words: str) -> dict[str, Any]:
+    text = {"/metrics": "text/plain", "/": "text/html"}.get(path)
+    responses = _responses(words, (400, 401, 421, 431))
+    responses["200"]["content"] = {text or "application/json": {"schema": {"type": "string" if text else "object"}}}
+    return {"summary": words, "responses": responses}
 
 
 def _responses(words: str, errors: tuple[int, ...]) -> dict[str, Any]:

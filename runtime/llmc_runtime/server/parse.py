@@ -14,15 +14,16 @@ MAX_DEPTH = 64
 # Known, and of no effect here.
 _IGNORED = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-        "verbosity", "request_id", "spaces_between_special_tokens",
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
+        "request_id", "spaces_between_special_tokens",
     }
 )  # fmt: skip
 _USE = "use structured_outputs"
 # Known, and refused where they ask for something: an answer that passes over them would be another answer.
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "tools": "this version calls no tools", "functions": "this version calls no tools",
+        "tools": "they are of /v1/chat/completions", "functions": "use tools",
+        "function_call": "use tool_choice",
         "suffix": "this version does not fill in", "audio": "models here are of text alone",
         "web_search_options": "this server fetches nothing", "prompt_embeds": "give text or token ids",
         "guided_json": _USE, "guided_regex": _USE, "guided_choice": _USE, "guided_grammar": _USE,
@@ -42,8 +43,8 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
     for name, remedy in _REFUSED.items():
         if fields.get(name) and name not in known:
             raise ApiError(f"{name} is not supported: {remedy}", param=name, code="unsupported_parameter")
-    if fields.get("tool_choice") not in (None, "none", "auto"):
-        cause = "tool_choice is not supported: this version calls no tools"
+    if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
+        cause = "tool_choice is not supported: tools are of /v1/chat/completions"
         raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
     if fields.get("modalities") not in (None, ["text"]):
         raise ApiError("modalities: models here are of text alone", param="modalities", code="unsupported_parameter")

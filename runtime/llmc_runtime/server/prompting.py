@@ -10,6 +10,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -24,7 +25,9 @@ class Prompting:
 
     def __init__(self, given: Tokenizer | None, vocab_size: int, template: str | None, pool: Executor) -> None:
         self._given, self._vocab_size, self._pool = given, vocab_size, pool
-        self._wanted, self._template = template, None if template is None else self._compiled(template)
+        self._wanted, self._templates = template, dict[bool, ChatTemplate]()  # for chats with tools and without
+        if template is not None:
+            self._template(False)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -43,8 +46,11 @@ class Prompting:
         special = asked.add_special_tokens is not False
         return await self._off(lambda: [self._prompt(one, special, bool(asked.echo)) for one in given], "prompt")
 
-    async def of_chat(self, asked: ChatRequest | TokenizeRequest) -> Prompt:
-        """The prompt that the model's template makes of a conversation. ApiError 400."""
+    async def of_chat(
+        self, asked: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
+    ) -> Prompt:
+        """The prompt that the model's template makes of a conversation and of `tools`; `short_ids`: see tools.history.
+        ApiError 400."""
         messages = _checked(asked.messages or [])
         variables = _variables(asked.chat_template_kwargs or {})
         continues = bool(asked.continue_final_message)
@@ -52,8 +58,10 @@ class Prompting:
         if isinstance(asked, ChatRequest):
             variables |= {} if asked.documents is None else {"documents": asked.documents}
             variables |= {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
+            if asked.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
         variables |= {"add_generation_prompt": begins, "continue_final_message": continues}
-        return await self._off(lambda: self._rendered(messages, variables), "messages")
+        return await self._off(lambda: self._rendered(messages, tools, variables, short_ids), "messages")
 
     async def encode(self, text: str, special: bool) -> list[int]:
         """Token ids of a text."""
@@ -72,14 +80,22 @@ class Prompting:
             return Prompt(given)
         return Prompt(given, self._given.decode(given, skip_special_tokens=False))
 
-    def _compiled(self, wanted: str | None) -> ChatTemplate:
-        tokenizer = self.tokenizer
-        return ChatTemplate(choose_template(tokenizer.chat_templates, wanted, None), tokenizer.named_tokens)
+    def _template(self, tools: bool) -> ChatTemplate:
+        found = self._templates.get(tools)
+        if found is None:
+            tokenizer = self.tokenizer
+            text = choose_template(tokenizer.chat_templates, self._wanted, () if tools else None)
+            found = self._templates[tools] = ChatTemplate(text, tokenizer.named_tokens)
+        return found
 
-    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Prompt:
-        if self._template is None:
-            self._template = self._compiled(self._wanted)
-        text = self._template.render(messages, **variables)
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], short: bool
+    ) -> Prompt:
+        template = self._template(tools is not None)
+        if tools is not None and not template.reads.tools:
+            cause = "tools: the model's chat template has no place for them"
+            raise ApiError(f"{cause}. Try: serve with --chat-template FILE, one that shows tools", param="tools")
+        text = template.render(for_template(messages, template.reads, short), tools=tools, **variables)
         return Prompt(self.tokenizer.encode(text, add_special_tokens=False), text)
 
     async def _off(self, work: Any, param: str) -> Any:

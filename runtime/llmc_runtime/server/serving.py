@@ -3,49 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.admission import Admission
-from llmc_runtime.server.errors import ApiError, internal, not_found, told, unavailable
+from llmc_runtime.server.admission import Admission, Place
+from llmc_runtime.server.errors import ApiError, internal, late, not_found, told, unavailable
 from llmc_runtime.server.fields import Generation
-from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.logs import Record
+from llmc_runtime.server.meters import Meter, Meters
 from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
 MAX_SALT = 256  # characters
 MAX_CHOICES = 256  # outputs of one request, all prompts together
 _THREADS = 4  # that tokenize
+_LONGEST_NUMBER, _MOST_SECONDS = 32, 1_000_000
 
 News = AsyncIterator[tuple[int, RequestOutput]]
 
 
+@dataclass
+class Hold:
+    """What a call has while it is answered: its time, in seconds and as a moment of time.monotonic, and its place."""
+
+    seconds: float | None = None
+    deadline: float | None = None
+    place: Place | None = None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left; None: no end is set."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def release(self, tokens: int = 0) -> None:
+        """Give the place back; so many tokens were generated."""
+        if self.place is not None:
+            self.place.close(tokens)
+
+
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request: its id, whose key it brought ("" for none), and the field that holds the prompt."""
+    """One HTTP request: its id, whose key it brought ("" for none), the field that holds the prompt, and for the log
+    its record and the id that the client knows. The text of its answer shows the special tokens `visible`."""
 
     id: str
     key: str
     prompt_param: str
+    record: Record | None = None
+    request_id: str = ""
+    visible: frozenset[int] = frozenset()
+    hold: Hold = field(default_factory=Hold)
 
 
 class Serving:
-    """A started AsyncLLM under `names`, the first of which answers carry; `template`: another chat template."""
+    """A started AsyncLLM under `names`, the first of which answers carry; `template`: another chat template; `calls`,
+    `thoughts`: how the model marks calls and reasoning, by name (see tools.dialect); `timeout`: seconds that a request
+    may take. LlmcError E601 for other names."""
 
     def __init__(
-        self, llm: AsyncLLM, names: Sequence[str], admission: Admission, meters: Meters, template: str | None = None
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        admission: Admission,
+        meters: Meters,
+        template: str | None = None,
+        calls: str = AUTO,
+        thoughts: str = AUTO,
+        timeout: float | None = None,
     ) -> None:
         self.llm, self.names = llm, tuple(names)
-        self.admission, self.meters = admission, meters
+        self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
+        self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool)
 
     def close(self) -> None:
@@ -60,8 +99,34 @@ class Serving:
     def check_ready(self) -> None:
         """ApiError 503 where nothing can be generated now."""
         if not self.admission.draining and not self.llm.is_running:
-            raise unavailable("the engine is not there now", "engine_unavailable")
+            raise self.admission.turn_away("engine", "the engine is not there now", "engine_unavailable")
         self.admission.check_open()
+
+    def hold(self, asked: str | None) -> Hold:
+        """For a call whose client asks for so many seconds at most: a text, of which the server's own limit is the
+        upper bound. ApiError 400 where it is no such number."""
+        seconds = self.timeout
+        if asked is not None:
+            try:
+                given = float(asked) if len(asked) <= _LONGEST_NUMBER else math.nan
+            except ValueError:
+                given = math.nan
+            if not 0 < given <= _MOST_SECONDS:
+                cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {_MOST_SECONDS}"
+                raise ApiError(cause, param="X-Request-Timeout")
+            seconds = given if seconds is None else min(given, seconds)
+        return Hold(seconds, None if seconds is None else time.monotonic() + seconds)
+
+    def reserve(self, call: Call, params: SamplingParams, count: int = 1, known: int = 0) -> None:
+        """Take the place of `count` prompts before they are tokenized; of their tokens at least `known` are there.
+        ApiError as Admission.place; who calls releases the call's hold where `run` is not reached."""
+        sequences = params.n * count
+        if sequences > MAX_CHOICES:
+            cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
+            raise ApiError(f"{cause}; send several requests", param="n")
+        left = call.hold.left
+        tokens = max(known, count), (params.max_tokens or 1) * sequences
+        call.hold.place = self.admission.place(sequences, *tokens, call.key, math.inf if left is None else left)
 
     def run(self, prompts: list[Prompt], params: SamplingParams, asked: Generation, call: Call) -> News:
         """(index of the prompt, what is new of its outputs) as it comes. Raises ApiError, before the first item where
@@ -73,36 +138,48 @@ class Serving:
             each = [fitted(params, room - len(prompt.ids)) for prompt in prompts]
         else:
             each = [params] * len(prompts)
-        if params.n * len(prompts) > MAX_CHOICES:
-            cause = f"{len(prompts)} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
-            raise ApiError(f"{cause}; send several requests", param="n")
         if asked.cache_salt is not None and len(asked.cache_salt) > MAX_SALT:
             raise ApiError(f"cache_salt: up to {MAX_SALT} characters", param="cache_salt")
         if asked.priority is not None and not -(2**31) <= asked.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
+        if call.hold.place is None:
+            self.reserve(call, params, len(prompts))
         jobs = list(zip(prompts, each))
         return self._admitted(jobs, asked.priority or 0, f"{call.key}/{asked.cache_salt or ''}", call)
 
     async def _admitted(self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call) -> News:
-        self.check_ready()
-        tokens = sum(len(prompt.ids) + (params.max_tokens or 0) * params.n for prompt, params in jobs)
-        sequences = sum(params.n for _, params in jobs)
-        with self.admission.place(sequences, tokens, call.key):
+        record, hold = call.record or Record(), call.hold
+        record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
+        meters = [self.meters.begin(len(prompt.ids), params) for prompt, params in jobs]
+        assert hold.place is not None  # see run
+        try:
+            outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
+            hold.place.resize(sum(len(prompt.ids) for prompt, _ in jobs), outputs)
             news = [
-                self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call.prompt_param)
+                self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
             ]
             async with aclosing(_merged(news)) as merged:  # type: ignore[type-var]
                 async for item in merged:
+                    hold.place.begin()
+                    record.take(item[1])
                     yield item
+        except ApiError as e:
+            record.fail(e.code)
+            raise
+        finally:
+            hold.release(sum(meter.tokens for meter in meters))
 
     async def _watched(
-        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, prompt_param: str
+        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, call: Call, meter: Meter
     ) -> AsyncIterator[RequestOutput]:
         """One job, metered; errors as ApiError."""
-        meter = self.meters.begin(len(prompt.ids), params)
+        rest = "error"  # how outputs end that have no end of their own
         try:
-            generated = self.llm.generate(prompt, params, name, priority=priority, cache_salt=salt, output_kind="delta")
+            generated = self.llm.generate(
+                prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.left,
+                output_kind="delta", visible=call.visible,
+            )  # fmt: skip
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     meter.take(output)
@@ -110,17 +187,28 @@ class Serving:
                         raise unavailable("the request was ended by the server", "aborted")
                     yield output
         except LlmcError as e:
-            raise told(e, prompt_param) from None
-        except (ApiError, asyncio.CancelledError, GeneratorExit):
+            if e.code == "E666":
+                self.meters.late()
+                raise late(call.hold.seconds or 0.0) from None
+            raise told(e, call.prompt_param) from None
+        except (asyncio.CancelledError, GeneratorExit):
+            rest = "abort"
+            raise
+        except ApiError:
             raise
         except Exception as e:
             raise internal() from e
         finally:
-            meter.end()
+            meter.end(rest)
 
 
 async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
     """The items of all sources as they come, with the index of each; the first error ends all."""
+    if len(sources) == 1:  # read as fast as it is taken: what comes meanwhile is one item
+        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
+            async for output in only:
+                yield 0, output
+        return
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
     async def follow(index: int) -> None:

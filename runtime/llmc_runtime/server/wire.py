@@ -1,33 +1,89 @@
-"""HTTP/1.1 on the wire: uvicorn's protocol with a limit on the time of a request's head, and errors as JSON; no routes.
+"""HTTP/1.1 on the wire: uvicorn's protocol with limits on connections and times, and errors as JSON; no routes.
 
-Bodies have a limit of their own where they are read; a connection without a request is closed by uvicorn.
+A head has to come in time, and what is sent has to be taken: who stops reading is cut off. Bodies have a limit of their
+own where they are read; a connection without a request is closed by uvicorn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from llmc_runtime.server.errors import ApiError
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.errors import ApiError, unavailable
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
+MOST = 4096  # connections, unless told otherwise
+_OWN = 128  # descriptors that the server needs besides
+_POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
+
+
+@dataclass
+class Bound:
+    """How many connections there may be and are; `refused` is told of each that was one too many."""
+
+    most: int = MOST
+    refused: Callable[[], None] = lambda: None
+    open: int = 0
+
+
+def descriptors(wanted: int | None) -> int:
+    """How many connections there may be: `wanted` of them, or MOST and what the system allows. The process's soft limit
+    of descriptors is raised where it is too low. LlmcError E667 where it cannot be raised so far."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = (wanted or MOST) + _POLITE + _OWN
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < need and wanted is not None:
+            cause = f"{wanted} connections need {need} file descriptors, the limit is {hard}"
+            raise LlmcError("E667", cause, f"--max-connections {max(1, hard - _POLITE - _OWN)}, or a higher ulimit -n")
+        return min(wanted or MOST, max(1, soft - _POLITE - _OWN))
+    return wanted or MOST
+
+
+def wire(bound: Bound) -> type[Wire]:
+    """The protocol of one server, whose connections are bounded together."""
+    return type("BoundWire", (Wire,), {"bound": bound})
 
 
 class Wire(H11Protocol):
     """One connection."""
 
+    bound = Bound()
     head_seconds = 15.0
+    write_seconds = 30.0  # in which a client has to take something of what is sent
     _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
+    _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
+    _extra = False  # it is one too many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there, and should say something."""
         super().connection_made(transport)
+        _limit_unsent(transport, self.write_seconds)
+        self.bound.open += 1
+        over = self.bound.open - self.bound.most
+        if over > 0:
+            self._extra = True
+            self.bound.refused()
+            if over > _POLITE:
+                transport.abort()
+                return
         self._timer = self.loop.call_later(self.head_seconds, self._late)
 
     def data_received(self, data: bytes) -> None:
         """Part of a head, or of a body."""
+        if self._extra:  # told when it has spoken, or it might not hear it
+            self._refuse(503, unavailable("the server has too many connections", "too_many_connections"))
+            self.transport.close()
+            return
         if self._timer is None and self._idle:
             self._timer = self.loop.call_later(self.head_seconds, self._late)
         super().data_received(data)
@@ -36,8 +92,36 @@ class Wire(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
+        self.bound.open -= 1
         self._cancel()
+        self._flows()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client takes nothing at the moment."""
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._flows()
+        super().resume_writing()
+
+    def _watch(self, unsent: int) -> None:
+        self._stalled = self.loop.call_later(self.write_seconds, self._look, unsent)
+
+    def _look(self, before: int) -> None:
+        """Whether it has taken anything; who has not is cut off, which ends its request."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent < before:
+            self._watch(unsent)
+        else:
+            self.transport.abort()
+
+    def _flows(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP. An answer under way ends where it is."""
@@ -64,6 +148,14 @@ class Wire(H11Protocol):
 
     def _refuse(self, status: int, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())
-        words = {400: "Bad Request", 408: "Request Timeout"}[status]
+        words = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[status]
         head = f"HTTP/1.1 {status} {words}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
+    """Have the system give up a connection that takes nothing, also when it was closed here with something unsent."""
+    given = transport.get_extra_info("socket")
+    if given is not None and given.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        given.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))

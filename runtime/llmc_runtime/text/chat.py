@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.texts import plain_bytes
+from llmc_runtime.text.reads import reads
 
 if TYPE_CHECKING:
     import jinja2
@@ -113,7 +114,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         with _clear_errors():
             environment = ChatEnvironment(self._budget)
-            self._reads_parts = _loops_over_content(environment.parse(text))
+            self.reads = reads(environment.parse(text))
             self._template: jinja2.Template = environment.from_string(text)
 
     def render(
@@ -164,7 +165,7 @@ class ChatTemplate:
     def _flat(self, message: Message) -> dict[str, Any]:
         """The message, its text parts joined by newlines where the template cannot read parts."""
         content = message.get("content")
-        if self._reads_parts or not isinstance(content, list):
+        if self.reads.parts or not isinstance(content, list):
             return dict(message)
         texts = [p.get("text") if isinstance(p, Mapping) and p.get("type", "text") == "text" else None for p in content]
         if not all(isinstance(t, str) for t in texts):
@@ -208,18 +209,6 @@ def _cut_at_mark(text: str, final: str) -> str:
     at = text.rindex(mark)
     kept = text[:at]
     return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
-
-
-def _loops_over_content(tree: Any) -> bool:
-    """Whether the template walks through the parts of a message's content by itself."""
-    from jinja2 import nodes
-
-    def names(node: Any) -> Iterator[Any]:
-        yield from (n.attr for n in [node, *node.find_all(nodes.Getattr)] if isinstance(n, nodes.Getattr))
-        yield from (n.value for n in node.find_all(nodes.Const))
-        yield from (n.name for n in [node, *node.find_all(nodes.Name)] if isinstance(n, nodes.Name))
-
-    return any("content" in names(loop.iter) for loop in tree.find_all(nodes.For))
 
 
 class _clear_errors:

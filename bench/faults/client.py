@@ -1,0 +1,200 @@
+"""A client on asyncio alone, and how it judges an answer: right, wrong, told, or neither; it injects no faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tests.attacks.fake_engine import VOCAB
+from tests.attacks.oracle import answer
+
+# What became of a request. The last three must not be: a wrong text, a failure that nobody announced, an end in the
+# midst of an answer.
+RIGHT, REFUSED, TOLD, INVALID = "right", "refused", "told", "invalid"
+WRONG, FAILED, CUT = "wrong", "failed", "cut"
+NEVER = (WRONG, FAILED, CUT)
+_DEADLINE = 120.0  # seconds of silence
+
+
+@dataclass
+class Answer:
+    """Status 0: the link ended before one. `error`: the code of the error object, in the body or as the last event."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+    done: bool = False
+    body: bytes = b""
+    cached: int = 0
+
+    @property
+    def announced(self) -> bool:
+        """A refusal as the documentation has it."""
+        return self.status in (429, 503) and "retry-after" in self.headers and "retry-after-ms" in self.headers
+
+
+@dataclass
+class Request:
+    """A completion whose answer is known beforehand."""
+
+    prompt: list[int]
+    most: int
+    stream: bool
+    seed: int
+    n: int = 1
+    temperature: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def body(self) -> bytes:
+        """As it is sent."""
+        asked = {
+            "prompt": self.prompt, "max_tokens": self.most, "stream": self.stream, "seed": self.seed, "n": self.n,
+            "temperature": self.temperature, "ignore_eos": True, **self.extra,
+        }  # fmt: skip
+        return json.dumps(asked).encode()
+
+    def judge(self, got: Answer) -> str:
+        """What became of it."""
+        if got.status == 200 and got.done:
+            want = {i: answer(self.prompt, self.most, self.seed + i, self.temperature) for i in range(self.n)}
+            return RIGHT if got.texts == want else WRONG
+        if got.announced:
+            return TOLD if got.error == "engine_unavailable" else REFUSED
+        if got.status == 200 and got.error == "engine_unavailable":
+            return TOLD
+        return CUT if got.status in (0, 200) else FAILED if got.status >= 500 else INVALID
+
+
+def drawn(draw: Random, most: int = 40, shared: list[list[int]] | None = None, longest: int = 60) -> Request:
+    """A request; where there are `shared` beginnings, half of the prompts have one."""
+    own = [draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(1, longest))]
+    first = draw.choice(shared) if shared and draw.random() < 0.5 else []
+    cut = draw.randrange(len(first) + 1) if draw.random() < 0.3 else len(first)
+    return Request(first[:cut] + own, draw.randrange(1, most + 1), draw.random() < 0.5, draw.getrandbits(40))
+
+
+class Client:
+    """Links to one server, kept and used again."""
+
+    def __init__(self, host: str, port: int, key: str = "") -> None:
+        self.host, self.port = host, port
+        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    def head(self, path: str, length: int) -> bytes:
+        """The head of a POST."""
+        kind = "Content-Type: application/json\r\n"
+        words = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\n{kind}{self._key}Content-Length: {length}\r\n\r\n"
+        return words.encode()
+
+    async def ask(self, body: bytes, path: str = "/v1/completions") -> Answer:
+        """One request; a link that was closed meanwhile is replaced once, before anything was heard."""
+        async with asyncio.timeout(_DEADLINE):
+            for old in (True, False):
+                link = self._free.pop() if self._free and old else await self.link()
+                got = Answer()
+                try:
+                    link[1].write(self.head(path, len(body)) + body)
+                    await _hear(link[0], got)
+                except (OSError, EOFError, ValueError):
+                    link[1].close()
+                    if old and not got.status:
+                        continue
+                    return got
+                if got.headers.get("connection") == "close":
+                    link[1].close()
+                else:
+                    self._free.append(link)
+                return got
+        return Answer()
+
+    async def link(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A link of its own."""
+        return await asyncio.open_connection(self.host, self.port)
+
+    def close(self) -> None:
+        """Let all links go."""
+        for _, writer in self._free:
+            writer.close()
+        self._free.clear()
+
+
+async def _hear(reader: asyncio.StreamReader, got: Answer) -> None:
+    line = await reader.readline()
+    if not line:
+        raise EOFError
+    status = int(line.split()[1])
+    while (line := await reader.readline()) not in (b"\r\n", b""):
+        name, _, value = line.decode("latin-1").partition(":")
+        got.headers[name.lower()] = value.strip()
+    got.status = status
+    if got.headers.get("transfer-encoding") == "chunked":
+        async for event in _events(reader):
+            _take(got, event)
+        return
+    got.body = await reader.readexactly(int(got.headers.get("content-length", "0")))
+    if status == 200:
+        _whole(got)
+    elif got.body:
+        got.error = str(json.loads(got.body)["error"]["code"])
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The events of a stream, whatever the pieces they come in."""
+    left = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        *events, left = (left + (await reader.readexactly(size + 2))[:-2]).split(b"\n\n")
+        for event in events:
+            yield event
+    await reader.readuntil(b"\r\n")
+
+
+def _take(got: Answer, event: bytes) -> None:
+    data = event.removeprefix(b"data: ")
+    if data == b"[DONE]":
+        got.done = True
+        return
+    piece = json.loads(data)
+    if "error" in piece:
+        got.error = str(piece["error"]["code"])
+        return
+    for choice in piece["choices"]:
+        got.texts[choice["index"]] = got.texts.get(choice["index"], "") + (choice.get("text") or "")
+
+
+def _whole(got: Answer) -> None:
+    told = json.loads(got.body)
+    got.done = True
+    if "choices" in told:
+        got.texts = {one["index"]: one.get("text", "") for one in told["choices"]}
+        got.cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+class Judged:
+    """Outcomes of a scenario, with how long each took."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}
+        self.odd: list[str] = []  # what should not have been, in words
+
+    async def one(self, client: Client, request: Request) -> str:
+        """Ask, judge, count."""
+        began = time.monotonic()
+        got = await client.ask(request.body)
+        outcome = request.judge(got)
+        self.counts[outcome] += 1
+        self.seconds.setdefault(outcome, []).append(time.monotonic() - began)
+        if outcome in (*NEVER, INVALID) and len(self.odd) < 20:
+            self.odd.append(
+                f"{outcome}: {got.status} {got.error} {got.texts} {got.body[:200]!r} for {request.body[:300]!r}"
+            )
+        return outcome

@@ -1,0 +1,88 @@
+"""Clients leave at random points, streaming or not: how many more steps are spent on them, and what stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.faults.client import Client, Judged, Request, drawn
+from bench.faults.strikes import outcomes
+from tests.attacks.fake_engine import VOCAB
+from tests.attacks.target import Target
+
+AT_ONCE = 12  # clients that come and go
+STAYING = 2  # clients that stay to the end of their answers
+
+
+async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bool, most: int = 200) -> None:
+    """Send a request, or most of it, read or not, and go: with a reset or without."""
+    tag = tuple(draw.randrange(3, VOCAB - 1) for _ in range(3))
+    ids = [*tag, *(draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(40)))]
+    body = Request(ids, most, stream, 1).body
+    sent = client.head("/v1/completions", len(body)) + body
+    reader, writer = await client.link()
+    writer.write(sent if draw.random() < 0.85 else sent[: draw.randrange(len(sent))])
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(draw.expovariate(1 / 0.15)):
+            while await reader.read(draw.choice((1, 100, 4000))):
+                pass
+    link = writer.get_extra_info("socket")
+    if draw.random() < 0.5:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone[".".join(map(str, tag))] = time.monotonic()
+    writer.transport.abort()
+
+
+async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[str, Any]:
+    """`times` of them, half streaming; a few others stay and are answered."""
+    judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
+    gone: dict[str, float] = {}
+    left = list(range(times))
+
+    async def some() -> None:
+        own = Random(draw.random())
+        while left:
+            await leave(client, own, gone, bool(left.pop() % 2))
+
+    async def stay() -> None:
+        own = Random(draw.random())
+        while not over.is_set():
+            await judged.one(client, drawn(own))
+
+    staying = [asyncio.create_task(stay()) for _ in range(STAYING)]
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+    over.set()
+    await asyncio.gather(*staying)
+    began = time.monotonic()
+    await asyncio.to_thread(server.at_rest)
+    rest = time.monotonic() - began
+    await asyncio.to_thread(server.steady, "disconnects")
+    steps = steps_after(log, gone)
+    client.close()
+    met = sum(steps.values())
+    return {
+        "disconnects": times, "of them in the engine": met, "steps after leaving": dict(sorted(steps.items())),
+        "within two steps": sum(count for number, count in steps.items() if number <= 2) / max(1, met),
+        "at rest after s": rest, "pages held": await asyncio.to_thread(server.figure, "kv_cache_usage_perc"),
+        **outcomes(judged),
+    }  # fmt: skip
+
+
+def steps_after(log: Path, gone: dict[str, float]) -> Counter[int]:
+    """By the engine's record: how many steps that began after a client had left still computed for it."""
+    later: Counter[str] = Counter()
+    met = set()
+    for line in log.read_text().splitlines():
+        began, *tags = line.split(" ")
+        for tag in tags:
+            if tag in gone:
+                met.add(tag)
+                later[tag] += float(began) > gone[tag]
+    return Counter(later[tag] for tag in met)

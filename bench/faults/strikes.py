@@ -1,0 +1,76 @@
+"""The engine process is killed, or stopped, under load: when it is noticed, who is told, when it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from random import Random
+from statistics import median
+from typing import Any
+
+from bench.faults.client import NEVER, RIGHT, Client, Judged, drawn
+from tests.attacks.target import Target
+
+LOAD = 40  # clients, half of them streaming
+
+
+async def _load(client: Client, judged: Judged, draw: Random, over: asyncio.Event, open_now: dict[int, float]) -> None:
+    """One client that asks again and again, and waits a moment where it was refused."""
+    while not over.is_set():
+        number = draw.getrandbits(60)
+        open_now[number] = time.monotonic()
+        outcome = await judged.one(client, drawn(draw))
+        del open_now[number]
+        if outcome != RIGHT:
+            await asyncio.sleep(0.05)
+
+
+async def _strike(server: Target, client: Client, judged: Judged, draw: Random, number: int, open_now: Any) -> Any:
+    """One blow: seconds until the first request was told, until all were, until one is served again."""
+    await asyncio.sleep(draw.uniform(0.2, 0.6))
+    pid, before = server.engine, judged.counts["told"]
+    os.kill(pid, number)
+    began, hit = time.monotonic(), set(open_now)
+    noticed = 0.0
+    while hit & open_now.keys():
+        noticed = noticed or (time.monotonic() - began if judged.counts["told"] > before else 0.0)
+        await asyncio.sleep(0.005)
+    told = time.monotonic() - began
+    while await judged.one(client, drawn(draw)) != RIGHT:
+        await asyncio.sleep(0.01)
+    again = time.monotonic() - began
+    return len(hit), noticed or told, told, again
+
+
+async def strikes(server: Target, draw: Random, number: int, times: int) -> dict[str, Any]:
+    """`times` blows under the load; the figures."""
+    judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
+    open_now: dict[int, float] = {}
+    load = [asyncio.create_task(_load(client, judged, Random(draw.random()), over, open_now)) for _ in range(LOAD)]
+    rows = [await _strike(server, client, judged, draw, number, open_now) for _ in range(times)]
+    over.set()
+    await asyncio.gather(*load)
+    client.close()
+    server.pids = server.processes()
+    server.golden = b""
+    await asyncio.to_thread(server.steady, "strikes")
+    await asyncio.to_thread(server.at_rest)
+    hit, noticed, told, again = zip(*rows)
+    return {
+        "strikes": times, "signal": signal.Signals(number).name, "open when struck": sum(hit),
+        "noticed median s": median(noticed), "noticed most s": max(noticed), "all told most s": max(told),
+        "serving again median s": median(again), "serving again most s": max(again),
+        "restarts": int(await asyncio.to_thread(server.figure, "restarts_total")),
+        **outcomes(judged),
+    }  # fmt: skip
+
+
+def outcomes(judged: Judged) -> dict[str, Any]:
+    """What became of the requests; what never may is named even where it is zero."""
+    counts = judged.counts
+    return {
+        "requests": counts.total(), "right": counts[RIGHT], "told": counts["told"], "refused": counts["refused"],
+        **{name: counts[name] for name in (*NEVER, "invalid")}, "odd": judged.odd,
+    }  # fmt: skip

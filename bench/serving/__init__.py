@@ -1,0 +1,4 @@
+"""Speed of the server's front end over a simulated device: streamed tokens beside a bare handler, latency, queues.
+
+python -m bench.serving [--out FILE] [--rounds N] [--suites throughput,latency,queue]
+"""

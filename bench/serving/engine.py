@@ -1,0 +1,75 @@
+"""An engine process over a device that has no model: a step takes a fixed time, every token is the text of a word.
+
+python engine.py SECONDS_A_STEP DEPTH PARENT FOLDER HEARTBEAT, as AsyncLLM starts it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from llmc_runtime.core.messages import Open
+from llmc_runtime.core.process import Session, main
+from llmc_runtime.engine import Engine
+from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.step import RowMask, Step, StepOutput
+from llmc_runtime.text.tokenizer import Tokenizer
+
+from bench.serving.front import MODEL
+
+ROWS, LENGTH, TOKENS, PAGE = 256, 4096, 8192, 16
+
+
+class Paced:
+    """A device that works on one step at a time, each `pace` seconds; launching costs the host nothing."""
+
+    def __init__(self, pace: float, depth: int, words: Sequence[int]) -> None:
+        self.depth, self._pace = depth, pace
+        self._words = itertools.cycle(words)
+        self._under_way: deque[tuple[Step, float]] = deque()
+        self._free = 0.0  # when the device is
+
+    def launch(self, step: Step) -> None:
+        """It ends `pace` after the step before, or after now."""
+        self._free = max(self._free, time.monotonic()) + self._pace
+        self._under_way.append((step, self._free))
+
+    def guide(self, ticket: None, masks: Sequence[RowMask]) -> None:
+        """Nobody is guided here."""
+        raise AssertionError("the bench asks for no grammar")
+
+    def wait(self, ticket: None) -> StepOutput:
+        """The words of the oldest step, once it has ended."""
+        step, ready = self._under_way.popleft()
+        if (left := ready - time.monotonic()) > 0:
+            time.sleep(left)
+        words = self._words
+        return step.reply([next(words) if work.emit else None for work in step.work])
+
+    def settle(self) -> None:
+        """Forget what is under way."""
+        self._under_way.clear()
+
+
+def opener(pace: float, depth: int) -> Callable[[Open, Callable[[str], None]], Session]:
+    """What the engine process is given."""
+
+    def opened(wanted: Open, say: Callable[[str], None]) -> Session:
+        tokenizer = Tokenizer.open(MODEL)
+        size = tokenizer.backend.get_vocab_size()
+        words = [i for i in range(size) if (text := tokenizer.decode([i])).isascii() and text.strip().isalpha()]
+        random.Random(5).shuffle(words)
+        config = SchedulerConfig(ROWS * LENGTH // PAGE, PAGE, LENGTH, ROWS, TOKENS, size)
+        engine = Engine(Scheduler(config, lambda: 11), Paced(pace, depth, words))
+        return Session(engine, "the simulated device", lambda: None, lambda: None)
+
+    return opened
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[3:], opener(float(sys.argv[1]), int(sys.argv[2]))))

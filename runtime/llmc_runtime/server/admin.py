@@ -1,0 +1,144 @@
+"""The routes of whoever runs the server: what is open, a trace of the engine's loop, small levers; never any text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llmc_runtime import __version__
+from llmc_runtime.core.asks import LONGEST
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.errors import ApiError, not_found, unavailable
+from llmc_runtime.server.guard import Limits, read_body
+from llmc_runtime.server.handler import told
+from llmc_runtime.server.parse import parse
+from llmc_runtime.server.replies import as_error, as_json, while_connected
+from llmc_runtime.server.serving import Serving
+from llmc_runtime.trace import document
+
+MOST_OPEN = 1000  # requests that the state lists, the oldest
+_LEVELS = ("debug", "info", "warning", "error")
+_SECONDS = 5.0  # of a trace
+
+
+class AbortRequest(msgspec.Struct):
+    """POST /admin/abort: the id of an answer (cmpl-..., chatcmpl-...), as the state lists it."""
+
+    id: str
+
+
+class LevelRequest(msgspec.Struct):
+    """POST /admin/log_level."""
+
+    level: str
+
+
+class Admin:
+    """The routes under /admin/. The guard lets admin keys alone through; each route looks once more."""
+
+    def __init__(self, serving: Serving, limits: Limits) -> None:
+        self.serving, self.limits = serving, limits
+        self._began = time.monotonic()
+
+    def routes(self) -> list[Route]:
+        """Every route there is."""
+        get = {"/admin/state": self.state, "/admin/trace": self.trace}
+        post = {"/admin/reset_prefix_cache": self.reset, "/admin/abort": self.abort, "/admin/log_level": self.log_level}
+        routes = [Route(path, _for_admins(endpoint), methods=["GET"]) for path, endpoint in get.items()]
+        return routes + [Route(path, _for_admins(endpoint), methods=["POST"]) for path, endpoint in post.items()]
+
+    @told
+    async def state(self, request: Request) -> Response:
+        """GET /admin/state: the engine's figures, and what is open by id, tokens and age."""
+        return as_json({**state_of(self.serving), "uptime": round(time.monotonic() - self._began, 3)})
+
+    @told
+    async def trace(self, request: Request) -> Response:
+        """GET /admin/trace?seconds=N: the engine's loop from now on, in the trace event format."""
+        seconds = _seconds(request.query_params.get("seconds"))
+        try:
+            rows = await while_connected(request.receive, self.serving.llm.record(seconds))
+        except LlmcError as e:
+            if e.code == "E660" and self.serving.llm.is_running:
+                raise ApiError(e.cause, status=409, code="already_recording") from None
+            raise unavailable("the engine is not there now", "engine_unavailable") from None
+        text = await anyio.to_thread.run_sync(lambda: json.dumps(document(rows)))
+        headers = {"Content-Disposition": 'attachment; filename="llmc-trace.json"', "Cache-Control": "no-store"}
+        return Response(text, headers=headers, media_type="application/json")
+
+    @told
+    async def reset(self, request: Request) -> Response:
+        """POST /admin/reset_prefix_cache: forget all prefixes; 409 while requests hold pages."""
+        try:
+            done = await self.serving.llm.reset_prefix_cache()
+        except LlmcError:
+            raise unavailable("the engine is not there now", "engine_unavailable") from None
+        if not done:
+            raise ApiError("requests hold pages: try again when nothing runs", status=409, code="in_use")
+        return as_json({"reset": True})
+
+    @told
+    async def abort(self, request: Request) -> Response:
+        """POST /admin/abort: end an answer; its client is told 503."""
+        wanted = parse(await read_body(request, self.limits), AbortRequest, self.serving.meters.unknown).id
+        names = {one["id"] for one in self.serving.llm.open_requests()}
+        found = [name for name in names if wanted in (name, name.rpartition("-")[0])]
+        ended = [await self.serving.llm.abort(name) for name in found]
+        if not sum(ended):
+            raise not_found("nothing of this id is open", "id")
+        return as_json({"aborted": sum(ended)})
+
+    @told
+    async def log_level(self, request: Request) -> Response:
+        """POST /admin/log_level: what is told on stderr from now on."""
+        asked = parse(await read_body(request, self.limits), LevelRequest, self.serving.meters.unknown)
+        if asked.level not in _LEVELS:
+            raise ApiError(f"level: one of {', '.join(_LEVELS)}", param="level")
+        logging.getLogger("llmc").setLevel(asked.level.upper())
+        return as_json({"level": asked.level})
+
+
+def state_of(serving: Serving) -> dict[str, Any]:
+    """What is open and how the engine is, for a person; no text."""
+    llm, admission = serving.llm, serving.admission
+    requests = llm.open_requests()
+    return {
+        "version": __version__,
+        "model": serving.names[0],
+        "state": llm.state,
+        "draining": admission.draining,
+        "engine_pid": llm.engine_pid,
+        "open_sequences": admission.open_sequences,
+        "open_tokens": admission.open_tokens,
+        "stats": llm.stats(),
+        "requests": requests[:MOST_OPEN],
+        "requests_left_out": max(0, len(requests) - MOST_OPEN),
+    }
+
+
+def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        if request.scope.get("llmc.admin") is not True:
+            return as_error(not_found("there is no such route"))
+        return await endpoint(request)
+
+    return guarded
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = _SECONDS if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= LONGEST:
+        raise ApiError(f"seconds: a number above 0, up to {LONGEST:g}", param="seconds")
+    return seconds

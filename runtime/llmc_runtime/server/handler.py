@@ -1,0 +1,40 @@
+"""A route's function made safe: its errors become replies, its mistakes places in the log; it knows no route."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from llmc_runtime.server.errors import ApiError, internal
+from llmc_runtime.server.replies import Gone, as_error, place
+
+log = logging.getLogger("llmc.serve")
+_GONE = 499  # nobody reads it
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+
+def told(handler: Handler) -> Handler:
+    """The handler, a method of something with `serving`; of mistakes the log has the place, and the client nothing."""
+
+    @functools.wraps(handler)
+    async def safe(self: Any, request: Request) -> Response:
+        try:
+            return await handler(self, request)
+        except ApiError as e:
+            if e.status >= 500:
+                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+            return as_error(e)
+        except (Gone, ClientDisconnect):
+            self.serving.meters.gone()
+            return Response(status_code=_GONE)
+        except Exception as e:
+            log.error("%s failed%s", request.scope["llmc.id"], place(e))
+            return as_error(internal())
+
+    return safe

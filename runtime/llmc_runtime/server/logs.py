@@ -1,0 +1,173 @@
+"""What the server writes to stderr, a line for each thing, as text or JSON; no key ever, no prompt unless asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.replies import place
+
+log = logging.getLogger("llmc.request")
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # told at "debug" alone: they are asked all the time
+_GONE = 499  # the client went before its answer ended
+_MOST_PATH, _MOST_TEXT, _MOST_LINE = 200, 2000, 8000  # characters
+
+
+def to_stderr(level: str, form: str) -> None:
+    """Send what our rooms and uvicorn log to stderr; `form`: "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Json() if form == "json" else Text())
+    for name in ("llmc", "uvicorn", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.propagate = [handler], False
+        logger.setLevel(level.upper() if name == "llmc" else "WARNING")
+
+
+def teller(form: str) -> Callable[[str], None]:
+    """Says what a person who starts the server wants to know, whatever the level of the log."""
+    if form != "json":
+        return lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)
+    told = logging.LogRecord("llmc", logging.INFO, "", 0, "", None, None)
+
+    def say(line: str) -> None:
+        told.msg, told.created = line, time.time()
+        print(Json().format(told), file=sys.stderr, flush=True)
+
+    return say
+
+
+class Text(logging.Formatter):
+    """TIME LEVEL LOGGER: MESSAGE NAME=VALUE ..., in one line of printable characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        fields = "".join(f" {name}={_spelled(value)}" for name, value in _fields(record).items())
+        message = f"{record.getMessage()}{_exception(record)}"[:_MOST_LINE]
+        return _printable(f"{at} {record.levelname} {record.name}: {message}{fields}")
+
+
+class Json(logging.Formatter):
+    """An object a line: time (UTC, ISO 8601), level, logger, message, and what else there is by name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        head = {"time": at, "level": record.levelname.lower(), "logger": record.name}
+        message = (record.getMessage() + _exception(record))[:_MOST_LINE]
+        return json.dumps({**head, "message": message, **_fields(record)})
+
+
+class Record:
+    """One HTTP request on its way: rooms that know more add to it. `texts`: log the texts of prompts, too."""
+
+    def __init__(self, texts: bool = False) -> None:
+        self._texts, self._began = texts, time.monotonic()
+        self.status, self.complete = 0, False
+        self._id: str | None = None
+        self._first: float | None = None
+        self._prompt = self._output = 0
+        self._cached: dict[str, int] = {}
+        self._reasons: dict[str, None] = {}
+        self._error: str | None = None
+
+    def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
+        """The answer `name` is generated for these prompts."""
+        self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)
+        if self._texts:
+            for prompt in prompts:
+                text = prompt.text if prompt.text is not None else str(prompt.ids[:_MOST_TEXT])
+                fields = {"request_id": request_id, "id": name, "prompt": text[:_MOST_TEXT]}
+                log.info("prompt", extra={"fields": fields})
+
+    def take(self, output: RequestOutput) -> None:
+        """News of the answer."""
+        new = sum(len(one.token_ids) for one in output.outputs)
+        if new and self._first is None:
+            self._first = time.monotonic()
+        self._output += new
+        self._cached[output.request_id] = output.num_cached_tokens
+        for one in output.outputs:
+            if one.finish_reason is not None:
+                self._reasons[one.finish_reason] = None
+
+    def fail(self, code: str | None) -> None:
+        """The answer ended with an error of this code."""
+        self._error = code or "error"
+
+    def fields(self) -> dict[str, Any]:
+        """What is known of it now; what it has not is left out."""
+        told: dict[str, Any] = {"status": self.status if self.complete else _GONE}
+        told["duration_ms"] = _ms(time.monotonic() - self._began)
+        if self._id is not None:
+            told |= {"id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values())}
+            told["output_tokens"] = self._output
+            told |= {"finish_reason": ",".join(self._reasons) or None, "error": self._error}
+        if self._first is not None:
+            told["ttft_ms"] = _ms(self._first - self._began)
+        return told
+
+
+class Logged:
+    """ASGI middleware around all others: one line for each request that has ended."""
+
+    def __init__(self, app: ASGIApp, texts: bool = False) -> None:
+        self._app, self._texts = app, texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Logged."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        record = scope["llmc.record"] = Record(self._texts)
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                record.complete = True
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._write(scope, record)
+
+    def _write(self, scope: Scope, record: Record) -> None:
+        path = scope["path"]
+        fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
+        quiet = path in _QUIET and scope["method"] == "GET"
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(record, "fields", {})
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _exception(record: logging.LogRecord) -> str:
+    """Kinds and places of an exception, none of its words: they may be a request's."""
+    return place(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
+
+
+def _spelled(value: Any) -> str:
+    plain = isinstance(value, int | float) or (value.isprintable() and not set(value) & set(' "=\\'))
+    return str(value) if plain else json.dumps(value)
+
+
+def _printable(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

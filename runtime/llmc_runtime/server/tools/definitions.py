@@ -1,0 +1,119 @@
+"""The tools of a request: what may be called, whether it must be, the schemas of arguments; it renders nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.tools.calls import NAME
+
+MAX_TOOLS = 128
+MAX_BYTES = 256 << 10  # of all definitions together, as JSON
+MAX_CALLS = 32  # of an answer whose calls are enforced
+_NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
+_NOTES = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly", "$schema")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "definitions")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`given`: the definitions, for the template; `schemas`: of the arguments, by name, of those that may be called.
+
+    `forced`: the answer is one or more calls; `several`: there may be more than one.
+    """
+
+    given: list[dict[str, Any]]
+    names: frozenset[str]
+    schemas: Mapping[str, dict[str, Any]]
+    forced: bool
+    several: bool
+
+
+def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: nothing is called. ApiError 400."""
+    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(given or ())]
+    if len(definitions) > MAX_TOOLS:
+        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(definitions)}", param="tools")
+    if (size := len(json.dumps(definitions, ensure_ascii=False).encode(errors="replace"))) > MAX_BYTES:
+        raise ApiError(f"tools: their definitions have {size} bytes, at most {MAX_BYTES}", param="tools")
+    functions = [one["function"] for one in definitions]
+    names = [one["name"] for one in functions]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(f"tools: {twice!r} is there twice", param="tools")
+    wanted, forced = _choice(choice, names)
+    if not wanted:
+        return None
+    schemas = {one["name"]: one.get("parameters") or {} for one in functions if one["name"] in wanted}
+    return Tools(definitions, frozenset(names), schemas, forced, parallel is not False)
+
+
+def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """A checked copy; `strict` is for us, and not for the model."""
+    function = given.get("function")
+    if given.get("type") != "function" or not isinstance(function, dict):
+        raise ApiError(f'{where}: of the form {{"type": "function", "function": {{"name": NAME, ...}}}}', param=where)
+    name, where = function.get("name"), f"{where}.function"
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ApiError(f"{where}.name: {_NAMES}", param=f"{where}.name")
+    if not isinstance(function.get("description"), str | None):
+        raise ApiError(f"{where}.description: a text", param=f"{where}.description")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ApiError(f"{where}.strict: true or false", param=f"{where}.strict")
+    schema = function.get("parameters")
+    if not isinstance(schema, dict | None) or (schema or {}).get("type", "object") != "object":
+        raise ApiError(f'{where}.parameters: a JSON schema with "type": "object"', param=f"{where}.parameters")
+    return {
+        **given,
+        "function": {key: value for key, value in function.items() if key != "strict" and value is not None},
+    }
+
+
+def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
+    """(what may be called, whether something must be)."""
+    if given is None or given == "auto":
+        return names, False
+    if given == "none":
+        return [], False
+    if given == "required":
+        if not names:
+            raise ApiError("tool_choice: required needs tools", param="tool_choice")
+        return names, True
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name is None:
+        cause = 'none, auto, required, or {"type": "function", "function": {"name": NAME}}'
+        raise ApiError(f"tool_choice: {cause}", param="tool_choice")
+    if name not in names:
+        raise ApiError(f"tool_choice: {str(name)[:64]!r} is none of the tools", param="tool_choice")
+    return [name], True
+
+
+def enforced(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of arguments that are enforced: without its notes; objects that name their properties have no others
+    unless they say so, or there is an allOf, whose parts hold together; no schema at all is that of no arguments."""
+    closed = '"allOf":' not in json.dumps(schema)
+    return {"type": "object", **_plain(schema or {"properties": {}}, closed)}
+
+
+def _plain(schema: Any, closed: bool) -> Any:
+    if isinstance(schema, list):
+        return [_plain(one, closed) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        inner = closed and key in _CLOSED
+        if key in _OF_SCHEMAS and isinstance(value, dict):
+            out[key] = {name: _plain(one, inner) for name, one in value.items()}
+        elif key in ("enum", "const", "required"):
+            out[key] = value
+        elif key not in _NOTES:
+            out[key] = _plain(value, inner)
+    if closed and "properties" in out:
+        out.setdefault("additionalProperties", False)
+    return out

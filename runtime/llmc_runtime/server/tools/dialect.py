@@ -1,0 +1,88 @@
+"""How a served model writes calls and reasoning: as it was told, else as its chat template and vocabulary show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.tools import formats, reasoning
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.reasoning import ReasoningFormat
+from llmc_runtime.text.chat import choose_template
+from llmc_runtime.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+_MARKS = (reasoning.THINK, reasoning.BRACKETS)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """`calls`, `thoughts`: the formats, None where there is none; `lines` say for the log what was chosen, and why."""
+
+    calls: type[CallFormat] | None
+    thoughts: ReasoningFormat | None
+    lines: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+    @property
+    def short_ids(self) -> bool:
+        """Ids of calls are nine letters and digits."""
+        return self.calls is not None and self.calls.short_ids
+
+    def marker(self, text: str) -> str | None:
+        """How Lark has a text that is one token; None where it is none."""
+        token = None if self.tokenizer is None else self.tokenizer.token_id(text)
+        return None if token is None else f"<[{token}]>"
+
+    def special(self, texts: Iterable[str]) -> frozenset[int]:
+        """Those of the texts that are special tokens, by their ids."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = {token for text in texts if (token := self.tokenizer.token_id(text)) is not None}
+        return self.tokenizer.special_ids & ids
+
+
+def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, thoughts: str = AUTO) -> Dialect:
+    """The dialect of a model; `template`: another than its own, or one's name; `calls`, `thoughts`: names of formats,
+    "auto" or "none". LlmcError E601 where one is no name."""
+    text = _text(tokenizer, template)
+    fitting = next((one for one in formats.FORMATS.values() if one.fits(text)), None)
+    named = _named("tool_call_parser", calls, formats.FORMATS, fitting)
+    marked = [one for one in _MARKS if one.end in text] + [one for one in _MARKS if _has(tokenizer, one.end)]
+    thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
+    return Dialect(named, thought, tuple(_lines(named, thought, calls, thoughts)), tokenizer)
+
+
+def _text(tokenizer: Tokenizer | None, template: str | None) -> str:
+    """The text of the template that tools are shown by, empty where there is none."""
+    if tokenizer is None:
+        return ""
+    try:
+        return choose_template(tokenizer.chat_templates, template, ())
+    except LlmcError:  # told to whoever asks for a chat
+        return ""
+
+
+def _named(field: str, name: str, known: Mapping[str, T], fitting: T | None) -> T | None:
+    if name in (AUTO, NONE):
+        return fitting if name == AUTO else None
+    if name not in known:
+        allowed = ", ".join([AUTO, *known, NONE])
+        raise LlmcError("E601", f"{field} = {name[:60]!r} is not allowed", f"{field}: one of {allowed}")
+    return known[name]
+
+
+def _has(tokenizer: Tokenizer | None, text: str) -> bool:
+    return tokenizer is not None and tokenizer.token_id(text) is not None
+
+
+def _lines(calls: type[CallFormat] | None, thought: ReasoningFormat | None, wanted: str, asked: str) -> Iterable[str]:
+    seen = "seen in the chat template"
+    if calls is not None:
+        yield f"tool calls: {calls.name} ({seen if wanted == AUTO else '--tool-call-parser'})"
+    if thought is not None:
+        how = "seen in the chat template or vocabulary" if asked == AUTO else "--reasoning-parser"
+        yield f"reasoning: from {thought.begin} to {thought.end} ({how})"

@@ -1,0 +1,85 @@
+"""The grammar of an answer whose calls are enforced, and of one that has reasoning in front of a given form; Lark, as
+llguidance reads it, which the engine compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import close_objects
+from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.definitions import MAX_CALLS, Tools, enforced
+
+_AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
+Marker = Callable[[str], str | None]
+
+
+def calls_of(tools: Tools, form: type[CallFormat], marker: Marker) -> str:
+    """Rules of which `calls` is what the tools allow, with the white space of Python's json, as templates write it."""
+    rules = {name: f"arguments_{i}" for i, name in enumerate(tools.schemas)}
+    most = MAX_CALLS if tools.several and form.several else 1
+    texts = [form.rules(rules, marker, most)]
+    for schema, rule in zip(tools.schemas.values(), rules.values(), strict=True):
+        texts.append(f"{rule}: {_json(enforced(schema), _AS_TEMPLATES_DO)}")
+    return "\n".join(texts)
+
+
+def form_of(wanted: StructuredOutputsParams, param: str) -> str:
+    """Rules of which `form` is the text that was asked for. ApiError 400 where it can be no part of a grammar."""
+    if wanted.kind in ("json", "json_object"):
+        schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
+        if wanted.disable_additional_properties:
+            close_objects(schema)
+        options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+        if wanted.whitespace_pattern is not None:
+            options["whitespace_pattern"] = wanted.whitespace_pattern
+        return f"form: {_json(schema, options)}"
+    if wanted.kind == "choice":
+        return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
+    if wanted.kind == "regex":
+        return f"form: /{_slashed(wanted.text)}/"
+    if "::=" in wanted.text:
+        cause = "a grammar in GBNF cannot stand behind reasoning or beside tools: write it in Lark's syntax"
+        raise ApiError(f"{param}: {cause}", param=param)
+    return f"form: %lark {{\n{wanted.text}\n}}"
+
+
+def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:
+    """The whole: `body` in terms of the rules of `parts`, behind the rule `thought` where there is reasoning. ApiError
+    400 where it is too large; `param` is blamed."""
+    start = f"start: {body}" if thought is None else f"start: thought body\nbody: {body}\n{thought}"
+    text = "\n".join(["%llguidance {}", start, *parts, ""])
+    if len(text.encode(errors="replace")) > MAX_BYTES:
+        cause = f"the grammar of the answer has {len(text)} characters, at most {MAX_BYTES}"
+        raise ApiError(f"{param}: {cause}; use fewer tools, or smaller schemas", param=param)
+    try:
+        return StructuredOutputsParams(grammar=text)
+    except LlmcError as e:
+        raise ApiError(f"{param}: {e.cause}", param=param) from None
+
+
+def _json(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+    """A schema within Lark. Nothing in it looks like GBNF."""
+    text = json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+    return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
+
+
+def _schema(text: str, param: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ApiError(f"{param}: a JSON schema is an object", param=param)
+    return schema
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes, on one line."""
+    out, escaped = [], False
+    for char in pattern:
+        out.append({"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(char, char))
+        escaped = char == "\\" and not escaped
+    return "".join(out)

@@ -1,0 +1,91 @@
+"""Messages of a request as chat templates read them: earlier calls, their results, reasoning; it renders nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.parse import document
+from llmc_runtime.server.tools.calls import NAME
+from llmc_runtime.text.reads import Reads
+
+MAX_CALLS = 128  # of one message
+_SHORT = re.compile(r"[A-Za-z0-9]{9}")
+_CALLS = 'a list of {"id": ID, "type": "function", "function": {"name": NAME, "arguments": JSON}}'
+_TEMPLATE = "serve with --chat-template FILE, one that has a place for them, or leave them out"
+
+
+def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
+    """Copies of those messages that have calls, results or reasoning; the others as they are. ApiError 400.
+
+    Arguments, JSON text in the API, become objects unless the template joins them with text. Ids become nine letters
+    and digits where the model's have to be that (`short_ids`), the same ones for the same ids.
+    """
+    return [_message(one, f"messages[{i}]", reads, short_ids) for i, one in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:
+    calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
+    if not isinstance(call_id, str | None):
+        raise ApiError(f"{where}.tool_call_id: a text", param=f"{where}.tool_call_id")
+    if not reads.calls and (calls or message.get("role") == "tool"):
+        cause = f"{where}: the chat template has no place for calls and their results. Try: {_TEMPLATE}"
+        raise ApiError(cause, param=where)
+    out = dict(message)
+    if call_id is not None and short_ids:
+        out["tool_call_id"] = _short(call_id)
+    if "tool_calls" in out:
+        out.pop("tool_calls")
+        if calls:
+            out["tool_calls"] = _calls(calls, f"{where}.tool_calls", reads, short_ids)
+            out["content"] = "" if out.get("content") is None else out["content"]
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if isinstance(out.get(name), str) and out.get(other) is None:
+            out[other] = out[name]
+    return out
+
+
+def _calls(given: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or len(given) > MAX_CALLS:
+        raise ApiError(f"{where}: {_CALLS}, up to {MAX_CALLS}", param=where)
+    out = []
+    for i, call in enumerate(given):
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(name, str)
+            or not NAME.fullmatch(name)
+            or not isinstance(call.get("id"), str | None)
+        ):
+            raise ApiError(f"{where}[{i}]: of {_CALLS}", param=f"{where}[{i}]")
+        arguments = _arguments(function.get("arguments"), f"{where}[{i}]", reads.arguments_as_text)
+        out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+        if short_ids and isinstance(call.get("id"), str):
+            out[-1]["id"] = _short(call["id"])
+    return out
+
+
+def _arguments(given: Any, where: str, as_text: bool) -> Any:
+    """An object or its JSON, as the template wants it. A text that is no object, which a model has written, stays."""
+    if not isinstance(given, str | dict | None):
+        where = f"{where}.function.arguments"
+        raise ApiError(f"{where}: the JSON of an object", param=where)
+    if as_text:
+        return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        return document((given or "{}").encode(errors="replace"))
+    except ApiError:
+        return given
+
+
+def _short(call_id: str) -> str:
+    if _SHORT.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]

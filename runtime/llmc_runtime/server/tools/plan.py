@@ -1,0 +1,89 @@
+"""What one chat's answer consists of: reasoning, content, calls; which grammar makes it so; it reads no output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.fields import ChatRequest
+from llmc_runtime.server.tools import formats
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.definitions import Tools, tools_of
+from llmc_runtime.server.tools.dialect import Dialect
+from llmc_runtime.server.tools.grammar import answer, calls_of, form_of
+from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`tools` and `form`: the calls there may be, and how they are written. `thoughts`: how reasoning is marked;
+    `opened`: the output begins within it. Each is None where there is none."""
+
+    dialect: Dialect
+    tools: Tools | None = None
+    form: type[CallFormat] | None = None
+    thoughts: ReasoningFormat | None = None
+    opened: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """The output is content alone."""
+        return self.form is None and self.thoughts is None
+
+    @property
+    def visible(self) -> frozenset[int]:
+        """The special tokens that the text of an output has to show."""
+        marks = () if self.form is None else tuple(self.form.markers)
+        return self.dialect.special(
+            marks if self.thoughts is None else (*marks, self.thoughts.begin, self.thoughts.end)
+        )
+
+    def behind(self, prompt: Prompt, asked: ChatRequest) -> Plan:
+        """The same for an output behind this prompt: it may have closed the reasoning, or be within."""
+        thoughts, text = self.thoughts, prompt.text or ""
+        if thoughts is None:
+            return self
+        content = asked.messages[-1].get("content") if asked.continue_final_message else None
+        if asked.continue_final_message and isinstance(content, str):
+            return replace(self, opened=thoughts.opened(text, content))
+        if text.rstrip().endswith(thoughts.end):
+            return replace(self, thoughts=None)
+        return replace(self, opened=thoughts.opened(text, None))
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the grammar of the answer, where one is needed. ApiError 400 where there is none."""
+        wanted, tools = params.structured_outputs, self.tools
+        if wanted is None and not (tools and tools.forced):
+            return params
+        if tools is None and self.thoughts is None:
+            return params
+        marks = () if self.thoughts is None else (self.thoughts.begin, self.thoughts.end)
+        tokens = {mark: token for mark in marks if (token := self.dialect.marker(mark)) is not None}
+        thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, tokens)
+        parts, body = [], []
+        if tools is not None and self.form is not None:
+            parts.append(calls_of(tools, self.form, self.dialect.marker))
+            body.append("calls")
+        if wanted is not None and not (tools and tools.forced):
+            parts.append(form_of(wanted, "response_format"))
+            body.append("form")
+        param = "tools" if tools else "response_format"
+        return replace(params, structured_outputs=answer(parts, " | ".join(body), thought, param))
+
+
+def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
+    """What the fields of a request ask for. ApiError 400."""
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    if tools is None:
+        return Plan(dialect, thoughts=dialect.thoughts)
+    form = dialect.calls
+    if form is None and not tools.forced:
+        names = ", ".join(formats.FORMATS)
+        cause = "tools: in which form this model writes calls is not known"
+        raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
+    if tools.forced and asked.structured_outputs is not None:
+        cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
+        raise ApiError(f"{cause}: give one of them", param="structured_outputs")
+    return Plan(dialect, tools, form or formats.Llama3Json, dialect.thoughts)

@@ -1,0 +1,89 @@
+"""Servers over one engine whose model says what it is told to (see parrot_core), one for each way of marking calls and
+reasoning: the first part of a path names which."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from llmc_runtime import AsyncLLM
+from llmc_runtime.core.async_llm import Front
+from llmc_runtime.core.messages import Open
+from llmc_runtime.server.admission import Admission
+from llmc_runtime.server.app import application
+from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.serving import Serving
+
+from tests.runtime.parrot_core import tokenizer
+
+FOLDER = Path(__file__).parent / "chat_templates"
+PROGRAM = Path(__file__).with_name("parrot_core.py")
+TOK = tokenizer()
+# name: the template, and the parsers where they are not left to be found
+SERVERS: Mapping[str, tuple[str, str, str]] = {
+    "hermes": ("qwen2.5", "auto", "none"),
+    "llama": ("llama3", "auto", "none"),
+    "mistral": ("mistral", "auto", "none"),
+    "args": ("mistral_args", "auto", "auto"),
+    "think": ("qwen3", "auto", "auto"),
+    "opens": ("reasoner", "hermes", "auto"),
+    "bare": ("chatml", "auto", "none"),
+    "unknown": ("qwen2.5", "none", "none"),
+}
+
+
+def say(text: str) -> dict[str, str]:
+    """A message that makes the parrot say `text`, special tokens and all."""
+    return {"role": "user", "content": f"<|user|>{text}<|end|>"}
+
+
+def template(name: str) -> str:
+    """The text of a chat template."""
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
+@contextmanager
+def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
+    """The address, behind which the name of a server is to follow, and the servers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    there, stop, found = threading.Event(), list[uvicorn.Server](), dict[str, Serving]()
+
+    async def main() -> None:
+        opening = Open("ok", None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+        front = Front([sys.executable, "-P", str(PROGRAM), "0"], opening, TOK)
+        async with AsyncLLM.over(front, heartbeat_timeout=20.0, say=lambda line: None) as llm:
+            apps = {}
+            for name, (text, calls, thoughts) in SERVERS.items():
+                meters = Meters("parrot", llm.stats)
+                admission = Admission(64, 1 << 20, None, meters.refused)
+                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts)
+                found[name], apps[name] = one, application(one)
+
+            async def chosen(scope: Any, receive: Any, send: Any) -> None:
+                _, name, rest = scope["path"].split("/", 2)
+                await apps[name]({**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, receive, send)
+
+            config = uvicorn.Config(chosen, ws="none", lifespan="off", log_config=None)
+            stop.append(uvicorn.Server(config))
+            there.set()
+            await stop[0].serve([listening])
+            for one in found.values():
+                one.close()
+
+    thread = threading.Thread(target=asyncio.run, args=[main()], daemon=True)
+    thread.start()
+    assert there.wait(60)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", found
+    finally:
+        while not stop[0].started and thread.is_alive():
+            thread.join(0.01)
+        stop[0].should_exit = True
+        thread.join(20)

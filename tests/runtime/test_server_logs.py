@@ -1,0 +1,133 @@
+"""What the server says on stderr: a line for each request, in both forms, without texts, keys or broken lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.server.logs import Json, Text
+
+from tests.runtime.test_server_load import LONG, Command, until
+
+PROGRAM = str(Path(__file__).with_name("serve_fake.py"))
+KEY = "a-secret-key-that-nobody-sees"
+
+
+def parsed(said: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    command = Command(PROGRAM, "0.002", "5", "--log-format", "json", "--api-key-file", str(keys))
+    head = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "mine-7"}
+    with httpx.Client(base_url=command.url, headers=head, timeout=30) as client:
+        body = {"prompt": "my private words", "max_tokens": 5, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 9, "stream": True}) as reply:
+            reply.read()
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as reply:
+            next(reply.iter_lines())
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": -3}).status_code == 400
+        assert client.get("/v1/evil%0d%0aFAKE: line\u2028?key=private").status_code == 404
+        assert client.get("/health").status_code == 200
+    assert httpx.get(f"{command.url}/v1/models").status_code == 401
+    until(lambda: sum('"request"' in line for line in command.lines) == 6)
+    command.process.terminate()
+    code, said = command.end()
+    assert code == 0 and "private" not in said and KEY not in said
+    found = [line for line in parsed(said) if line["message"] == "request"]
+    assert all(line["logger"] == "llmc.request" and line["level"] == "info" for line in found)
+    whole, stream, left, wrong, evil, refused = found
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole["time"])
+    expected = {"request_id": "mine-7", "method": "POST", "route": "/v1/completions", "status": 200}
+    for line, tokens in ((whole, 5), (stream, 9)):
+        assert (
+            line.items() >= expected.items() and line["output_tokens"] == tokens and line["finish_reason"] == "length"
+        )
+        assert 0 < line["ttft_ms"] <= line["duration_ms"] and line["id"].startswith("cmpl-")
+    assert stream["prompt_tokens"] == 3
+    assert left["status"] == 499 and left["output_tokens"] < 200 and "finish_reason" not in left
+    assert wrong["status"] == 400 and "output_tokens" not in wrong
+    assert evil["status"] == 404 and refused["status"] == 401
+    assert "\r\nFAKE" in evil["route"]  # in JSON an escape, not a line end
+
+
+def test_prompts_are_logged_where_that_is_asked_for() -> None:
+    command = Command(PROGRAM, "0", "5", "--enable-log-requests")
+    body = {"prompt": "their words\nline two", "max_tokens": 2}
+    assert httpx.post(f"{command.url}/v1/completions", json=body, headers={"X-Request-Id": "q"}).status_code == 200
+    command.process.terminate()
+    _, said = command.end()
+    assert "llmc.request: prompt request_id=q id=cmpl-" in said and 'prompt="their words\\nline two"' in said
+
+
+def test_the_access_log_can_be_switched_off() -> None:
+    command = Command(PROGRAM, "0", "5", "--disable-access-log")
+    assert httpx.get(f"{command.url}/v1/models").status_code == 200
+    command.process.terminate()
+    code, said = command.end()
+    assert code == 0 and "llmc.request" not in said and "/v1/models" not in said
+
+
+@pytest.mark.parametrize("form", [Text(), Json()])
+def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> None:
+    odd = 'a\r\nb\x1b[2J\u2028\ud800 = "quoted" ' * 3000
+    try:
+        raise ValueError("private words")
+    except ValueError:
+        info: Any = sys.exc_info()
+    record = logging.LogRecord("llmc.x", logging.ERROR, "x.py", 1, "odd %s", (odd,), info)
+    record.fields = {"route": odd[:200], "none": None, "count": 3}
+    line = form.format(record)
+    assert len(line.splitlines()) == 1 and line.isprintable() and len(line) < 30_000
+    assert "private" not in line and "None" not in line and "count" in line
+    if isinstance(form, Json):
+        assert json.loads(line)["level"] == "error" and "ValueError at test_server_logs.py" in form.format(
+            logging.LogRecord("llmc.x", logging.ERROR, "x.py", 1, "short", (), info)
+        )
+
+
+def test_sigquit_tells_what_the_server_does_and_it_goes_on() -> None:
+    command = Command(PROGRAM, "0.01", "5")
+    body = {**LONG, "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        command.process.send_signal(signal.SIGQUIT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert httpx.get(f"{command.url}/health").status_code == 200
+    command.process.terminate()
+    code, said = command.end()
+    assert code == 0
+    state = json.loads(said.partition("llmc: state at SIGQUIT: ")[2].splitlines()[0])
+    assert state["requests"][0]["prompt_tokens"] == 3 and state["tasks"]
+    assert len(re.findall(r"most recent call first", said)) >= 3  # the server's threads, and the engine's
+    assert re.search(r"process.py\", line \d+ in _serve|loop.py\", line \d+ in step|poll", said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(number: int) -> None:
+    command = Command(PROGRAM, "0.05", "60")
+    with httpx.stream("POST", f"{command.url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        command.process.send_signal(number)
+        time.sleep(0.3)
+        assert command.process.poll() is None
+        began = time.monotonic()
+        command.process.send_signal(number)
+        code, said = command.end()
+        assert time.monotonic() - began < 2.0, said
+    assert code == (0 if number == signal.SIGTERM else 130) and "Traceback" not in said

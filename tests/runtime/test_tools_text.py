@@ -1,0 +1,193 @@
+"""What models write becomes content, calls and reasoning: the same however it is cut, nothing lost, nothing raised."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmc_runtime.server.tools.calls import CallFormat, CallPiece
+from llmc_runtime.server.tools.formats import FORMATS, Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat, Splitter
+from llmc_runtime.server.tools.scan import JsonText
+
+NAMES = frozenset({"f", "get_weather"})
+Parsed = tuple[str, list[tuple[str, str]]]
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>")
+PARTS = (
+    *MARKS, "<tool", "</tool_", "[TOOL", "[", "]", "{", "}", '"', ":", ",", ";", "\n", " ", "\\", "\\u00", "f", "null",
+    "get_weather", '{"name": "f", ', '"arguments": {', '"parameters": {"a": 1}', '{"name": "get_weather"', "}}", "1e5",
+    '"x": [1, {"y": "z\\n"}]', "-0.5", "é", "🙂", "true", '{"a": "</tool_call>"}', "Let me see. ", '"id": "abcdefghi"',
+)  # fmt: skip
+
+
+def cut(text: str, draw: random.Random) -> list[str]:
+    """The text in pieces."""
+    ends = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(len(text) + 1)))
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
+
+
+def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
+    """(content, [(name, arguments)]) of a text that comes in pieces."""
+    reader, content, calls = form(NAMES), "", list[list[str]]()
+    out = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
+    for item in out:
+        if isinstance(item, CallPiece) and item.name is not None:
+            assert item.index == len(calls)
+            calls.append([item.name, item.arguments])
+        elif isinstance(item, CallPiece):
+            assert item.index == len(calls) - 1
+            calls[-1][1] += item.arguments
+        else:
+            content += item
+    return content, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("form", FORMATS.values())
+def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
+    @settings(max_examples=400, deadline=None)
+    @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
+    def check(parts: list[str], seed: int) -> None:
+        text = "".join(parts)
+        content, calls = parsed(form, [text])
+        assert parsed(form, cut(text, random.Random(seed))) == (content, calls)
+        assert parsed(form, list(text)) == (content, calls)
+        if not calls:
+            assert content == text
+        for _, arguments in calls:
+            scan = JsonText()
+            assert scan.feed(arguments, 0) == len(arguments) and not scan.failed
+            if scan.done:
+                assert isinstance(json.loads(arguments), dict)
+
+    check()
+
+
+def drawn(draw: random.Random, words: list[str], depth: int = 0) -> Any:
+    """A JSON value whose texts are words that occur nowhere else."""
+    kind = draw.randrange(4 if depth < 3 else 2)
+    if kind == 0:
+        return draw.choice([True, None, 1, -2.5, 1e300, 0])
+    if kind == 1:
+        words.append(f"w{len(words)}w")
+        return draw.choice(["{} ", '"{}"', "{}\n", "</tool_call>{}", "\\{}", "é{}", "[TOOL_CALLS]{}"]).format(words[-1])
+    if kind == 2:
+        return [drawn(draw, words, depth + 1) for _ in range(draw.randrange(3))]
+    return {f"k{i}": drawn(draw, words, depth + 1) for i in range(draw.randrange(3))}
+
+
+def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.Random) -> str:
+    """The calls as a model of the family writes them."""
+
+    def dumps(value: Any) -> str:
+        indent = draw.choice([None, None, 2])
+        return json.dumps(value, indent=indent, ensure_ascii=draw.random() < 0.5)
+
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if form is Hermes:
+        space = draw.choice(["", "\n"])
+        objects = [dict(draw.sample(list(one.items()), 2)) for one in objects]
+        return "\n".join(f"<tool_call>{space}{dumps(one)}{space}</tool_call>" for one in objects)
+    if form is Llama3Json:
+        named = [{"type": "function", "name": name, "parameters": arguments} for name, arguments in calls]
+        return "; ".join(draw.choice(["", "<|python_tag|>"]) + dumps(one) for one in named)
+    if draw.random() < 0.5:
+        return "[TOOL_CALLS] " + dumps([{**one, "id": "abcdefghi"} for one in objects])
+    middle = draw.choice(["[ARGS]", "[CALL_ID]abcdefghi[ARGS]", ""])
+    return "".join(f"[TOOL_CALLS]{name}{middle}{dumps(arguments)}" for name, arguments in calls)
+
+
+@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
+    draw, words = random.Random(seed), list[str]()
+    calls = [(draw.choice(sorted(NAMES)), {"x": drawn(draw, words), "y": drawn(draw, words)}) for _ in range(3)]
+    calls = calls[: draw.randrange(1, 4)]
+    said = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
+    text = said + written(form, calls, draw)
+    content, found = parsed(form, cut(text, draw))
+    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (said.rstrip(), calls)
+    at = draw.randrange(len(text))
+    broken = draw.choice([text[:at], text[:at] + draw.choice("}{]x<\n") + text[at:], text[:at] + text[at + 1 :]])
+    content, found = parsed(form, cut(broken, draw))
+    kept = content + "".join(arguments for _, arguments in found)
+    assert not [word for word in re.findall("w[0-9]+w", broken) if word not in kept]
+
+
+def test_what_looks_like_calls_and_is_none_is_content() -> None:
+    for form, text in (
+        (Hermes, "<tool_call>oops</tool_call>"), (Hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        (Hermes, '<tool_call>{"name": "no name", "arguments": {}}</tool_call>'), (Hermes, '<tool_call>{"name": "f'),
+        (Hermes, '<tool_call>{"name": "f", "arguments": {a: 1}}'), (Hermes, "a < b <tool_cal"), (Hermes, " \n"),
+        (Llama3Json, '{"name": "Bob", "parameters": {"a": 1}}'), (Llama3Json, 'x = {"name": "f", "parameters": {}}'),
+        (Llama3Json, '{"city": "Bonn"}'), (Llama3Json, '<|python_tag|>search.call(query="x")'),
+        (Mistral, "[TOOL_CALLS] I will call"), (Mistral, "[TOOL_CALLS]f[ARGS]no"), (Mistral, "[TOOL_CALLS]"),
+        (Mistral, "[TOOL_CALLS][]"),
+    ):  # fmt: skip
+        assert parsed(form, [text]) == (text, []), text
+
+
+def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> None:
+    cases: tuple[tuple[type[CallFormat], str, Parsed], ...] = (
+        (Hermes, 'a <tool_call>{"name": "f", "arguments": {"a": 1', ("a", [("f", '{"a": 1')])),
+        (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>b', ("b", [("f", '{"a": 1}')])),
+        (
+            Hermes,
+            '<tool_call>{"name": "f", "arguments": {"a": 1 oh</tool_call>',
+            ("oh</tool_call>", [("f", '{"a": 1 ')]),
+        ),
+        (Hermes, '<tool_call>{"name": "f"}</tool_call> b', (" b", [("f", "{}")])),
+        (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', ("", [("f", '{"a": "x\\ny"}')])),
+        (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {no}]', (", {no}]", [("f", "{}")])),
+        (Llama3Json, '{"name": "f", "parameters": null}; and', ("; and", [("f", "{}")])),
+    )
+    for form, text, want in cases:
+        assert parsed(form, [text]) == want and parsed(form, list(text)) == want
+
+
+def test_deep_and_long_arguments_end_a_call_and_take_no_time() -> None:
+    deep = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000
+    content, calls = parsed(Hermes, list(deep))
+    assert len(calls) == 1 and (calls[0][1] + content).count("[") == 5000
+    many = '<tool_call>{"name": "f", "arguments": {"a": "' + "<tool_call>{" * 20000
+    assert len(parsed(Hermes, [many])[1]) == 1
+    assert parsed(Hermes, ["<tool_call>{" * 20000])[0] == "<tool_call>{" * 20000
+
+
+def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, str]:
+    splitter = Splitter(form, opened)
+    told = [splitter.push(piece) for piece in pieces] + [splitter.push("", final=True)]
+    return "".join(a for a, _ in told), "".join(b for _, b in told)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.sampled_from((*MARKS, "<th", "</thin", "\n", " ", "hm", "[THINK]", "[/THINK]", "[/TH")), max_size=10),
+    st.booleans(), st.booleans(), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_reasoning_is_told_apart_however_it_is_cut(parts: list[str], opened: bool, think: bool, seed: int) -> None:
+    form, text = THINK if think else BRACKETS, "".join(parts)
+    reasoning, answer = split(form, opened, [text])
+    assert split(form, opened, cut(text, random.Random(seed))) == split(form, opened, list(text)) == (reasoning, answer)
+    if not opened and not text.lstrip().startswith(form.begin):
+        assert (reasoning, answer) == ("", text)
+        return
+    bare = text.lstrip().removeprefix(form.begin)
+    assert (reasoning, answer) == (bare.partition(form.end)[0].strip(), bare.partition(form.end)[2].lstrip())
+
+
+def test_where_reasoning_begins() -> None:
+    always = ReasoningFormat("<think>", "</think>", always=True)
+    for form, prompt, final, opened in (
+        (THINK, "<|assistant|><think>\n", None, True), (THINK, "<|assistant|>", None, False),
+        (THINK, "say <think> twice<|assistant|>", None, False), (always, "<|assistant|>", None, True),
+        (always, "<|assistant|><think>\n\n</think>\n\n", None, False), (THINK, "", "<think>so", True),
+        (THINK, "", "<think>so</think>But", False), (THINK, "", "So", False), (always, "", "So", True),
+    ):  # fmt: skip
+        assert form.opened(prompt, final) is opened, (prompt, final)
