@@ -6,22 +6,31 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from llmc import __version__
+from llmc.arguments import build_arguments, gib, hub_arguments, nbytes, positive
 
 Command = Callable[[argparse.Namespace, IO[str]], int]
+# Commands of the runtime, which has their options.
+OF_RUNTIME: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "generate text from an artifact or a Hugging Face folder",
+        "serve": "serve a model over HTTP, for OpenAI's clients",
+        "bench": "measure a server, LLM.generate, a batch, a start",
+        "collect-env": "tell what this machine and installation are",
+    }
+)
 
 
 def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     """Run one command; answers its exit code: 0, 1 error, 2 usage, 3 environment, 4 verification failed, 130."""
     args_list = list(sys.argv[1:] if argv is None else argv)
-    if args_list[:1] == ["run"]:
-        return _run(args_list[1:])
-    if args_list[:1] == ["bench"]:
-        return _bench(args_list[1:])
+    if args_list and args_list[0] in OF_RUNTIME:
+        return _of_runtime(args_list[0], args_list[1:])
     args = _parser().parse_args(args_list)
     args.argv = args_list
     try:
@@ -55,8 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
-    sub.add_parser("run", help="generate text from an artifact or a Hugging Face folder", add_help=False)
-    sub.add_parser("bench", help="measure a server, LLM.generate, a batch, a start", add_help=False)
+    for name, words in OF_RUNTIME.items():
+        sub.add_parser(name, help=words, add_help=False)
+    p = _command(sub, "completion", _completion, "print the script that completes llmc, llmc-run and llmc-serve")
+    p.add_argument("shell", choices=("bash", "zsh", "fish"))
     _opt_arguments(sub)
     _look_arguments(sub)
     _artifact_arguments(sub)
@@ -76,9 +87,9 @@ def _compile_arguments(sub: Any) -> None:
         "model", help="a Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
     )
     p.add_argument("-o", "--output", metavar="DIR", help="the artifact's folder, for example model.llmc")
-    _build_arguments(p)
+    build_arguments(p)
     p.add_argument("--dry-run", action="store_true", help="tell memory, time and whether it fits; compile no kernel")
-    p.add_argument("--memory", type=_gib, metavar="GIB", help="of the device, for --dry-run: 80, or 512MiB")
+    p.add_argument("--memory", type=gib, metavar="GIB", help="of the device, for --dry-run: 80, or 512MiB")
     p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
     p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
     p.add_argument("--force", action="store_true", help="replace an artifact that is there")
@@ -87,50 +98,6 @@ def _compile_arguments(sub: Any) -> None:
     )
     p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
     p.set_defaults(refuse=p.error)
-
-
-def _build_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--target",
-        default="cpu:native",
-        metavar="NAME",
-        help="cpu:native (default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:portable, "
-        "cuda:sm_80, cuda:sm_90, cuda:sm_100, hip:gfx942",
-    )
-    p.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations"
-    )
-    p.add_argument(
-        "--max-model-len", type=_positive, metavar="N", help="tokens of the longest sequence (the model's own)"
-    )
-    p.add_argument("--max-num-seqs", type=_positive, metavar="N", help="sequences that run at once (CPU: 16, GPU: 256)")
-    p.add_argument(
-        "--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step (CPU: 512, GPU: 8192)"
-    )
-    p.add_argument(
-        "--layers", type=_positive, metavar="N", help="a quick build of the first N layers alone: not the model"
-    )
-    p.add_argument("--pipeline", metavar="TEXT", help='passes, for example "serve, after fuse-norm: my-fuse"')
-    p.add_argument(
-        "--tuning", metavar="FILE", type=Path, help="measurements that choose kernels (those that come with llmc)"
-    )
-    p.add_argument("--cache", metavar="DIR", type=Path, help="cache of kernels and artifacts (~/.cache/llmc)")
-    p.add_argument("--no-cache", action="store_true", help="build everything anew, keep nothing")
-    p.add_argument(
-        "--no-reuse", action="store_true", help="use cached kernels, but neither use nor keep a whole artifact"
-    )
-    _hub_arguments(p)
-
-
-def _hub_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--download-dir", metavar="DIR", type=Path, help="where models by id are kept (huggingface_hub's cache)"
-    )
-    p.add_argument("--hub-endpoint", metavar="URL", help="the hub to ask for models by id (the public one)")
-    p.add_argument(
-        "--offline", action="store_true", help="ask no hub: models by id come from the download folder alone"
-    )
-    p.add_argument("--trust-remote-code", action="store_true", help="refused: no code of a model is ever run")
 
 
 def _opt_arguments(sub: Any) -> None:
@@ -167,11 +134,11 @@ def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
     p.add_argument("artifact")
     p.add_argument("checkpoint", help="the Hugging Face folder, or the id, that the artifact was compiled from")
-    _hub_arguments(p)
+    hub_arguments(p)
     _tune_arguments(sub)
     p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
     p.add_argument("artifact")
-    p.add_argument("--kv-cache-memory", metavar="BYTES", type=_bytes, help="size the KV pool for this much memory")
+    p.add_argument("--kv-cache-memory", metavar="BYTES", type=nbytes, help="size the KV pool for this much memory")
     p.add_argument("--kernels", type=int, default=5, metavar="N", help="show the N largest kernels of a program (5)")
     p.add_argument("--json", action="store_true")
     p = _command(sub, "diff", _diff, "tell what is different between two artifacts, or two stages of the IR")
@@ -194,30 +161,12 @@ def _tune_arguments(sub: Any) -> None:
     p.add_argument("source", nargs="?", help="an artifact, or a Hugging Face folder")
     p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="measurements (tuning.jsonl)")
     p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after them (600)")
-    p.add_argument("--context", type=_positive, default=1024, metavar="N", help="tokens behind every row (1024)")
+    p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens behind every row (1024)")
     p.add_argument("--all", action="store_true", help="time nodes that can be run in one way alone, too")
     p.add_argument("--show", metavar="FILE", help="print the choices of such a file, and measure nothing")
     p.add_argument("--json", action="store_true", help="print the choices as JSON")
-    _build_arguments(p)
+    build_arguments(p)
     p.set_defaults(weights="none", target="", refuse=p.error)
-
-
-def _positive(text: str) -> int:
-    n = int(text)
-    if n < 1:
-        raise argparse.ArgumentTypeError(f"{n}: it must be at least 1")
-    return n
-
-
-def _gib(text: str) -> int:
-    """Bytes with a unit; a bare number counts GiB."""
-    return _bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
-
-
-def _bytes(text: str) -> int:
-    from llmc_runtime.cli import parse_bytes
-
-    return parse_bytes(text)
 
 
 def _hub(args: argparse.Namespace) -> Any:
@@ -292,16 +241,27 @@ def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     return 0
 
 
-def _run(argv: Sequence[str]) -> int:
-    from llmc_runtime.cli import run_command
+def _of_runtime(name: str, argv: Sequence[str]) -> int:
+    from llmc_runtime import cli
 
-    return run_command(argv, prog="llmc run")
+    if name == "run":
+        return cli.run_command(argv, prog="llmc run")
+    if name == "serve":
+        return cli.main_serve(argv, prog="llmc serve")
+    return cli.main_bench(argv) if name == "bench" else cli.main_collect_env(argv)
 
 
-def _bench(argv: list[str]) -> int:
-    from llmc_runtime.cli import main_bench
+def _completion(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc_runtime import cli
+    from llmc_runtime.server.flags import serve_parser
 
-    return main_bench(argv)
+    from llmc.completion import script
+
+    parsers = {"llmc": _parser(), "llmc-run": cli.parser("llmc-run", False), "llmc-serve": serve_parser()}
+    parsers |= {"llmc run": cli.parser("llmc run", True), "llmc serve": parsers["llmc-serve"]}
+    parsers |= {"llmc bench": cli.bench_parser(), "llmc collect-env": cli.collect_env_parser()}
+    print(script(args.shell, parsers), end="", file=out)
+    return 0
 
 
 def _opt(args: argparse.Namespace, out: IO[str]) -> int:

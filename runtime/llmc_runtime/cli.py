@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from llmc_runtime.format.errors import LlmcError, as_told
 from llmc_runtime.server.flags import parse_bytes, positive
 
 if TYPE_CHECKING:
+    from llmc_runtime.server.command import Options
     from llmc_runtime.terminal import Session
 
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -39,6 +41,8 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
             print(given.describe(given.args.json))
             return OK
         options = options_of(given.args, os.environ, _template(given.args.chat_template))
+        if given.args.dry_run:
+            return _dry_run(options, given.args.json)
         from llmc_runtime.server.command import serve
 
         return serve(options)
@@ -48,12 +52,39 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
         return _report(e, verbose)
 
 
+def _dry_run(options: Options, as_json: bool) -> int:
+    from llmc_runtime.server.plan import plan, render
+
+    told = plan(options)
+    print(json.dumps(told, indent=2) if as_json else render(told))
+    return FAILED if told["fits"] is False else OK
+
+
+def main_collect_env(argv: Sequence[str] | None = None) -> int:
+    """The command `llmc collect-env`. Answers the exit code: 0, 2 usage."""
+    ap = collect_env_parser()
+    args = ap.parse_args(argv)
+    from llmc_runtime.environment import collect, render
+
+    found = collect(os.environ)
+    print(json.dumps(found, indent=2) if args.json else render(found))
+    return OK
+
+
+def collect_env_parser() -> argparse.ArgumentParser:
+    """The options of `llmc collect-env`."""
+    words = "tell what this machine and installation are, for a report of a problem: no secrets, no paths"
+    ap = argparse.ArgumentParser(prog="llmc collect-env", description=words)
+    ap.add_argument("--json", action="store_true", help="as JSON")
+    return ap
+
+
 def main_bench(argv: Sequence[str] | None = None) -> int:
     """The command `llmc bench`. Answers the exit code: 0, 1 error or failed requests, 2 usage, 3 environment, 130."""
     try:
-        from llmc_runtime.bench.command import parser, run
+        from llmc_runtime.bench.command import run
 
-        args = parser(parse_bytes).parse_args(argv)
+        args = bench_parser().parse_args(argv)
         return run(args, os.environ, sys.stdout, sys.stderr)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -62,6 +93,13 @@ def main_bench(argv: Sequence[str] | None = None) -> int:
         return OK
     except Exception as e:
         return _report(e, False)
+
+
+def bench_parser() -> argparse.ArgumentParser:
+    """The options of `llmc bench`."""
+    from llmc_runtime.bench.command import parser
+
+    return parser(parse_bytes)
 
 
 def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool = True) -> int:

@@ -6,6 +6,7 @@ Requests of open streams and of `generate`, from any thread, share the engine's 
 from __future__ import annotations
 
 import random
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import follow
 from llmc_runtime.turns import Turns
 
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # owner/name@revision, as llmc has it
 _MOST_TEMPLATES = 32  # kept compiled
 
 
@@ -325,6 +327,9 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
         return cache.compiled(path, options, root or cache.default_root(), say)
     if not there:
         cause, remedy = f"there is no folder {path}", "check the path; models are not downloaded"
+        if _ID.fullmatch(str(model)):
+            where = f"{path.name.partition('@')[0]}.llmc"
+            remedy = f"a model of a hub is compiled first: llmc compile {model} -o {where}, then open {where}"
     else:
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"
         remedy = "an artifact whose compile was killed has no manifest: llmc compile MODEL -o DIR again"

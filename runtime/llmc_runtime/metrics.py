@@ -64,6 +64,15 @@ class Counters:
         return told
 
 
+def nothing() -> dict[str, Stat]:
+    """The figures of an engine process that has done nothing yet, every name of them."""
+    waiting = dict.fromkeys(("capacity", "deferred"), 0)
+    gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0}
+    compiled = Sketch(COMPILE_SECONDS).told()
+    others: dict[str, Stat] = {"grammar_compilation_time_seconds": compiled, "scheduler_idle_seconds": 0.0}
+    return {**Counters().as_dict(), **gauges, "num_requests_waiting_by_reason": waiting, **others}
+
+
 def added(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:
     """The figures of an engine and of those before it: counters are summed, gauges are those of `now`."""
     out: dict[str, Stat] = {}

@@ -77,9 +77,9 @@ def open_engine(
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,
             page_size=manifest.kv.page_size,
-            max_model_len=_limit("max_model_len", limits.max_model_len, manifest.limits.max_model_len),
-            max_num_seqs=_limit("max_num_seqs", limits.max_num_seqs, manifest.limits.max_num_seqs),
-            max_num_batched_tokens=_limit(
+            max_model_len=limit_of("max_model_len", limits.max_model_len, manifest.limits.max_model_len),
+            max_num_seqs=limit_of("max_num_seqs", limits.max_num_seqs, manifest.limits.max_num_seqs),
+            max_num_batched_tokens=limit_of(
                 "max_num_batched_tokens", limits.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
             ),
             vocab_size=manifest.vocab_size,
@@ -108,7 +108,8 @@ def whole(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _limit(name: str, wanted: Any, compiled: int) -> int:
+def limit_of(name: str, wanted: Any, compiled: int) -> int:
+    """The limit in force: what is wanted, at most what the artifact was compiled for. LlmcError E204."""
     if wanted is None:
         return compiled
     if not isinstance(wanted, Integral) or isinstance(wanted, bool) or not 1 <= int(wanted) <= compiled:

@@ -125,12 +125,11 @@ class Collector:
         if delta.prompt_logprobs is not None:
             scored = zip(self.prompt_ids[1:], delta.prompt_logprobs, strict=True)
             self.prompt_logprobs = [None, *(self._candidates(token, row) for token, row in scored)]
-        rows: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.new_token_ids)
-        last = len(delta.new_token_ids) - 1
-        for i, (token, row) in enumerate(zip(delta.new_token_ids, rows, strict=True)):
+        rows, last = delta.logprobs, len(delta.new_token_ids) - 1
+        for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)
-            if row is not None:
-                self.logprobs.append(self._candidates(token, row))
+            if rows:
+                self.logprobs.append(self._candidates(token, rows[i]))
             silent = i == last and delta.stopped and not self.params.include_stop_str_in_output
             if not silent and (stop := self._text.push(token)) is not None:
                 self._end("stop", stop)
@@ -147,11 +146,19 @@ class Collector:
 
     def piece(self) -> Piece:
         """What is new since the last call."""
+        one = self.news()
+        return Piece(one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop_reason, one.index)
+
+    def news(self) -> CompletionOutput:
+        """The same, as an output."""
         new = slice(self._given, len(self.token_ids))
         self._given = len(self.token_ids)
-        logprobs = None if self.params.logprobs is None else self.logprobs[new]
+        tokens, total, logprobs = self.token_ids[new], None, None
+        if self.params.logprobs is not None:
+            logprobs = self.logprobs[new]
+            total = sum(row[token].logprob for row, token in zip(logprobs, tokens))
         text = self._text.take(final=self.finished)
-        return Piece(text, self.token_ids[new], logprobs, self.finish_reason, self.stop_reason, self.index)
+        return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
 
     def output(self) -> CompletionOutput:
         """Everything so far."""

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 from tests.attacks.target import Target, target
 
-KEYS = ("first-secret-key", "second-secret-key")
+KEYS, ADMIN = ("first-secret-key", "second-secret-key"), "admin-secret-key"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +60,7 @@ def times(full: bool) -> Callable[[int, int], int]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Target]:
     """One server for all attacks of a process, with keys; at the end it is as it was."""
-    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", keys=KEYS) as one:
+    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", keys=KEYS, admin=[ADMIN]) as one:
         one.steady("its start")
         yield one
         one.steady("everything")

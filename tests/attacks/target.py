@@ -69,7 +69,7 @@ class Target:
     """llmc-serve over the simulated device; `options` are the command's, `keys` its API keys."""
 
     def __init__(
-        self, *options: str, keys: Sequence[str] = (), engine: dict[str, Any] | None = None,
+        self, *options: str, keys: Sequence[str] = (), admin: Sequence[str] = (), engine: dict[str, Any] | None = None,
         front: dict[str, Any] | None = None, environment: dict[str, str] | None = None, program: Sequence[str] = (),
     ) -> None:  # fmt: skip
         settings = json.dumps({"engine": engine or {}, "front": front or {}})
@@ -77,6 +77,8 @@ class Target:
         env = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         if keys:
             command, env = [*command, "--api-key-env", "ATTACK_KEYS"], {**env, "ATTACK_KEYS": ",".join(keys)}
+        if admin:
+            command, env = [*command, "--admin-key-env", "ATTACK_ADMIN"], {**env, "ATTACK_ADMIN": ",".join(admin)}
         self.key = keys[0] if keys else ""
         self.lines: list[str] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, errors="replace")

@@ -6,10 +6,12 @@ import contextlib
 import gzip
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -31,6 +33,33 @@ def feed(server: Target, first: bytes, piece: bytes, times: int) -> tuple[int, i
             while sent < len(piece) * times and link.send_some(piece):
                 sent += len(piece)
         return link.answer().status, sent, time.monotonic() - began
+
+
+WATCH = """
+import http.client, select, sys, time
+link, seconds = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2])), []
+print(flush=True)
+while not seconds or sys.stdin not in select.select([sys.stdin], [], [], 0.005)[0]:
+    began = time.monotonic()
+    link.request("GET", "/health")
+    assert link.getresponse().read() == b""
+    seconds.append(time.monotonic() - began)
+print(*sorted(seconds))
+"""
+
+
+@contextlib.contextmanager
+def watched(server: Target) -> Iterator[list[float]]:
+    """The times of /health during the block, sorted, taken by a process of its own: this one is busy attacking."""
+    found: list[float] = []
+    command = [sys.executable, "-c", WATCH, server.host, str(server.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdin is not None and watcher.stdout is not None
+        watcher.stdout.readline()
+        yield found
+        watcher.stdin.close()
+        found += map(float, watcher.stdout.read().split())
+    assert found
 
 
 def test_06_headers_that_are_huge_or_many(steady: Target, times: Callable[[int, int], int]) -> None:
@@ -156,28 +185,14 @@ def test_06_one_byte_at_a_time(steady: Target, times: Callable[[int, int], int])
     with Link(steady) as link:
         link.sendall(head(steady, Transfer_Encoding="chunked") + chunks + b"0\r\n\r\n")
         assert link.answer().status == 200
-    slowest, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.02):
-            began = time.monotonic()
-            assert raw(steady, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").status == 200
-            slowest[0] = max(slowest[0], time.monotonic() - began)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
     began = time.monotonic()
-    with Link(steady, 60) as link:
+    with watched(steady) as seconds, Link(steady, 60) as link:
         link.send_some(head(steady, Transfer_Encoding="chunked"))
         for _ in range(times(30, 3000)):
             link.send_some(b"1\r\n \r\n" * 1000)
         link.send_some(b"0\r\n\r\n")
         assert link.answer().status in (0, 400, 408)
-    seconds = time.monotonic() - began
-    over.set()
-    thread.join()
-    print(f"{seconds:.1f} s, /health {slowest[0]:.3f} s at most")
-    assert seconds < 60 and slowest[0] < 1.0, (seconds, slowest)
+    assert time.monotonic() - began < 60 and seconds[-1] < 0.5, seconds[-5:]
 
 
 def test_06_pipelined_requests(steady: Target, times: Callable[[int, int], int]) -> None:
@@ -281,7 +296,6 @@ def test_21_long_texts_do_not_stop_the_loop(steady: Target, draw: Random, full: 
     texts = ("a" * size, "ab " * (size // 3), "\u0301" * (size // 2), "<|user|>" * (size // 8), " " * size,
     "\U0001f600" * (size // 4),
              "".join(draw.choice("abc \n\t\u00e9\u6771") for _ in range(size // 2)))  # fmt: skip
-    over, seconds = threading.Event(), list[float]()
     left = list(range(50 if full else 8))
 
     def load() -> None:
@@ -293,22 +307,13 @@ def test_21_long_texts_do_not_stop_the_loop(steady: Target, draw: Random, full: 
             ):  # fmt: skip
                 assert steady.ask(path, body).status in (200, 400)
 
-    def watch() -> None:
-        while not over.is_set():
-            began = time.monotonic()
-            assert steady.ask("/health").status == 200
-            seconds.append(time.monotonic() - began)
-            time.sleep(0.005)
-
     threads = [threading.Thread(target=load) for _ in range(3)]
-    watcher = threading.Thread(target=watch)
-    for thread in (*threads, watcher):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    over.set()
-    watcher.join()
-    p99 = sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+    with watched(steady) as seconds:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    p99 = seconds[int(0.99 * (len(seconds) - 1))]
     print(f"p99 of /health {p99 * 1e3:.0f} ms of {len(seconds)}")
     assert p99 < (0.2 if full else 0.5), (p99, len(seconds))
 

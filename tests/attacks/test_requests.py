@@ -70,10 +70,13 @@ def test_05_a_neighbour_is_as_quick_as_before(steady: Target, draw: Random) -> N
     assert beside < 2 * alone + 0.02, (alone, beside)
 
 
+DEEP = '{"type":"object","properties":{"a":' * 1500 + "{}" + "}}" * 1500  # as a text
+
+
 def schemas(full: bool) -> list[dict[str, Any]]:
     """Forms that have slowed, filled or ended other servers."""
     deep: dict[str, Any] = {"type": "string"}
-    for _ in range(5000 if full else 300):
+    for _ in range(300):
         deep = {"type": "object", "properties": {"a": deep}}
     many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
     json_schemas: list[Any] = [
@@ -89,7 +92,7 @@ def schemas(full: bool) -> list[dict[str, Any]]:
         {"type": "number", "minimum": 1e308, "maximum": -1e308}, {"properties": []}, {"required": "x"}, {"const": deep},
         {"type": "object", "patternProperties": {"(x+x+)+y": {}}}, {"items": 5}, {"type": "integer",
         "minimum": 10**400}, True,
-        {"minProperties": 10**9}, {"uniqueItems": True, "type": "array"}, [], "", "{", "null", 5, "\0", deep,
+        {"minProperties": 10**9}, {"uniqueItems": True, "type": "array"}, [], "", "{", "null", 5, "\0", deep, DEEP,
     ]  # fmt: skip
     regexes = (
         "(a+)+$", "((a*)*)*b", "(a|a)*c", "(.*){1,999}", "a{100000}", "(a{1,1000}){1,1000}", "(?=a)b", "(?!a)b",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def run(server: Server, folder: Path, *options: str) -> None:
     command += ["--checks", "all", "--exclude-checks", LEFT_OUT, "--no-shrink", "--warnings", "off", *options]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "14 selected / 14 total" in ended.stdout, ended.stdout
+    assert re.search(r"Tested: 1[3-9]\n", ended.stdout), ended.stdout
 
 
 def test_without_keys(open_server: Server, tmp_path: Path) -> None:

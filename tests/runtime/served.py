@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -17,13 +18,13 @@ from llmc_runtime import LLM, AsyncLLM
 from llmc_runtime.server.admission import Admission
 from llmc_runtime.server.app import application
 from llmc_runtime.server.guard import Limits
-from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.meters import Meters, about
 from llmc_runtime.server.serving import Serving
-from llmc_runtime.server.wire import MOST_HEAD, Wire
+from llmc_runtime.server.wire import MOST_HEAD, Bound, Wire
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import fake, settled
-from tests.runtime.fake_core import build
+from tests.runtime.fake_core import ROWS, build
 
 TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {"default": textkit.TEMPLATE})
 
@@ -36,7 +37,7 @@ def in_process(tok: Tokenizer | None = TOK) -> LLM:
 class Quick(Wire):
     """It waits a moment only."""
 
-    head_seconds = 0.5
+    head_seconds, write_seconds = 0.5, 1.0
 
 
 @dataclass
@@ -62,19 +63,29 @@ class Served:
 @contextmanager
 def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
-    tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (),
+    tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), most_wait: float = math.inf,
+    timeout: float | None = None, connections: int = 1000, alias: str | None = None, **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
-    """A server in a thread, on a port of its own."""
+    """A server in a thread, on a port of its own; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
     there, found, stop = threading.Event(), list[Served](), list[uvicorn.Server]()
 
     async def main() -> None:
-        async with fake(pace, tok=TOK) as llm:
-            meters = Meters("toy", llm.stats)
-            serving = Serving(llm, ("toy", "other"), Admission(sequences, tokens, per_key, meters.refused), meters)
+        async with fake(pace, tok=TOK, **options) as llm:
+            meters = Meters("toy", llm.stats, lambda: about(llm, "toy"), alias)
+            admission = Admission(
+                sequences, tokens, per_key, meters.refused, ROWS, len(keys), most_wait, lambda: llm.num_waiting
+            )
+            serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
+            bound = Bound(connections, lambda: meters.refused("connections"))
             app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"), admin_keys=admin_keys)
             config = uvicorn.Config(
-                app, http=Quick, ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=MOST_HEAD
+                app,
+                http=type("Bounded", (Quick,), {"bound": bound}),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                h11_max_incomplete_event_size=MOST_HEAD,
             )
             stop.append(uvicorn.Server(config))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -22,7 +22,7 @@ def test_a_recording_has_the_steps_of_its_time_and_changes_nothing() -> None:
     prompts = [prompt_of(random.Random(i)) for i in range(6)]
 
     async def main() -> None:
-        async with fake(0.002) as llm:
+        async with fake(0.001) as llm:
             quiet = await asyncio.gather(*(last(llm, prompt) for prompt in prompts))
             work = [asyncio.create_task(last(llm, prompt)) for prompt in prompts]
             recording = asyncio.create_task(llm.record(0.3))

@@ -64,23 +64,6 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
     assert "\r\nFAKE" in evil["route"]  # in JSON an escape, not a line end
 
 
-def test_prompts_are_logged_where_that_is_asked_for() -> None:
-    command = Command(PROGRAM, "0", "5", "--enable-log-requests")
-    body = {"prompt": "their words\nline two", "max_tokens": 2}
-    assert httpx.post(f"{command.url}/v1/completions", json=body, headers={"X-Request-Id": "q"}).status_code == 200
-    command.process.terminate()
-    _, said = command.end()
-    assert "llmc.request: prompt request_id=q id=cmpl-" in said and 'prompt="their words\\nline two"' in said
-
-
-def test_the_access_log_can_be_switched_off() -> None:
-    command = Command(PROGRAM, "0", "5", "--disable-access-log")
-    assert httpx.get(f"{command.url}/v1/models").status_code == 200
-    command.process.terminate()
-    code, said = command.end()
-    assert code == 0 and "llmc.request" not in said and "/v1/models" not in said
-
-
 @pytest.mark.parametrize("form", [Text(), Json()])
 def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> None:
     odd = 'a\r\nb\x1b[2J\u2028\ud800 = "quoted" ' * 3000
@@ -99,27 +82,30 @@ def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> Non
         )
 
 
-def test_sigquit_tells_what_the_server_does_and_it_goes_on() -> None:
-    command = Command(PROGRAM, "0.01", "5")
-    body = {**LONG, "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=30) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        command.process.send_signal(signal.SIGQUIT)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert httpx.get(f"{command.url}/health").status_code == 200
+def test_sigquit_tells_what_the_server_does_and_prompts_are_logged_where_that_is_asked_for() -> None:
+    command = Command(PROGRAM, "0.01", "5", "--enable-log-requests")
+    body = {"prompt": "their words\nline two", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=command.url, headers={"X-Request-Id": "q"}, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            command.process.send_signal(signal.SIGQUIT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert client.get("/health").status_code == 200
     command.process.terminate()
     code, said = command.end()
-    assert code == 0
+    assert code == 0 and "Traceback" not in said
     state = json.loads(said.partition("llmc: state at SIGQUIT: ")[2].splitlines()[0])
-    assert state["requests"][0]["prompt_tokens"] == 3 and state["tasks"]
-    assert len(re.findall(r"most recent call first", said)) >= 3  # the server's threads, and the engine's
-    assert re.search(r"process.py\", line \d+ in _serve|loop.py\", line \d+ in step|poll", said)
+    assert state["requests"][0]["prompt_tokens"] > 3 and state["tasks"]
+    assert said.count("most recent call first") >= 3  # the server's threads, and the engine's
+    assert 'process.py", line' in said and "in _serve" in said
+    assert "llmc.request: prompt request_id=q id=cmpl-" in said and 'prompt="their words\\nline two"' in said
+    assert "POST" in said and "/health" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(number: int) -> None:
-    command = Command(PROGRAM, "0.05", "60")
+def test_a_second_signal_ends_it_at_once_and_the_access_log_can_be_off(number: int) -> None:
+    command = Command(PROGRAM, "0.05", "60", "--disable-access-log")
     with httpx.stream("POST", f"{command.url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as reply:
         lines = reply.iter_lines()
         next(lines)
@@ -129,5 +115,5 @@ def test_a_second_signal_ends_it_at_once(number: int) -> None:
         began = time.monotonic()
         command.process.send_signal(number)
         code, said = command.end()
-        assert time.monotonic() - began < 2.0, said
-    assert code == (0 if number == signal.SIGTERM else 130) and "Traceback" not in said
+        assert time.monotonic() - began < 3.0, said
+    assert code == (0 if number == signal.SIGTERM else 130) and "Traceback" not in said and "llmc.request" not in said

@@ -12,18 +12,20 @@ import pytest
 pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.server.tools.calls import CallFormat, CallPiece
-from llmc_runtime.server.tools.formats import FORMATS, Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tools.calls import MAX_SPACE, CallFormat, CallPiece
+from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral
 from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat, Splitter
 from llmc_runtime.server.tools.scan import JsonText
 
+FORMATS = (Hermes, Llama3Json, Mistral)
 NAMES = frozenset({"f", "get_weather"})
 Parsed = tuple[str, list[tuple[str, str]]]
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>")
 PARTS = (
     *MARKS, "<tool", "</tool_", "[TOOL", "[", "]", "{", "}", '"', ":", ",", ";", "\n", " ", "\\", "\\u00", "f", "null",
-    "get_weather", '{"name": "f", ', '"arguments": {', '"parameters": {"a": 1}', '{"name": "get_weather"', "}}", "1e5",
-    '"x": [1, {"y": "z\\n"}]', "-0.5", "é", "🙂", "true", '{"a": "</tool_call>"}', "Let me see. ", '"id": "abcdefghi"',
+    "get_weather", " " * 70, '{"name": "f", ', '"arguments": {', '"parameters": {"a": 1}', '{"name": "get_weather"',
+    '"x": [1, {"y": "z\\n"}]', "-0.5", "1e5", "}}", "é", "🙂", "true", '{"a": "</tool_call>"}', "Let me see. ",
+    '"id": "abcdefghi"',
 )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
     return content, [(name, arguments) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("form", FORMATS)
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
     @settings(max_examples=400, deadline=None)
     @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
@@ -103,7 +105,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     return "".join(f"[TOOL_CALLS]{name}{middle}{dumps(arguments)}" for name, arguments in calls)
 
 
-@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
     draw, words = random.Random(seed), list[str]()
@@ -168,18 +170,20 @@ def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    st.lists(st.sampled_from((*MARKS, "<th", "</thin", "\n", " ", "hm", "[THINK]", "[/THINK]", "[/TH")), max_size=10),
+    st.lists(st.sampled_from((*MARKS, "<th", "</th", "\n", " ", " " * 70, "hm", "[THINK]", "[/THINK]")), max_size=9),
     st.booleans(), st.booleans(), st.integers(0, 1 << 30),
 )  # fmt: skip
 def test_reasoning_is_told_apart_however_it_is_cut(parts: list[str], opened: bool, think: bool, seed: int) -> None:
     form, text = THINK if think else BRACKETS, "".join(parts)
     reasoning, answer = split(form, opened, [text])
     assert split(form, opened, cut(text, random.Random(seed))) == split(form, opened, list(text)) == (reasoning, answer)
-    if not opened and not text.lstrip().startswith(form.begin):
+    bare = text.lstrip()
+    if not opened and (not bare.startswith(form.begin) or len(text) - len(bare) > MAX_SPACE):
         assert (reasoning, answer) == ("", text)
         return
-    bare = text.lstrip().removeprefix(form.begin)
-    assert (reasoning, answer) == (bare.partition(form.end)[0].strip(), bare.partition(form.end)[2].lstrip())
+    thought, _, rest = bare.removeprefix(form.begin).partition(form.end)
+    kept = thought[: max(len(thought.rstrip()), len(thought) - MAX_SPACE)].lstrip()
+    assert (reasoning, answer) == (kept, rest.lstrip())
 
 
 def test_where_reasoning_begins() -> None:

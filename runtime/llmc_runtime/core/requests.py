@@ -13,7 +13,7 @@ from typing import Any
 
 from llmc_runtime.core.messages import Delta, received
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.outputs import Answer, Collector, CompletionOutput, Piece, RequestOutput
+from llmc_runtime.outputs import Answer, Collector, CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -28,7 +28,8 @@ class Reader:
         self.answer, self.first, self._kind = answer, first, kind
         self.error: LlmcError | None = None
         self.began = time.monotonic()
-        self._changed = asyncio.Event()
+        self._changed = False
+        self._waiting: asyncio.Future[None] | None = None
         self._open = list(answer.parts)  # whose last piece was not given yet
         self._texts = [""] * len(answer.parts)
         self._prompt_ids = list(answer.prompt_ids)
@@ -41,13 +42,17 @@ class Reader:
     def wake(self) -> None:
         """Something changed."""
         if self._kind != "final_only" or self.error is not None or self.answer.finished:
-            self._changed.set()
+            self._changed = True
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(None)
 
     async def next(self) -> RequestOutput | None:
         """What is new, by kind (see AsyncLLM.generate), as soon as there is something; None at the end."""
         while self._open:
-            await self._changed.wait()
-            self._changed.clear()
+            if not self._changed:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            self._changed = False
             if self.error is not None:
                 raise self.error
             if self._kind == "final_only":
@@ -60,14 +65,15 @@ class Reader:
 
     def _news(self, delta: bool) -> list[CompletionOutput]:
         """The outputs that have something new, or all of them so far; none where nothing is new."""
-        pieces = []
+        found = []
         for part in [part for part in self._open if part.finished or part.fresh]:
-            pieces.append(piece := part.piece())
-            self._texts[piece.index] += piece.text
+            found.append(news := part.news())
+            if not delta:
+                self._texts[news.index] += news.text
             if part.finished:
                 self._open.remove(part)
-        if delta or not pieces:
-            return [_output_of(piece) for piece in pieces]
+        if delta or not found:
+            return found
         return [replace(part.output(), text=self._texts[part.index]) for part in self.answer.parts]
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -180,12 +186,3 @@ class Requests:
         for part in reader.answer.parts:
             part.abort()
         return running
-
-
-def _output_of(piece: Piece) -> CompletionOutput:
-    total = None
-    if piece.logprobs is not None:
-        total = sum(row[token].logprob for row, token in zip(piece.logprobs, piece.token_ids))
-    return CompletionOutput(
-        piece.index, piece.text, piece.token_ids, total, piece.logprobs, piece.finish_reason, piece.stop_reason
-    )

@@ -12,7 +12,7 @@ from llmc_runtime.core.channel import TICK, Channel
 from llmc_runtime.core.messages import Add, Open, Pulse, Ready, Reply
 from llmc_runtime.core.requests import Requests
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.metrics import Stat, added
+from llmc_runtime.metrics import Stat, added, nothing
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FORGIVEN = 3600.0  # seconds after which a failure no longer counts
@@ -38,7 +38,7 @@ class Supervisor:
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
         self.startup: dict[str, float] = {}  # seconds of each part of the last start
-        self._past: dict[str, Stat] = {}  # what the engines before this one counted
+        self._past = nothing()  # what the engines before this one counted
         self._failures: list[float] = []
         self._channel: Channel | None = None
         self._watch: asyncio.Task[None] | None = None

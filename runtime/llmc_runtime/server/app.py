@@ -28,6 +28,7 @@ from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
 from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.tools.definitions import tools_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -108,7 +109,8 @@ class Endpoints:
         if asked.prompt is not None:
             ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
         else:
-            ids = (await prompting.of_chat(asked)).ids
+            tools, short = tools_of(asked.tools, None, None), self.serving.dialect.short_ids
+            ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
         tokenizer = prompting.tokenizer
         names = [tokenizer.token(i) for i in ids] if asked.return_token_strs else None
         most = self.serving.llm.config.max_model_len

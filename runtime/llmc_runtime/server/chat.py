@@ -52,7 +52,8 @@ class Chat:
         tools = None if plan.tools is None else plan.tools.given
         prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
         plan = plan.behind(prompt, asked)
-        return prompt, plan.constrained(params), plan
+        form = "response_format" if asked.structured_outputs is None else "structured_outputs"
+        return prompt, plan.constrained(params, form), plan
 
     async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
         """What the engine says; a grammar that was made of tools is blamed on them."""
@@ -96,17 +97,18 @@ class Chat:
             async for index, output in items:
                 usage.take(index, output)
                 for one in output.outputs:
-                    choice = self._piece(one, None if turns is None else turns[one.index])
+                    choices = self._pieces(one, None if turns is None else turns[one.index])
                     if turns is not None and plan.thoughts is not None:
                         usage.reasoning = sum(turn.reasoning_tokens for turn in turns)
-                    if choice is not None:
+                    for choice in choices:
                         extra = {"usage": usage.told()} if always else extra
                         yield {**head, "choices": [choice], **extra}
         if last:
             yield {**head, "choices": [], "usage": usage.told()}
 
-    def _piece(self, one: CompletionOutput, turn: Turn | None) -> dict[str, Any] | None:
-        """One chunk's choice; None where it would say nothing."""
+    def _pieces(self, one: CompletionOutput, turn: Turn | None) -> list[dict[str, Any]]:
+        """The choices of chunks, none where they would say nothing: calls and the end are not told in the same one, as
+        clients look at the end first."""
         logprobs, finish = self._logprobs(one.token_ids, one.logprobs or []), one.finish_reason
         if turn is None:
             delta: dict[str, Any] = {"content": one.text} if one.text else {}
@@ -114,12 +116,14 @@ class Chat:
             delta = turn.take(one.text, one.token_ids, finish is not None).delta()
             finish = turn.finish_reason(finish)
         if not delta and finish is None and logprobs is None:
-            return None
-        choice = _choice(one.index, delta or ({"content": ""} if logprobs else {}), finish)
-        choice["logprobs"] = logprobs
-        if one.finish_reason is not None:
-            choice["stop_reason"] = one.stop_reason
-        return choice
+            return []
+        choices = [_choice(one.index, delta or ({"content": ""} if logprobs else {}))]
+        choices[0]["logprobs"] = logprobs
+        if finish is not None:
+            if "tool_calls" in delta:
+                choices.append(_choice(one.index, {}))
+            choices[-1] |= {"finish_reason": finish, "stop_reason": one.stop_reason}
+        return choices
 
     def _logprobs(self, tokens: list[int], rows: list[Row]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
@@ -133,8 +137,8 @@ class Chat:
         return {"content": content, "refusal": None}
 
 
-def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _told(token: int, row: Row) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spel
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
 from llmc_runtime.server.prompting import MAX_PROMPTS
+from llmc_runtime.server.replies import Plain
 from llmc_runtime.server.sampling import of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
 Scores = list[Row | None] | None
+Chunks = AsyncIterator[dict[str, Any] | bytes]
 
 
 class Completion:
@@ -48,8 +50,8 @@ class Completion:
             whole.usage.generated = 0
         return {**self._head, "choices": choices, "usage": whole.usage.told()}
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer's JSON, chunk by chunk; it returns once the first news are there."""
+    async def pieces(self) -> Chunks:
+        """The answer's JSON, or ready events of it, chunk by chunk; it returns once the first news are there."""
         prompts, params = await self._ready()
         news = await begun(self._serving.run(prompts, params, self._asked, self._call))
         return self._chunks(news, prompts, params)
@@ -67,18 +69,23 @@ class Completion:
             serving.reserve(self._call, params, 1 if single else len(asked.prompt), known)
         return await serving.prompting.of_completion(asked), params
 
-    async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> Chunks:
         usage = Usage(sum(len(prompt.ids) for prompt in prompts))
         offsets: dict[int, int] = {}  # of the text so far, by choice
         options = self._asked.stream_options
         always = bool(options and options.continuous_usage_stats)
         last = bool(options and options.include_usage)
+        plain = None if always else self._plain(last)
         async with aclosing(news) as items:  # type: ignore[type-var]
             async for i, output in items:
                 if not self._silent:
                     usage.take(i, output)
                 for one in output.outputs:
                     index = i * params.n + one.index
+                    if plain is not None and one.finish_reason is None:
+                        if one.text:
+                            yield plain.event(index, one.text)
+                        continue
                     choice = self._piece(index, prompts[i], one, output.prompt_logprobs, offsets)
                     if choice is None:
                         continue
@@ -88,6 +95,13 @@ class Completion:
                     yield chunk
         if last:
             yield {**self._head, "choices": [], "usage": usage.told()}
+
+    def _plain(self, usage: bool) -> Plain | None:
+        """The chunks in the midst of a stream, where all that they tell is a text."""
+        if self._silent or self._asked.echo or self._asked.logprobs is not None:
+            return None
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+        return Plain({**self._head, "choices": [choice], **({"usage": None} if usage else {})}, "text")
 
     def _piece(
         self, index: int, prompt: Prompt, one: CompletionOutput, scores: Scores, offsets: dict[int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,9 +38,31 @@ def as_error(error: ApiError) -> Response:
     return as_json(error.body(), error.status, headers)
 
 
+def event(value: Any) -> bytes:
+    """JSON as a server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Plain:
+    """Events of a stream that differ in an index and a text alone: what is around those is encoded once.
+
+    `told` is such a chunk, whose only choice has the index 0 and somewhere in it the text "" after the key `key`.
+    """
+
+    def __init__(self, told: dict[str, Any], key: str) -> None:
+        before, index, rest = event(told).partition(b'"index":0')
+        between, name, after = rest.partition(f'"{key}":""'.encode())
+        assert index and name
+        self._before, self._between, self._after = before + b'"index":', between + name[:-2], after
+
+    def event(self, index: int, text: str) -> bytes:
+        """The event of this index and text."""
+        return b"%b%d%b%b%b" % (self._before, index, self._between, msgspec.json.encode(text), self._after)
+
+
 class Events(Response):
-    """Chunks as server-sent events, then [DONE]; an error on the way becomes the last event. `gone` is told where
-    the client went away."""
+    """Chunks, JSON or events that are ready, as server-sent events, then [DONE]; an error on the way becomes the last
+    event. `gone` is told where the client went away."""
 
     media_type = "text/event-stream"
 
@@ -53,25 +75,30 @@ class Events(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send, scope.get("llmc.part")))
         except Gone:
             self._gone()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, part: Callable[[bytes], Awaitable[None]] | None) -> None:
+        """`part` sends a part of the body, the last one excepted; None: `send` does."""
+
+        async def sent(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        part = part or sent
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
-                    body = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await part(chunk if isinstance(chunk, bytes) else event(chunk))
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:
                     log.warning("a stream ended: %s%s", e.message, place(e.__cause__))
-                last = b"data: " + msgspec.json.encode(e.body()) + b"\n\n"
+                last = event(e.body())
             except Exception as e:
                 log.error("a stream failed%s", place(e))
-                last = b"data: " + msgspec.json.encode(internal().body()) + b"\n\n"
+                last = event(internal().body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -10,6 +10,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,6 +21,7 @@ from llmc_runtime.server.errors import ApiError, unavailable
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
+_READ = 16 << 10  # bytes of a connection at a time: parsing them, at worst chunks of a byte, holds the others that long
 _OWN = 128  # descriptors that the server needs besides
 _POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
 
@@ -64,9 +67,44 @@ class Wire(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
     _extra = False  # it is one too many
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inner, self.app = self.app, self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":
+            scope["llmc.part"] = self._part
+        await self._inner(scope, receive, send)
+
+    async def _part(self, body: bytes) -> None:
+        """Send one more part, not empty, of an answer in chunks that has begun, as ASGI's `send` does, past all layers:
+        streams have many."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inner, self.app = self.app, self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":
+            scope["llmc.part"] = self._part
+        await self._inner(scope, receive, send)
+
+    async def _part(self, body: bytes) -> None:
+        """Send one more part, not empty, of an answer in chunks that has begun, as ASGI's `send` does, past all layers:
+        streams have many."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there, and should say something."""
         super().connection_made(transport)
+        transport.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
         _limit_unsent(transport, self.write_seconds)
         self.bound.open += 1
         over = self.bound.open - self.bound.most

@@ -63,6 +63,9 @@ class OutputText:
         return piece
 
     def _append(self, piece: str) -> str | None:
+        if not self._stops.stops:
+            self.text += piece
+            return None
         start = len(self.text)
         self.text += piece
         if self._count <= self._min:

@@ -71,23 +71,38 @@ class _ByteLevelStream:
     """Byte-level vocabularies: every token is bytes, so a UTF-8 decoder is all the state there is."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], prompt_ids: Sequence[int]) -> None:
-        self._token = tokenizer.token
+        self._token, self._pieces = tokenizer.token, tokenizer.pieces
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False  # the decoder holds the first bytes of a character
         for token_id in prompt_ids[-_PRIME:]:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
+        raw, text = self._pieces.get(token_id) or self._piece(token_id)
+        if text is not None and not self._begun:
+            return text
+        text = self._utf8.decode(raw)
+        self._begun = bool(self._utf8.getstate()[0])
+        return text
+
+    def _piece(self, token_id: int) -> tuple[bytes, str | None]:
+        """The bytes of a token, and their text where they are whole characters."""
         token = self._token(token_id)
         if token is None:
-            return ""
+            return b"", ""
         try:
             raw = bytes([_ALPHABET[c] for c in token])
         except KeyError:  # an added token, spelled as plain text
             raw = token.encode("utf-8")
-        return self._utf8.decode(raw)
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        found = self._pieces[token_id] = raw, text
+        return found
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -32,6 +32,7 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._spelled: dict[int, str] = {}
+        self.pieces: dict[int, tuple[bytes, str | None]] = {}  # what detokenizers found out about ids, see text.stream
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
@@ -53,7 +54,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; with special tokens, what the tokenizer's post-processor adds (bos, mostly)."""
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # a batch of one: other threads run meanwhile, which `encode` does not let them
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError) as e:
             words = "it has unpaired surrogates" if isinstance(text, str) else _reason(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
@@ -66,7 +68,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        decode = self.backend.decode_batch  # a batch of one, as in `encode`
+        return str(decode([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def spelled(self, token_id: int) -> str:
         """The text of one id alone, special or not; remembered, as log-probabilities ask for the same ones again."""

@@ -2,7 +2,7 @@
 
 Invariants, whatever the text and however it is cut into pieces: pieces joined are the same; what was given out is never
 taken back; the arguments of a call are the beginning of a JSON object, and the whole of one unless the text ended or
-was no JSON there; all else is content, but for the marks around calls and white space beside them.
+was no JSON there; all else is content, but for the marks around calls and up to MAX_SPACE of white space beside them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import ClassVar, TypeVar
 from llmc_runtime.server.tools.scan import JsonText
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_SPACE = 64
 _SPACE = " \t\r\n"
 
 T = TypeVar("T")
@@ -105,10 +106,10 @@ class CallFormat(ABC):
         *lines, last = text.split("\n")
         self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip()
         text = self._space + text
-        solid = text.rstrip(_SPACE)
-        self._space = text[len(solid) :]
-        if solid:
-            self._out.append(solid)
+        sure = max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)
+        self._space = text[sure:]
+        if sure:
+            self._out.append(text[:sure])
 
     def _begin(self, name: str) -> None:
         """A call is certain."""
@@ -159,10 +160,10 @@ class CallFormat(ABC):
         while True:
             rest = self._text[self._at :]
             bare = rest.lstrip(_SPACE)
-            if bare.startswith(marker):
+            if bare.startswith(marker) and len(rest) - len(bare) <= MAX_SPACE:
                 self._at += len(rest) - len(bare) + len(marker) if consume else 0
                 return True
-            if self._ended or not marker.startswith(bare):
+            if self._ended or not marker.startswith(bare) or len(rest) - len(bare) > MAX_SPACE:
                 return False
             yield
 

@@ -49,7 +49,8 @@ def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     if not wanted:
         return None
     schemas = {one["name"]: one.get("parameters") or {} for one in functions if one["name"] in wanted}
-    return Tools(definitions, frozenset(names), schemas, forced, parallel is not False)
+    several = parallel is not False and not isinstance(choice, dict)  # a function by name is called once
+    return Tools(definitions, frozenset(names), schemas, forced, several)
 
 
 def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:

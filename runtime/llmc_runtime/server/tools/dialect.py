@@ -49,8 +49,8 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     """The dialect of a model; `template`: another than its own, or one's name; `calls`, `thoughts`: names of formats,
     "auto" or "none". LlmcError E601 where one is no name."""
     text = _text(tokenizer, template)
-    fitting = next((one for one in formats.FORMATS.values() if one.fits(text)), None)
-    named = _named("tool_call_parser", calls, formats.FORMATS, fitting)
+    fitting = next((one for one in formats.FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
+    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in formats.FORMATS}, None)
     marked = [one for one in _MARKS if one.end in text] + [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     return Dialect(named, thought, tuple(_lines(named, thought, calls, thoughts)), tokenizer)

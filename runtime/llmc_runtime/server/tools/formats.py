@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 
 from llmc_runtime.server.tools.calls import NAME, CallFormat, Malformed, Steps, choice_of, lark, repeated
 
@@ -86,12 +85,8 @@ class Mistral(CallFormat):
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat: the newer form where [ARGS] is a token."""
+        """See CallFormat."""
         begin = marker("[TOOL_CALLS]") or lark("[TOOL_CALLS]")
-        args = marker("[ARGS]")
-        if args is not None:
-            call = " | ".join(f"{lark(name)} {args} {rule}" for name, rule in tools.items())
-            return f"calls: one{{1,{most}}}\none: {begin} (call)\ncall: {call}"
         call = choice_of(tools, '{"name": "', '", "arguments": ', "}")
         return f'calls: {begin} " [" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
 
@@ -132,4 +127,20 @@ class Mistral(CallFormat):
         return word
 
 
-FORMATS: Mapping[str, type[CallFormat]] = MappingProxyType({one.name: one for one in (Mistral, Hermes, Llama3Json)})
+class MistralArgs(Mistral):
+    """The newer of Mistral's two forms where calls are enforced; both are read."""
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "[TOOL_CALLS]" in template and "[ARGS]" in template
+
+    @classmethod
+    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        begin, args = (marker(one) or lark(one) for one in ("[TOOL_CALLS]", "[ARGS]"))
+        call = " | ".join(f"{lark(name)} {args} {rule}" for name, rule in tools.items())
+        return f"calls: one{{1,{most}}}\none: {begin} (call)\ncall: {call}"
+
+
+FORMATS: Sequence[type[CallFormat]] = (MistralArgs, Mistral, Hermes, Llama3Json)  # of one name, the first that fits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest
 from llmc_runtime.server.tools import formats
 from llmc_runtime.server.tools.calls import CallFormat
@@ -52,8 +53,9 @@ class Plan:
             return replace(self, thoughts=None)
         return replace(self, opened=thoughts.opened(text, None))
 
-    def constrained(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the grammar of the answer, where one is needed. ApiError 400 where there is none."""
+    def constrained(self, params: SamplingParams, param: str) -> SamplingParams:
+        """The parameters with the grammar of the answer, where one is needed; `param` asked for its form. ApiError 400
+        where there is none."""
         wanted, tools = params.structured_outputs, self.tools
         if wanted is None and not (tools and tools.forced):
             return params
@@ -67,10 +69,13 @@ class Plan:
             parts.append(calls_of(tools, self.form, self.dialect.marker))
             body.append("calls")
         if wanted is not None and not (tools and tools.forced):
-            parts.append(form_of(wanted, "response_format"))
+            parts.append(form_of(wanted, param))
             body.append("form")
-        param = "tools" if tools else "response_format"
-        return replace(params, structured_outputs=answer(parts, " | ".join(body), thought, param))
+        whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
+        try:
+            return replace(params, structured_outputs=whole)
+        except LlmcError as e:  # what a grammar excludes
+            raise told(e, "messages") from None
 
 
 def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
@@ -80,7 +85,7 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
         return Plan(dialect, thoughts=dialect.thoughts)
     form = dialect.calls
     if form is None and not tools.forced:
-        names = ", ".join(formats.FORMATS)
+        names = ", ".join(dict.fromkeys(one.name for one in formats.FORMATS))
         cause = "tools: in which form this model writes calls is not known"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
     if tools.forced and asked.structured_outputs is not None:

@@ -1,6 +1,6 @@
 """Reasoning that a model marks in front of its answer, told apart from the answer as the text comes; it reads no calls.
 
-The whole text, in pieces of any size, gives the same two texts, which lack the marks and the white space beside them.
+A text gives the same two in pieces of any size; they lack the marks, and up to MAX_SPACE of white space beside them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from llmc_runtime.server.tools.calls import MAX_SPACE
 from llmc_runtime.text.stream import Detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -78,9 +79,10 @@ class Splitter:
     def _begin(self, final: bool) -> bool:
         """Whether it is known if there is reasoning."""
         bare, begin = self._text.lstrip(), self._form.begin
-        if not final and begin.startswith(bare) and bare != begin:
+        near = len(self._text) - len(bare) <= MAX_SPACE
+        if not final and near and begin.startswith(bare) and bare != begin:
             return False
-        self._thought = bare.startswith(begin)
+        self._thought = near and bare.startswith(begin)
         self._state = _OPENING if self._thought else _AFTER
         return True
 
@@ -89,6 +91,7 @@ class Splitter:
         bare, begin = self._text.lstrip(), self._form.begin
         rest = bare.removeprefix(begin).lstrip()
         if not final and (not rest or begin.startswith(bare)):
+            self._text = begin if bare.startswith(begin) else bare
             return False
         self._text, self._state = rest, _INSIDE
         return True
@@ -99,11 +102,16 @@ class Splitter:
         at = text.find(end)
         if at >= 0:
             self._text, self._state = text[at + len(end) :], _BEHIND
-            return text[:at].rstrip()
+            return _trimmed(text[:at])
         keep = next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if end.startswith(text[-n:])), 0)
-        sure = text if final else text[: len(text) - keep].rstrip()
-        self._text = text[len(sure) :]
-        return sure.rstrip() if final else sure
+        sure = _trimmed(text if final else text[: len(text) - keep])
+        self._text = "" if final else text[len(sure) :]
+        return sure
+
+
+def _trimmed(text: str) -> str:
+    """Without white space at its end, of which up to MAX_SPACE is dropped."""
+    return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
 def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:

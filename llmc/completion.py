@@ -1,0 +1,210 @@
+"""Completion for shells: scripts that bash, zsh and fish read, made from argparse's parsers; it completes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SHELLS = ("bash", "zsh", "fish")
+_FILES, _FOLDERS = "files", "folders"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Its flags, what it is for, and what follows it: None (nothing), choices, "files", "folders" or "" (anything)."""
+
+    flags: tuple[str, ...]
+    help: str
+    follows: tuple[str, ...] | str | None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A command: its name, options, commands below it, and what its arguments are."""
+
+    name: str
+    help: str = ""
+    options: tuple[Option, ...] = ()
+    below: tuple[Node, ...] = ()
+    arguments: tuple[str, ...] | str = ""
+    path: tuple[str, ...] = field(default=())
+
+
+def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
+    """The script for a shell of SHELLS; `parsers` by command, those of a command's own commands as "command name"."""
+    roots = [_node(name, parser, parsers, (name,)) for name, parser in parsers.items() if " " not in name]
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](roots)
+
+
+def _node(
+    name: str, parser: argparse.ArgumentParser, others: Mapping[str, argparse.ArgumentParser], path: tuple[str, ...]
+) -> Node:
+    options: dict[str, Option] = {}
+    below: list[Node] = []
+    arguments: tuple[str, ...] | str = ""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for key, inner in action.choices.items():
+                found = _node(key, others.get(" ".join((*path, key)), inner), others, (*path, key))
+                below.append(Node(key, _first(helps.get(key, "")), *_rest(found)))
+        elif action.option_strings and action.help != argparse.SUPPRESS:
+            one = Option(tuple(action.option_strings), _first(action.help or ""), _follows(action))
+            options[one.flags[0]] = one
+        elif not action.option_strings:
+            arguments = arguments or _follows(action) or _FILES
+    return Node(name, _first(parser.description or ""), tuple(options.values()), tuple(below), arguments, path)
+
+
+def _rest(node: Node) -> tuple[tuple[Option, ...], tuple[Node, ...], tuple[str, ...] | str, tuple[str, ...]]:
+    return node.options, node.below, node.arguments, node.path
+
+
+def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
+    metavar = str(action.metavar or "")
+    if action.choices is not None:
+        return tuple(map(str, action.choices))
+    if action.nargs == 0:
+        return None
+    if metavar == "DIR":
+        return _FOLDERS
+    if action.type is Path or re.search("FILE|PATH", metavar) or not action.option_strings:
+        return _FILES
+    return ""
+
+
+def _first(words: str) -> str:
+    """A help text's first part, in characters that no script minds."""
+    return re.sub(r"[^\w ./,<>+-]", "", words.replace("%%", "%").replace(": ", ", "))[:70].strip()
+
+
+def _all(nodes: list[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        yield from _all(list(node.below))
+
+
+def _bash(roots: list[Node]) -> str:
+    """Two tables, of words by command and of what follows an option, and one function that reads them."""
+    words, follows = [], []
+    for node in _all(roots):
+        path = " ".join(node.path)
+        flags = [flag for option in node.options for flag in option.flags]
+        first = [n.name for n in node.below] or ([] if node.arguments == _FILES else list(node.arguments))
+        kind = _FILES if node.arguments == _FILES and not node.below else ""
+        words.append(f"        {shlex.quote(path)}) words={shlex.quote(' '.join([*first, *flags]))} kind={kind} ;;")
+        for option in node.options:
+            if option.follows is None:
+                continue
+            keys = " | ".join(shlex.quote(f"{path} {flag}") for flag in option.flags)
+            value = f"kind= words={shlex.quote(' '.join(option.follows))}"
+            if isinstance(option.follows, str):
+                value = f"kind={option.follows or 'nothing'} words="
+            follows.append(f"        {keys}) {value} ;;")
+    names = " ".join(node.name for node in roots)
+    nested = " | ".join(shlex.quote(" ".join(node.path)) for node in _all(roots) if len(node.path) > 1)
+    return f"""# bash completion of {names}
+_llmc_complete() {{
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev= words= kind= path=${{COMP_WORDS[0]##*/}} i
+    [[ $COMP_CWORD -gt 1 ]] && prev=${{COMP_WORDS[COMP_CWORD-1]}}
+    if [[ $cur == = ]]; then cur=
+    elif [[ $prev == = ]]; then prev=${{COMP_WORDS[COMP_CWORD-2]}}
+    fi
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        case "$path ${{COMP_WORDS[i]}}" in
+        {nested or "''"}) path="$path ${{COMP_WORDS[i]}}" ;;
+        esac
+    done
+    case $path in
+{chr(10).join(words)}
+    esac
+    case "$path $prev" in
+{chr(10).join(follows)}
+    esac
+    COMPREPLY=()
+    case $kind in
+        folders) compopt -o filenames 2>/dev/null; mapfile -t COMPREPLY < <(compgen -d -- "$cur") ;;
+        files)
+            if [[ $cur != -* ]]; then
+                compopt -o filenames 2>/dev/null
+                mapfile -t COMPREPLY < <(compgen -f -- "$cur")
+            fi ;;
+    esac
+    [[ $kind == nothing ]] || mapfile -t -O ${{#COMPREPLY[@]}} COMPREPLY < <(compgen -W "$words" -- "$cur")
+}}
+complete -F _llmc_complete {names}
+"""
+
+
+def _zsh(roots: list[Node]) -> str:
+    """A function for each command; `_arguments` does the rest."""
+    parts = [f"#compdef {' '.join(node.name for node in roots)}"]
+    for node in _all(roots):
+        specs = [_zsh_option(option) for option in node.options]
+        if node.below:
+            names = " ".join(shlex.quote(f"{n.name}:{n.help}") for n in node.below)
+            cases = "\n".join(f"            {n.name}) {_zsh_name(n)} ;;" for n in node.below)
+            body = f"""    local state line
+    _arguments -C {" ".join([*specs, "'1:command:->command'", "'*::argument:->rest'"])}
+    case $state in
+        command) local -a commands=({names}); _describe command commands ;;
+        rest) case $line[1] in
+{cases}
+        esac ;;
+    esac"""
+        else:
+            how = "_files" if node.arguments == _FILES else f"({' '.join(node.arguments)})"
+            rest = [shlex.quote(f"*:argument:{how}")] if node.arguments else []
+            body = f"    _arguments {' '.join([*specs, *rest])}"
+        parts.append(f"{_zsh_name(node)}() {{\n{body}\n}}")
+    parts.append("case $service in\n" + "\n".join(f'    {n.name}) {_zsh_name(n)} "$@" ;;' for n in roots) + "\nesac")
+    return "\n".join(parts) + "\n"
+
+
+def _zsh_name(node: Node) -> str:
+    return "_llmc_complete_" + "__".join(node.path).replace("-", "_")
+
+
+def _zsh_option(option: Option) -> str:
+    """One spec for each flag; a flag may come again."""
+    after = ""
+    if option.follows is not None:
+        how = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
+        after = ":value:" + (
+            how[option.follows] if isinstance(option.follows, str) else f"({' '.join(option.follows)})"
+        )
+    return " ".join(shlex.quote(f"*{flag}[{option.help}]{after}") for flag in option.flags)
+
+
+def _fish(roots: list[Node]) -> str:
+    """One line for each option of each command."""
+    lines = []
+    for node in _all(roots):
+        root, condition = node.path[0], ""
+        if len(node.path) > 1:
+            condition = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in node.path[1:])
+        none = f"not __fish_seen_subcommand_from {' '.join(n.name for n in node.below)}" if node.below else ""
+        when = "; and ".join(filter(None, (condition, none)))
+        head = f"complete -c {root}" + (f" -n {shlex.quote(when)}" if when else "")
+        lines += [f"{head} -f -a {n.name} -d {shlex.quote(n.help)}" for n in node.below]
+        if not node.below and isinstance(node.arguments, tuple) and node.arguments:
+            lines.append(f"{head} -f -a {shlex.quote(' '.join(node.arguments))}")
+        lines += [f"{head}{_fish_option(option)}" for option in node.options]
+    return "\n".join(lines) + "\n"
+
+
+def _fish_option(option: Option) -> str:
+    flags = "".join(
+        f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" if len(flag) == 2 else f" -o {flag[1:]}"
+        for flag in option.flags
+    )
+    after = ""
+    if isinstance(option.follows, tuple):
+        after = f" -x -a {shlex.quote(' '.join(option.follows))}"
+    elif option.follows is not None:
+        after = {_FILES: " -r -F", _FOLDERS: " -x -a '(__fish_complete_directories)'", "": " -x"}[option.follows]
+    return f"{flags}{after} -d {shlex.quote(option.help)}"

@@ -1,0 +1,200 @@
+"""Places, waits and shares: what is counted, what is estimated, who is refused; a clock that the test turns."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from llmc_runtime.server.admission import LATEST, SOONEST, Admission, Place
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.pace import Pace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(clock: Clock, **options: Any) -> Admission:
+    given = {"sequences": 1000, "tokens": 1 << 30, "rows": 4, **options}
+    return Admission(**given, pace=Pace(clock))
+
+
+def status(refusal: pytest.ExceptionInfo[ApiError]) -> tuple[int, str | None]:
+    return refusal.value.status, refusal.value.code
+
+
+class Engine:
+    """Rows that take so many seconds for a request; whoever came first begins first."""
+
+    def __init__(self, clock: Clock, where: Admission, seconds: float) -> None:
+        self.clock, self.where, self.seconds = clock, where, seconds
+        self.queue: deque[tuple[Place, float]] = deque()
+        self.running: list[tuple[float, Place]] = []
+        self.waited: list[float] = []
+
+    def come(self, key: str = "") -> None:
+        self.queue.append((self.where.place(1, 10, 20, key), self.clock.now))
+
+    def go_on(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            for one in [one for one in self.running if one[0] <= self.clock.now]:
+                self.running.remove(one)
+                one[1].close(20)
+            while self.queue and len(self.running) < self.where.rows:
+                place, came = self.queue.popleft()
+                place.begin()
+                self.waited.append(self.clock.now - came)
+                self.running.append((self.clock.now + self.seconds, place))
+            self.clock.now += 0.05
+
+
+def test_a_wait_is_estimated_from_what_leaves_the_queue() -> None:
+    clock = Clock()
+    where = admission(clock)
+    engine = Engine(clock, where, 2.0)
+    engine.come()
+    engine.go_on(1000.0)
+    assert where.wait() == 0.0, "quiet times tell nothing"
+    for _ in range(200):
+        engine.come()
+    assert where.wait() is None, "nothing was seen yet"
+    assert where.retry == SOONEST
+    engine.go_on(20.0)
+    told = where.wait()
+    engine.come()
+    engine.waited.clear()
+    engine.go_on(300.0)
+    assert told == pytest.approx(engine.waited[-1], rel=0.15) and told is not None and told > 60
+    assert not where.open_sequences and not where.waiting_sequences and not where.work and where.wait() == 0.0
+
+
+def test_what_nobody_can_tell_yet_is_bounded_by_what_was_seen() -> None:
+    clock = Clock()
+    where = admission(clock, rows=1)
+    places = [where.place(1, 10, 90, "") for _ in range(4)]
+    places[0].begin()
+    clock.now += 30.0
+    assert where.wait() == pytest.approx(90.0), "had one begun now, the three would take as long each"
+    assert where.retry == pytest.approx(45.0)
+    clock.now += 300.0
+    assert where.retry == LATEST
+
+
+def test_an_engine_that_becomes_slower_is_noticed_within_the_window() -> None:
+    clock, pace = Clock(), None
+    pace = Pace(clock)
+    pace.queue(True)
+    for rate in (100.0, 10.0):
+        for _ in range(100):
+            clock.now += 0.5
+            pace.left(rate / 2)
+        assert pace.seconds(1000.0, 10) == pytest.approx(1000.0 / rate, rel=0.1)
+
+
+def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
+    clock, reasons = Clock(), Counter[str]()
+    where = admission(clock, most_wait=60.0, refused=lambda reason: reasons.update([reason]))
+    engine = Engine(clock, where, 2.0)
+    for _ in range(110):
+        engine.come()
+    engine.go_on(11.0)
+    with pytest.raises(ApiError) as refusal:
+        where.place(1, 10, 20, "", within=5.0)
+    assert status(refusal) == (503, "server_overloaded") and "longer than it may take" in refusal.value.message
+    where.place(1, 10, 20, "", within=58.0).close()
+    with pytest.raises(ApiError) as refusal:
+        for _ in range(200):
+            engine.come()
+    assert status(refusal) == (503, "server_overloaded") and reasons == {"deadline": 1, "queue_wait": 1}
+    headers = refusal.value.headers
+    assert int(headers["Retry-After"]) == math.ceil(int(headers["retry-after-ms"]) / 1000) in range(25, 36)
+
+
+def test_a_light_key_is_not_refused_for_what_a_heavy_one_has_queued() -> None:
+    clock = Clock()
+    where = admission(clock, keys=2, most_wait=30.0)
+    engine = Engine(clock, where, 2.0)
+    for _ in range(60):
+        engine.come("heavy")
+    engine.go_on(10.0)
+    wait, light = where.wait("heavy"), where.wait("light")
+    assert wait is not None and light is not None and wait > 15 > 1.0 > light
+
+
+def test_one_of_several_keys_cannot_take_all() -> None:
+    where = admission(Clock(), sequences=100, keys=3)
+    places = []
+    with pytest.raises(ApiError) as refusal:
+        for _ in range(100):
+            places.append(where.place(1, 1, 1, "a"))
+    assert status(refusal) == (429, "rate_limit_exceeded") and len(places) == 80
+    for key in "bc":
+        where.place(4, 1, 1, key)
+    alone = admission(Clock(), sequences=100, keys=1)
+    assert all(alone.place(1, 1, 1, "a") for _ in range(100)), "with one key there is nobody to leave room for"
+
+
+def test_tokens_are_shared_as_well() -> None:
+    where = admission(Clock(), tokens=1000, keys=2)
+    where.place(1, 100, 500, "a")
+    with pytest.raises(ApiError) as refusal:
+        where.place(1, 100, 200, "a")
+    assert status(refusal) == (429, "rate_limit_exceeded")
+    where.place(1, 100, 200, "b")
+
+
+def test_a_place_that_turns_out_too_large_is_refused_and_nothing_is_left_of_it() -> None:
+    where = admission(Clock(), tokens=1000)
+    other = where.place(1, 1, 700, "a")
+    place = where.place(1, 1, 100, "b")
+    with pytest.raises(ApiError) as refusal:
+        place.resize(250, 100)
+    assert status(refusal) == (503, "server_overloaded")
+    with pytest.raises(ApiError) as refusal:
+        place.resize(950, 100)
+    assert status(refusal) == (400, "invalid_value")
+    place.close()
+    place.close()
+    assert where.open_tokens == 701 and where.by_key == {"a": 1}
+    other.close()
+    assert not where.open_tokens and not where.by_key and not where.tokens_by_key
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_nothing_is_left(seed: int) -> None:
+    draw, clock = random.Random(seed), Clock()
+    where = admission(clock, rows=3, sequences=40, tokens=4000, keys=3, most_wait=20.0)
+    places: list[Place] = []
+    for _ in range(3000):
+        clock.now += draw.random()
+        chance = draw.random()
+        try:
+            if chance < 0.4:
+                places.append(
+                    where.place(draw.randrange(1, 4), draw.randrange(1, 99), draw.randrange(1, 99), draw.choice("abc"))
+                )
+            elif places and chance < 0.55:
+                draw.choice(places).resize(draw.randrange(1, 200), draw.randrange(1, 200))
+            elif places and chance < 0.75:
+                draw.choice(places).begin()
+            elif places:
+                places.pop(draw.randrange(len(places))).close(draw.randrange(50))
+        except ApiError as e:
+            assert e.status in (429, 503) and SOONEST * 1000 <= int(e.headers["retry-after-ms"]) <= LATEST * 1000
+        assert where.open_sequences == sum(p.sequences for p in places) == sum(where.by_key.values()) <= 40
+        assert where.open_tokens == sum(p.tokens for p in places) == sum(where.tokens_by_key.values()) <= 4000
+        assert 0 <= where.waiting_sequences <= where.open_sequences and bool(where.work) == bool(
+            where.waiting_sequences
+        )
+        assert (where.wait() or 0.0) >= 0.0
+    for place in places:
+        place.close()
+    assert not where.open_sequences and not where.work and not where.waiting_sequences and not where.tokens_by_key

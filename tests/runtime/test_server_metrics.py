@@ -1,0 +1,220 @@
+"""What /metrics tells: every name, figures that add up and never go down, an alias, no text of clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Sketch, added
+from llmc_runtime.server.meters import Meters
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.runtime.served import Served, served
+from tests.runtime.test_server_load import LONG, post_head, until
+
+NAMES = """
+gauge num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_open kv_cache_usage_perc
+gauge cache_config_info startup_time_seconds
+counter prompt_tokens prompt_tokens_cached generation_tokens request_success num_preemptions prefix_cache_queries
+counter prefix_cache_hits admission_rejections request_disconnects request_timeouts request_unknown_fields restarts
+counter num_aborted_requests scheduler_idle_seconds runtime_compiles num_steps num_scheduled_tokens
+histogram time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+histogram e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds iteration_tokens_total
+histogram request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
+histogram request_params_n request_params_max_tokens grammar_compilation_time_seconds
+"""
+
+Samples = dict[tuple[str, str], float]
+
+
+def families(text: str, prefix: str = "llmc:") -> Iterator[Any]:
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(prefix):
+            yield family
+
+
+def samples(text: str, kinds: tuple[str, ...] = ("counter", "histogram", "gauge")) -> Samples:
+    found: Samples = {}
+    for family in families(text):
+        for one in family.samples if family.type in kinds else ():
+            labels = ",".join(f"{k}={v}" for k, v in sorted(one.labels.items()) if k != "model_name")
+            assert one.labels["model_name"] == "toy" and (one.name[5:], labels) not in found
+            found[one.name[5:], labels] = one.value
+    return found
+
+
+def scrape(server: Served, *kinds: str) -> Samples:
+    reply = httpx.get(f"{server.url}/metrics")
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/plain")
+    return samples(reply.text, kinds or ("counter", "histogram", "gauge"))
+
+
+def complete(server: Served, **fields: Any) -> None:
+    reply = httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=30)
+    assert reply.status_code == 200, reply.text
+
+
+def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
+    with served(alias="vllm") as server:
+        text = httpx.get(f"{server.url}/metrics").text
+        kinds = {family.name[5:]: family.type for family in families(text)}
+        for line in NAMES.split("\n"):
+            kind, *names = line.split() or [""]
+            assert {name: kinds.get(name) for name in names} == dict.fromkeys(names, kind)
+        found = samples(text)
+        assert found["runtime_compiles_total", ""] == 0
+        stages = {labels for name, labels in found if name == "startup_time_seconds"}
+        assert {"stage=total", "stage=process"} <= stages and found["startup_time_seconds", "stage=total"] > 0
+        assert any(name == "cache_config_info" and "block_size=4" in labels for name, labels in found)
+        reasons = {labels for name, labels in found if name == "num_requests_waiting_by_reason"}
+        assert reasons == {"reason=capacity", "reason=deferred"}
+        mine, other = ([line for line in text.splitlines() if p in line.split("{")[0]] for p in ("llmc:", "vllm:"))
+        assert [line.replace("llmc:", "vllm:") for line in mine] == other and len(mine) > 100
+        head = httpx.head(f"{server.url}/metrics")
+        assert head.status_code == 200 and not head.content
+
+
+def test_an_alias_renames_names_alone() -> None:
+    meters = Meters("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
+    lines = [line for line in meters.text().decode().splitlines() if "num_steps_total" in line and line[0] != "#"]
+    assert lines == [
+        'llmc:num_steps_total{model_name="llmc:toy"} 3.0',
+        'vllm:num_steps_total{model_name="llmc:toy"} 3.0',
+    ]
+
+
+def test_times_of_the_engine_and_the_front_add_up() -> None:
+    with served(pace=0.02) as server:
+        for n in (1, 2):
+            complete(server, temperature=1, max_tokens=10, n=n)
+        server.rest()
+        found = scrape(server)
+        for name in ("queue", "prefill", "decode", "inference"):
+            assert found[f"request_{name}_time_seconds_count", ""] == 2
+        queue, prefill, decode, inference = (
+            found[f"request_{name}_time_seconds_sum", ""] for name in ("queue", "prefill", "decode", "inference")
+        )
+        assert (
+            inference == pytest.approx(prefill + decode)
+            and queue + inference < found["e2e_request_latency_seconds_sum", ""]
+        )
+        assert 2 * 0.02 <= prefill < 0.5 and 2 * 8 * 0.02 < decode < 2.0
+        mean = found["request_time_per_output_token_seconds_sum", ""] / 2
+        assert 0.015 < mean < 0.1 and found["request_time_per_output_token_seconds_count", ""] == 2
+        assert found["iteration_tokens_total_count", ""] == found["num_steps_total", ""]
+        assert found["iteration_tokens_total_sum", ""] == found["num_scheduled_tokens_total", ""]
+        assert found["iteration_tokens_total_bucket", "le=+Inf"] == found["num_steps_total", ""]
+        idle = found["scheduler_idle_seconds_total", ""]
+        until(lambda: scrape(server)["scheduler_idle_seconds_total", ""] > idle + 0.3, 5)
+
+
+def test_a_request_that_waits_is_told_so() -> None:
+    with served(pace=0.02) as server:
+        links = [post_head(server, {**LONG, "max_tokens": 20}) for _ in range(40)]
+        until(lambda: scrape(server)["num_requests_waiting_by_reason", "reason=capacity"] > 0)
+        for link in links:
+            assert link.recv(20)
+            link.close()
+        until(lambda: not server.serving.admission.open_sequences)
+        found = scrape(server)
+        assert (
+            found["request_queue_time_seconds_sum", ""] > 24 * 0.3
+            and found["request_success_total", "finished_reason=length"] == 40
+        )
+
+
+def test_ends_are_those_that_clients_see() -> None:
+    with served(pace=0.002) as server:
+        whole = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 50}).json()["choices"][0]["text"]
+        complete(server, max_tokens=50, stop=[whole[4:8]])
+        link = post_head(server, LONG)
+        until(lambda: scrape(server)["num_requests_running", ""] == 1)
+        link.close()
+        server.rest()
+        found = scrape(server)
+        ends = {
+            labels.split("=")[1]: value for (name, labels), value in found.items() if name == "request_success_total"
+        }
+        assert ends == {"length": 1, "stop": 1, "abort": 1, "error": 0}
+        assert found["num_aborted_requests_total", ""] == found["request_disconnects_total", ""] == 1
+
+
+def test_counters_go_on_when_the_engine_is_replaced() -> None:
+    with served(pace=0.002) as server:
+        for _ in range(3):
+            complete(server, max_tokens=30)
+        server.rest()
+        before = scrape(server, "counter", "histogram")
+        assert before["generation_tokens_total", ""] == 90
+        assert server.llm.engine_pid is not None
+        os.kill(server.llm.engine_pid, signal.SIGKILL)
+
+        def replaced() -> bool:
+            now = scrape(server, "counter", "histogram")
+            assert all(now.get(name, -1.0) >= value for name, value in before.items()), "a counter went down"
+            return now["restarts_total", ""] == 1 and httpx.get(f"{server.url}/ready").status_code == 200
+
+        until(replaced)
+        complete(server, max_tokens=30)
+        server.rest()
+        after = scrape(server)
+        assert after["generation_tokens_total", ""] == 120 and after["num_requests_running", ""] == 0
+        assert (
+            after["iteration_tokens_total_count", ""]
+            == after["num_steps_total", ""]
+            >= before["num_steps_total", ""] + 30
+        )
+        assert after["startup_time_seconds", "stage=total"] > 0
+
+
+def test_no_text_of_a_client_becomes_a_label() -> None:
+    with served() as server:
+        size = len(scrape(server))
+        for i in range(20):
+            httpx.request(f"METHOD{i}", f"{server.url}/path{i}")
+            body = {"prompt": f"words{i}", "model": f"m{i}", f"f{i}": 1, "max_tokens": 1}
+            httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": f"id{i}"})
+        text = httpx.get(f"{server.url}/metrics").text
+        assert len(samples(text)) == size and not re.search(r"METHOD|path\d|words|m\d|id\d", text)
+
+
+def test_a_grammar_has_its_time() -> None:
+    pytest.importorskip("llguidance")
+    with served() as server:
+        complete(server, max_tokens=9, structured_outputs={"regex": "[ab]{3}"}, ignore_eos=False)
+        server.rest()
+        found = scrape(server)
+        assert found["grammar_compilation_time_seconds_count", ""] == 1
+        assert 0 < found["grammar_compilation_time_seconds_sum", ""] < 10
+
+
+def test_figures_of_several_engines_are_added_but_for_gauges() -> None:
+    sketch = Sketch(COMPILE_SECONDS)
+    for value in (0.0005, 0.3, 0.5, 99.0):
+        sketch.add(value)
+    told = sketch.told()
+    assert (
+        told[0] == pytest.approx(99.8005)
+        and sum(told[1:]) == 4
+        and told[-1] == 1
+        and told[1 + COMPILE_SECONDS.index(0.5)] == 2
+    )
+    past = {
+        "a": 2,
+        "b": {"x": 1},
+        "c": told,
+        "num_requests_running": 7,
+        "num_requests_waiting_by_reason": {"capacity": 3},
+    }
+    now = {"a": 3, "b": {"x": 1, "y": 2}, "c": told, "num_requests_running": 1}
+    both = added(past, now)
+    assert both["a"] == 5 and both["b"] == {"x": 2, "y": 2} and both["num_requests_running"] == 1
+    assert both["c"] == [2 * one for one in told] and both["num_requests_waiting_by_reason"] == {"capacity": 0}
+    assert added(past, {})["num_requests_running"] == 0 and len(STEP_TOKENS) == 13

@@ -1,0 +1,247 @@
+"""The server when there is too much: who is refused and how soon, deadlines, connections, readers that stall, shares of
+keys, requests that end within two steps of their client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.wire import descriptors
+
+from tests.runtime.fake_core import ROWS
+from tests.runtime.served import Served, served
+from tests.runtime.test_server_load import LONG, metric, post_head, until
+
+KEYS = ("first-secret-key", "second-secret-key")
+HEADS = [{"Authorization": f"Bearer {key}"} for key in KEYS]
+
+
+def post(server: Served, body: dict[str, Any], **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30)
+
+
+def test_refusals_come_before_tokenizing_and_say_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(pace=0.05, sequences=ROWS + 20) as server:
+        links = [post_head(server, LONG) for _ in range(ROWS + 20)]
+        until(lambda: server.serving.admission.full)
+
+        async def never(*args: Any) -> Any:
+            raise AssertionError("it was tokenized")
+
+        monkeypatch.setattr(server.serving.prompting, "of_completion", never)
+        with httpx.Client(base_url=server.url) as client:
+            took = []
+            for _ in range(20):
+                began = time.monotonic()
+                reply = client.post("/v1/completions", json={"prompt": "many words " * 5000})
+                took.append(time.monotonic() - began)
+                assert reply.status_code == 503, reply.text
+            assert statistics.median(took) < 0.05, took
+            assert reply.headers["retry-after"] == str(-(-int(reply.headers["retry-after-ms"]) // 1000))
+        for link in links:
+            link.close()
+        until(lambda: not server.serving.admission.open_sequences)
+        server.rest()
+
+
+def test_a_queue_that_moves_slowly_refuses_who_would_wait_too_long() -> None:
+    with served(pace=0.02, sequences=200, most_wait=2.0) as server:
+        links = [post_head(server, {**LONG, "max_tokens": 50}) for _ in range(ROWS + 150)]
+        until(lambda: (server.serving.admission.wait() or 0) > 2.0)
+        reply = post(server, {"prompt": "x"})
+        assert reply.status_code == 503 and "would wait about" in reply.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert metric(server, "admission_rejections_total", ',reason="queue_wait"') >= 1
+        for link in links:
+            link.close()
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+        assert post(server, {"prompt": "x"}).status_code == 200
+
+
+def test_a_request_ends_when_its_time_is_over_running_or_waiting() -> None:
+    with served(pace=0.05, timeout=1.0) as server:
+        began = time.monotonic()
+        reply = post(server, LONG)
+        assert 0.9 < time.monotonic() - began < 5.0
+        assert reply.status_code == 504 and reply.headers["x-should-retry"] == "false"
+        assert reply.json()["error"]["code"] == "deadline_exceeded" and "1 s" in reply.json()["error"]["message"]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert len(lines) > 3 and json.loads(lines[-1][6:])["error"]["code"] == "deadline_exceeded"
+        links = [post_head(server, LONG) for _ in range(ROWS)]
+        until(lambda: server.llm.stats().get("num_requests_running") == ROWS)
+        began = time.monotonic()
+        reply = post(server, LONG, **{"X-Request-Timeout": "0.2"})
+        assert reply.status_code == 504 and time.monotonic() - began < 0.9 and "0.2 s" in reply.text
+        stats = server.rest()
+        assert stats["kv_cache_usage_perc"] == 0 and metric(server, "request_timeouts_total") == ROWS + 3
+        for link in links:
+            link.close()
+        for wrong in ("soon", "-1", "nan", "inf", "0", "1" * 40):
+            reply = post(server, LONG, **{"X-Request-Timeout": wrong})
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "X-Request-Timeout"
+        assert post(server, {**LONG, "max_tokens": 2}, **{"X-Request-Timeout": "100"}).status_code == 200
+
+
+def test_one_keys_queue_is_not_anothers() -> None:
+    async def main(url: str) -> tuple[float, int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            body = {**LONG, "max_tokens": 20}
+            many = [
+                asyncio.ensure_future(client.post("/v1/completions", json=body, headers=HEADS[0])) for _ in range(200)
+            ]
+            while not server.llm.num_waiting:
+                await asyncio.sleep(0.01)
+            began = time.monotonic()
+            reply = await client.post("/v1/completions", json=body, headers=HEADS[1])
+            took, left = time.monotonic() - began, sum(not task.done() for task in many)
+            assert reply.status_code == 200
+            for task in many:
+                task.cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+            return took, left
+
+    with served(pace=0.01, sequences=400, keys=KEYS) as server:
+        took, left = asyncio.run(main(server.url))
+        assert left > 130, f"{left} of 200 were left after {took:.1f} s"
+
+
+def test_a_key_leaves_room_for_others() -> None:
+    with served(pace=0.05, sequences=20, keys=KEYS) as server:
+        body = {**LONG, "n": 16, "temperature": 1, "max_tokens": 2}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADS[0], timeout=30)
+        assert reply.status_code == 200, "alone it may have nearly all"
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                send = [client.post("/v1/completions", json=LONG, headers=HEADS[0]) for _ in range(20)]
+                many = [asyncio.ensure_future(one) for one in send]
+                done, _ = await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
+                assert all(task.result().status_code == 429 for task in done)
+                other = await client.post("/v1/completions", json={**LONG, "max_tokens": 2}, headers=HEADS[1])
+                assert other.status_code == 200
+                for task in many:
+                    task.cancel()
+                await asyncio.gather(*many, return_exceptions=True)
+
+        asyncio.run(main())
+        heads = {"Authorization": f"Bearer {KEYS[1]}"}
+        assert (
+            b'admission_rejections_total{model_name="toy",reason="key_share"} 0'
+            not in httpx.get(f"{server.url}/metrics", headers=heads).content
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_pages_of_a_client_that_leaves_are_free_within_two_steps(stream: bool) -> None:
+    """Steps are counted, not time: each takes a quarter of a second, and clients leave in the midst of one, first one
+    that waits, then one that runs. A heartbeat may be a step old."""
+    with served(pace=0.25) as server:
+        links = [post_head(server, {**LONG, "stream": stream}) for _ in range(ROWS + 1)]
+        until(lambda: server.llm.num_waiting == 1 and server.llm.stats()["num_steps"])
+        for link, name, left in (
+            (links.pop(), "num_requests_waiting", 0),
+            (links.pop(0), "num_requests_running", ROWS - 1),
+        ):
+            before = server.llm.stats()["num_steps"]
+            link.close()
+            until(lambda name=name, left=left: server.llm.stats()[name] == left)  # type: ignore[misc]
+            assert server.llm.stats()["num_steps"] <= before + 2 + 1
+        before = server.llm.stats()["num_steps"]
+        for link in links:
+            link.close()
+        stats = server.rest()
+        assert stats["kv_cache_usage_perc"] == 0 and stats["num_steps"] <= before + 2 + 1
+
+
+def test_connections_are_bounded_and_who_is_too_many_is_told() -> None:
+    with served(connections=3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        idle.append(socket.create_connection((host, int(port))))
+        time.sleep(0.1)
+        with httpx.Client(base_url=server.url) as client:
+            reply = client.post("/v1/completions", json={"prompt": "x"})
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "too_many_connections"
+        assert reply.headers["connection"] == "close" and reply.headers["retry-after"] == "1"
+        for one in idle:
+            one.close()
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        assert metric(server, "admission_rejections_total", ',reason="connections"') >= 1
+
+
+def test_what_the_system_allows_is_asked_for() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        assert descriptors(200) == 200 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 392
+        assert 1 <= descriptors(None) <= 4096
+        if hard != resource.RLIM_INFINITY:
+            with pytest.raises(LlmcError, match="E667") as refusal:
+                descriptors(hard)
+            assert str(hard) in refusal.value.cause
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:
+    body = {**LONG, "stream": True, "n": 16, "temperature": 1, "logprobs": 20, "max_tokens": 240}
+    with served(sequences=64) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        links = []
+        for _ in range(2):
+            link = socket.socket()
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect((host, int(port)))
+            data = json.dumps(body).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            link.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            links.append(link)
+        until(lambda: server.serving.admission.open_sequences == 32)
+        assert post(server, {**LONG, "max_tokens": 5}).status_code == 200
+        until(lambda: not server.serving.admission.open_sequences, 15)
+        assert server.rest()["kv_cache_usage_perc"] == 0
+        for link in links:
+            link.close()
+
+
+def test_health_is_that_of_the_engine() -> None:
+    with served(heartbeat_timeout=1.0) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        pid = server.llm.engine_pid
+        assert pid is not None
+        began = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert time.monotonic() - began < 4.0
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        assert server.llm.engine_pid != pid and post(server, {"prompt": "x"}).status_code == 200
+
+
+def test_a_place_is_given_back_whatever_fails() -> None:
+    with served(tokens=300) as server:
+        wrong = {"prompt": [5, 10**6]}, {"prompt": "x" * 900, "max_tokens": 2}, {"prompt": "x", "cache_salt": "y" * 999}
+        for body in (*wrong, {"prompt": "x", "temperature": 9e9}, {"prompt": "x", "stop": [""] * 9}):
+            for stream in (False, True):
+                assert post(server, {**body, "stream": stream}).status_code == 400
+        chat = {"messages": [{"role": "nobody", "content": {}}]}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400
+        server.rest()
+        with pytest.raises(ApiError):
+            server.serving.hold("never")

@@ -1,0 +1,121 @@
+"""llmc-serve --dry-run and llmc collect-env: what they tell, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from llmc_runtime import environment
+from llmc_runtime.cli import main_collect_env, main_serve
+from llmc_runtime.server import plan as planning
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main_serve([*words, "--dry-run", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_it_tells_what_would_be_served_and_opens_nothing(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # not even the port
+        code, told = planned(capsys, str(toy), "--port", str(taken.getsockname()[1]))
+    assert (code, told["fits"], told["names"], told["target"]) == (0, True, ["toy"], "cpu:test")
+    kv, limits = told["kv"], told["limits"]
+    assert kv["tokens"] == kv["pages"] * kv["page_size"]
+    assert kv["concurrency_at_max_model_len"] <= limits["max_num_seqs"]
+    assert {"/v1/chat/completions", "/health"} <= set(told["server"]["routes"])
+    assert main_serve([str(toy), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "fits      yes" in text and f"{kv['tokens']} tokens in {kv['pages']} pages" in text
+
+
+def test_limits_keys_and_capacity_are_those_of_the_options(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one-key-of-two\nanother-key-1\n")
+    admin = tmp_path / "admin"
+    admin.write_text("the-admin-key\n")
+    whole = planned(capsys, str(toy))[1]
+    page = whole["kv"]["bytes"] // whole["kv"]["pages"]
+    words = ("--max-num-seqs", "2", "--api-key-file", str(keys), "--admin-key-file", str(admin))
+    code, told = planned(capsys, str(toy), *words, "--kv-cache-memory-bytes", str(3 * page + 1))
+    assert code == 0 and told["limits"]["max_num_seqs"] == 2 and told["kv"]["pages"] == 3
+    assert (told["server"]["api_keys"], told["server"]["admin_keys"]) == (2, 1)
+    assert "/admin/*" in told["server"]["routes"] and "key-of" not in json.dumps(told)
+    code, told = planned(capsys, str(toy), "--kv-cache-memory-bytes", str(page - 1))
+    assert code == 1 and told["fits"] is False and "Try: give at least" in told["why"]
+    assert main_serve([str(toy), "--dry-run", "--max-model-len", "99999999"]) == 1
+    assert "E204" in capsys.readouterr().err
+
+
+def test_a_gpu_is_asked_through_its_tool_alone(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The toy's sizes on machines with several amounts of memory, or nothing in sight."""
+    whole = planned(capsys, str(toy))[1]
+    need = sum(whole["memory"][name] for name in ("weights", "rows", "intermediate"))
+    for free, fits, code in (((need >> 20) + 600, True, 0), ((need >> 20) - 1, False, 1), (None, None, 0)):
+        rows = [] if free is None else [{"name": "H200", "memory.free": str(free)}]
+        monkeypatch.setattr(planning, "gpus", lambda rows=rows: rows)
+        monkeypatch.setattr(planning, "_device", lambda target, real=planning._device: real("cuda:sm_90"))
+        got, told = planned(capsys, str(toy))
+        monkeypatch.undo()
+        assert (got, told["fits"]) == (code, fits), told
+        assert ("no GPU is in sight" in told["why"]) == (free is None)
+
+
+def test_a_folder_that_is_not_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, told = planned(capsys, str(tmp_path))
+    assert code == 0 and told["fits"] is None and "llmc compile" in told["why"]
+    assert main_serve(["owner/name", "--dry-run"]) == 1
+    said = capsys.readouterr().err
+    assert "E101" in said and "llmc compile owner/name -o name.llmc" in said
+
+
+def test_collect_env_tells_no_secrets_and_needs_no_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "do-not-tell-this"
+    for name in ("LLMC_CACHE", "HF_TOKEN", "OPENAI_API_KEY", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, f"/somewhere/{secret}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main_collect_env(["--json"]) == 0
+    text = capsys.readouterr().out
+    told = json.loads(text)
+    assert told["environment"]["LLMC_CACHE"] == "set" and told["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (
+        secret not in text
+        and str(Path.home()) not in text
+        and socket.gethostname() not in text.replace("localhost", "")
+    )
+    assert told["packages"]["numpy"] and told["cpu"]["physical_cores"] >= 1 and told["memory"]["total_mib"] > 0
+    assert main_collect_env([]) == 0
+    assert f"numpy                {told['packages']['numpy']}" in capsys.readouterr().out
+    code = "import sys; from llmc_runtime.cli import main_collect_env; main_collect_env([]); " \
+        "sys.exit(bool({'torch', 'triton', 'transformers'} & set(sys.modules)))"  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_gpus_are_read_from_nvidia_smi_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    for body, count in (
+        ("echo 'H200, 143771, 143000, 570.1, 9.0'", 1), ("echo nonsense", 0), ("exit 9", 0), ("echo; echo ,,,,", 1),
+    ):  # fmt: skip
+        tool.write_text(f"#!/bin/sh\n{body}\n")
+        tool.chmod(0o755)
+        assert len(environment.gpus()) == count
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(environment, "_PATIENCE", 0.2)
+    assert environment.gpus() == []
+    assert shutil.which("nvidia-smi") == str(tool)
