@@ -47,14 +47,14 @@ test-gpu: $(VENV)/.stamp-dev
 CLIENTS := build/clients
 clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
 	VENV=$(VENV) $(CLIENTS)/venv/bin/python -m pytest -c tests/clients/pytest.ini tests/clients -q $(CLIENTS_ARGS)
-	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai.py -q $(CLIENTS_ARGS)
+	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai*.py -q $(CLIENTS_ARGS)
 
 clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
 
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
 	$(BIN)/python -m venv --clear $(CLIENTS)/venv
-	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r $<
+	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -qq --no-deps --no-compile -r $<
 	$(CLIENTS)/venv/bin/pip check
 	@touch $@
 

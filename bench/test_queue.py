@@ -67,12 +67,12 @@ class Load:
             for delta in deltas:
                 if delta.finish_reason:
                     self.come()
-        return sum(took) / len(took)
+        return median(took)
 
 
 @pytest.mark.benchmark(timer=clock, group="queue")
 def test_a_long_queue_does_not_slow_a_step(benchmark: Any) -> None:
-    """The mean step of 32 rows, three requests of which come and go in each; least of nine rounds, interleaved."""
+    """Steps of 32 rows, two requests of which come and go in each; nine rounds of 200, interleaved."""
     loads = {"nobody": Load(0, 1), "10,000, one tenant": Load(QUEUED, 1), "10,000, 500 tenants": Load(QUEUED, 500)}
     gc.collect()
     gc.freeze()
@@ -86,4 +86,4 @@ def test_a_long_queue_does_not_slow_a_step(benchmark: Any) -> None:
     for name, seconds in found.items():
         t.add(name, f"{1e6 * median(seconds):.0f}", f"{1e6 * min(seconds):.0f}", f"{min(seconds) / least:.2f}")
     record(benchmark, found["10,000, one tenant"])
-    assert min(found["10,000, one tenant"]) < 1.25 * least
+    assert min(found["10,000, one tenant"]) < 1.15 * least

@@ -28,7 +28,7 @@ from bench.faults.nonsense import nonsense  # noqa: E402
 from bench.faults.overload import overload  # noqa: E402
 from bench.faults.settings import settings  # noqa: E402
 from bench.faults.strikes import outcomes, strikes  # noqa: E402
-from tests.attacks.target import target  # noqa: E402
+from tests.attacks.target import TOOLS, target  # noqa: E402
 
 MINUTES = 12.0  # that the numbers below take, about
 PATIENT = {"restart_delay": 0.0, "max_restarts": 10**6}  # many blows within an hour
@@ -69,7 +69,7 @@ async def flooded(draw: Random, share: float) -> dict[str, Any]:
 
 async def fed(draw: Random, share: float) -> dict[str, Any]:
     """Damaged bodies."""
-    with target("--max-num-seqs", "16") as server:
+    with target("--max-num-seqs", "16", *TOOLS) as server:
         return await nonsense(server, draw, max(500, int(100_000 * share)))
 
 

@@ -22,10 +22,10 @@ _BOOT = (
 )
 
 
-def simulated(pace: float, depth: int, **options: Any) -> AsyncLLM:
+def simulated(pace: float, depth: int, rows: int | None = None, **options: Any) -> AsyncLLM:
     """An AsyncLLM whose engine is `bench.serving.engine`; not started."""
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path)), str(pace), str(depth)]
-    opening = Open("simulated", None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+    opening = Open("simulated", None, rows, None, None, None, 0, [], True, "fcfs", True, False, False, None)
     calm = {"heartbeat_timeout": 20.0, "say": lambda line: None}
     return AsyncLLM.over(Front(command, opening, Tokenizer.open(MODEL)), **(calm | options))
 

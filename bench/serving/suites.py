@@ -59,7 +59,8 @@ def latency(rounds: int) -> list[Row]:
 
 
 def queue(rounds: int) -> list[Row]:
-    """Milliseconds of a step of 64 running requests, nothing waiting, and 10,000 waiting."""
+    """Milliseconds of a step of 64 running requests, nothing waiting, and 10,000 waiting: 4 of the device, the host's
+    time behind them (depth 1)."""
     alone, beside = asyncio.run(_queue(rounds))
     few, many = statistics.median(alone), statistics.median(beside)
     return [
@@ -72,29 +73,39 @@ def queue(rounds: int) -> list[Row]:
 
 
 async def _queue(rounds: int) -> tuple[list[float], list[float]]:
+    """The waiting ones are put in place, and taken away, by turns."""
     alone, beside = [], []
-    async with simulated(0.0, 2) as llm:
+    async with simulated(0.004, 1, RUNNING) as llm:
+        running = [asyncio.create_task(_again(llm)) for _ in range(RUNNING)]
         for _ in range(rounds):
-            running = [asyncio.create_task(_drain(llm, 3000)) for _ in range(RUNNING)]
             await asyncio.sleep(1.0)
             alone.append(await _step_ms(llm))
-            tasks = [asyncio.create_task(_drain(llm, 3000)) for _ in range(llm.config.max_num_seqs - RUNNING + QUEUED)]
-            await asyncio.sleep(0)
+            tasks = [asyncio.create_task(_once(llm)) for _ in range(QUEUED)]
+            while llm.stats()["num_requests_waiting"] < 0.99 * QUEUED:
+                await asyncio.sleep(0.5)
             beside.append(await _step_ms(llm))
-            for task in (*running, *tasks):
+            assert llm.stats()["num_requests_waiting"] > 0.9 * QUEUED
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, *tasks, return_exceptions=True)
-            await asyncio.sleep(1.0)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
     return alone, beside
 
 
-async def _drain(llm: Any, tokens: int) -> None:
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+async def _again(llm: Any) -> None:
+    while True:
+        await _once(llm)
+
+
+async def _once(llm: Any) -> None:
+    params = SamplingParams(max_tokens=3000, temperature=0, ignore_eos=True)
     async for _ in llm.generate({"prompt_token_ids": [20] * 8}, params, "r", output_kind="final_only"):
         pass
 
 
-async def _step_ms(llm: Any, seconds: float = 2.0) -> float:
+async def _step_ms(llm: Any, seconds: float = 3.0) -> float:
     """By the engine's own counters, which come with its signs of life."""
     before, begin = llm.stats()["num_steps"], time.monotonic()
     await asyncio.sleep(seconds)

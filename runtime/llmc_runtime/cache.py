@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from llmc_runtime.format.errors import LlmcError
 
 MANIFEST = "manifest.json"
 _TAIL = 5
+_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as llmc has it
 
 Say = Callable[[str], None]
 
@@ -57,10 +61,46 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
             if not is_artifact(entry):
                 _build(source, options, root, entry, say)
     except OSError as e:
-        raise LlmcError(
-            "E642", f"the cache {root} cannot be used: {e.strerror or e}", "free space there, or name another folder"
-        ) from e
+        raise _unusable(root, e) from e
     return entry
+
+
+def _unusable(root: Path, e: OSError) -> LlmcError:
+    cause = f"the cache {root} cannot be used: {e.strerror or e}"
+    return LlmcError("E642", cause, "free space there, or name another folder")
+
+
+def is_id(model: str | Path) -> bool:
+    """Whether this means `owner/name` or `owner/name@revision` on a model hub: it is no path, nor one in a folder that
+    is there, and is not called as artifacts are."""
+    text = str(model)
+    known = text.endswith(".llmc") or os.path.lexists(text.partition("/")[0])
+    return _ID.fullmatch(text) is not None and not known
+
+
+def fetched(name: str, options: Mapping[str, str], root: Path, say: Say) -> Path:
+    """The artifact made of the hub's model `name`, an id. The compiler asks the hub which commit is meant, each time,
+    and fetches and compiles what was not yet. LlmcError E640 to E642 as `compiled`."""
+    require_compiler(f"there is no folder {name}, and a model of a hub has to be compiled")
+    key = hashlib.sha256(json.dumps([name, sorted(options.items())]).encode()).hexdigest()
+    entry = root / "artifacts" / f"{name.replace('/', '--').replace('@', '-')[:60]}-{key[:16]}.llmc"
+    flags = " ".join(f"--{option} {value}" for option, value in options.items())
+    say(f"{name} is a model of a hub; it is fetched and compiled where that was not done yet, into {entry}")
+    say(f"the same by hand: llmc compile {name} -o model.llmc {flags}")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry.parent / f".{entry.name}.lock", say):
+            _run([sys.executable, *fetch_command(name, entry, options, root)], name)
+    except OSError as e:
+        raise _unusable(root, e) from e
+    return entry
+
+
+def fetch_command(name: str, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
+    """The interpreter's arguments that fetch and compile `name` into `output`, or link what the cache has of it."""
+    flags = [text for option, value in options.items() for text in (f"--{option}", value)]
+    kept = ["--cache", str(root), "--force", "--json"]
+    return ["-P", "-m", "llmc.cli", "compile", name, "-o", str(output), *flags, *kept]
 
 
 def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
@@ -88,18 +128,18 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def require_compiler() -> None:
+def require_compiler(why: str = "the model is not compiled") -> None:
     """LlmcError E640 unless the compiler and what it needs are installed here; nothing is imported."""
     lacking = [name for name in ("llmc", "torch", "transformers") if importlib.util.find_spec(name) is None]
     if lacking:
         raise LlmcError(
             "E640",
-            f"the model is not compiled, and the compiler is not installed here ({', '.join(lacking)} missing)",
+            f"{why}, and the compiler is not installed here ({', '.join(lacking)} missing)",
             "pip install 'llmc-aot[compile]', or compile elsewhere (llmc compile MODEL -o model.llmc) and open that",
         )
 
 
-def _run(command: Sequence[str], source: Path) -> None:
+def _run(command: Sequence[str], source: Path | str) -> None:
     """Run the compiler, its progress to our stderr line by line. LlmcError E641 with its own error if it fails."""
     tail: list[str] = []
     process = subprocess.Popen(

@@ -35,12 +35,11 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
 
         given = read(sys.argv[1:] if argv is None else argv, prog)
         verbose = given.args.log_level == "debug"
-        for line in judge(given.args.elsewhere):
-            print(f"llmc: {line}", file=sys.stderr)
+        notes = judge(given.args.elsewhere)
         if given.args.print_config:
             print(given.describe(given.args.json))
             return OK
-        options = options_of(given.args, os.environ, _template(given.args.chat_template))
+        options = options_of(given.args, os.environ, _template(given.args.chat_template), notes)
         if given.args.dry_run:
             return _dry_run(options, given.args.json)
         from llmc_runtime.server.command import serve
@@ -56,6 +55,8 @@ def _dry_run(options: Options, as_json: bool) -> int:
     from llmc_runtime.server.plan import plan, render
 
     told = plan(options)
+    for note in options.notes:
+        print(f"llmc: {note}", file=sys.stderr)
     print(json.dumps(told, indent=2) if as_json else render(told))
     return FAILED if told["fits"] is False else OK
 
@@ -142,7 +143,9 @@ def _forget_output() -> None:
 
 def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     """The options of `llmc-run`, and those of a compile where the command does that, too."""
-    what = "an artifact, or a Hugging Face folder (compiled on first use)" if compiles else "an artifact"
+    what = "an artifact"
+    if compiles:
+        what += ", or a Hugging Face folder or id owner/name (compiled on first use)"
     ap = argparse.ArgumentParser(
         prog=prog,
         description=f"Generate text from {what}. The text alone goes to stdout. Without --prompt, standard input is "
@@ -249,12 +252,8 @@ def _changed(args: argparse.Namespace) -> dict[str, Any]:
 def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock: Any) -> Session:
     from llmc_runtime.terminal import Session
 
-    folder = Path(args.model)
-    if not compiles and (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
-        raise LlmcError(
-            "E640", f"{args.model} is a Hugging Face folder, not an artifact",
-            "llmc run MODEL (compiles it), or llmc compile MODEL -o model.llmc, then llmc-run model.llmc",
-        )  # fmt: skip
+    if not compiles and not (Path(args.model) / "manifest.json").is_file():
+        _refuse_sources(args.model)
     from llmc_runtime.llm import LLM
 
     clock.stage("imports")
@@ -279,6 +278,18 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
     )
     clock.stage("open")
     return Session(llm, given, clock, system=args.system, quiet=args.quiet)
+
+
+def _refuse_sources(model: str) -> None:
+    """LlmcError E640 where it is something that would have to be compiled."""
+    from llmc_runtime.cache import is_id
+
+    folder = (Path(model) / "config.json").is_file()
+    if folder or is_id(model):
+        raise LlmcError(
+            "E640", f"{model} is a Hugging Face {'folder' if folder else 'id'}, not an artifact",
+            "llmc run MODEL (compiles it), or llmc compile MODEL -o model.llmc, then llmc-run model.llmc",
+        )  # fmt: skip
 
 
 def _template(given: str | None) -> str | None:

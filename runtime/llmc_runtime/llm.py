@@ -6,7 +6,6 @@ Requests of open streams and of `generate`, from any thread, share the engine's 
 from __future__ import annotations
 
 import random
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,16 +39,15 @@ from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import follow
 from llmc_runtime.turns import Turns
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # owner/name@revision, as llmc has it
 _MOST_TEMPLATES = 32  # kept compiled
 
 
 class LLM:
     """A compiled model, opened.
 
-    `model`: an artifact, or a Hugging Face folder, which is then compiled first (once; kept under `cache_dir`,
-    ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for that compile,
-    as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
+    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is then compiled first (once; kept under
+    `cache_dir`, ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for
+    that compile, as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
 
     kv_cache_memory_bytes  of the KV cache (None: half of the free memory, of a GPU 0.9; at most what the rows can use)
     threads                of the CPU target (None: physical cores)
@@ -310,7 +308,8 @@ class LLM:
 
 
 def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:
-    """The artifact that `model` is, or that it compiles to under the cache `root` (None: the default one).
+    """The artifact that `model` is, or that it compiles to under the cache `root` (None: the default one); a model of a
+    hub, `owner/name` or `owner/name@revision`, is fetched for that.
 
     LlmcError E101 where it is neither, E64x from the cache.
     """
@@ -326,10 +325,11 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
 
         return cache.compiled(path, options, root or cache.default_root(), say)
     if not there:
-        cause, remedy = f"there is no folder {path}", "check the path; models are not downloaded"
-        if _ID.fullmatch(str(model)):
-            where = f"{path.name.partition('@')[0]}.llmc"
-            remedy = f"a model of a hub is compiled first: llmc compile {model} -o {where}, then open {where}"
+        from llmc_runtime import cache
+
+        if cache.is_id(model):
+            return cache.fetched(str(model), options, root or cache.default_root(), say)
+        cause, remedy = f"there is no folder {path}", "check the path, or name a model of a hub as owner/name"
     else:
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"
         remedy = "an artifact whose compile was killed has no manifest: llmc compile MODEL -o DIR again"

@@ -69,27 +69,30 @@ def valid(draw: Random) -> tuple[str, dict[str, Any]]:
         more = {} if "stream" in extra else more
         return "/v1/completions", {"prompt": draw.choice(ways), **common, **extra, **more}
     if kind < 9:
-        more = draw.choice(
-            [{}, {"logprobs": True, "top_logprobs": 3}, {"chat_template_kwargs": {"a": 1}}, copy.deepcopy(TOOLS)]
-        )
-        return "/v1/chat/completions", {**chat, **common, **extra, **more}
+        more = draw.choice([{}, {"logprobs": True, "top_logprobs": 3}, {"chat_template_kwargs": {"a": 1}}])
+        body = {**chat, **common, **extra, **more}
+        return "/v1/chat/completions", _with_tools(draw, body) if draw.random() < 0.3 else body
     if kind == 9:
         return "/tokenize", {"prompt": "The kernel", "return_token_strs": True}
     return ("/tokenize", chat) if kind == 10 else ("/detokenize", {"tokens": prompt(draw)})
 
 
-TOOLS: dict[str, Any] = {
-    "tool_choice": "auto",
-    "tools": [
-        {
-            "type": "function",
-            "function": {
-                "name": "weather", "description": "of a city",
-                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-            },
-        }
-    ],
-}  # fmt: skip
+def _with_tools(draw: Random, body: dict[str, Any]) -> dict[str, Any]:
+    """A conversation with functions, perhaps with calls of them and their results."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "weather", "description": "of a city", "parameters": city}
+    body["tools"] = [{"type": "function", "function": {**function, "strict": draw.random() < 0.5}}]
+    body["tool_choice"] = draw.choice(
+        ["auto", "none", "required", {"type": "function", "function": {"name": "weather"}}]
+    )
+    body["parallel_tool_calls"] = draw.random() < 0.5
+    if draw.random() < 0.4:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "x"}'}}
+        body["messages"] += [
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        ]
+    return body
 
 
 def damaged(draw: Random) -> tuple[str, bytes]:

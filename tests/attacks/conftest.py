@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-from tests.attacks.target import Target, target
+from tests.attacks.target import TOOLS, Target, target
 
 KEYS, ADMIN = ("first-secret-key", "second-secret-key"), "admin-secret-key"
 
@@ -60,7 +60,7 @@ def times(full: bool) -> Callable[[int, int], int]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Target]:
     """One server for all attacks of a process, with keys; at the end it is as it was."""
-    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", keys=KEYS, admin=[ADMIN]) as one:
+    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", *TOOLS, keys=KEYS, admin=[ADMIN]) as one:
         one.steady("its start")
         yield one
         one.steady("everything")

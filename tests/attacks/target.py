@@ -27,6 +27,8 @@ from tests.attacks.oracle import GOLDEN, answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = Path(__file__).with_name("fake_serve.py")
+TEMPLATE = ROOT / "tests" / "runtime" / "chat_templates" / "qwen3.jinja"
+TOOLS = ("--chat-template", str(TEMPLATE), "--max-model-len", "1024")  # calls, and reasoning apart
 JSON = {"Content-Type": "application/json"}
 LEAKS = re.compile(
     r"Traceback|\b0x[0-9a-f]{6,}|\bFile \"|\.py\b|site-packages|/(?:usr|home|root|proc|tmp|var|work|opt)/\w"
@@ -156,7 +158,8 @@ class Target:
     def steady(self, after: Any = "") -> None:
         """It is as before: the same processes, healthy, and the golden prompt has the same bytes, the oracle's."""
         for pid, began in self.pids.items():
-            assert psutil.pid_exists(pid) and psutil.Process(pid).create_time() == began, f"{pid} ended: {after!r:.500}"
+            there = psutil.pid_exists(pid) and psutil.Process(pid).create_time() == began
+            assert there, f"{pid} ended: {after!r:.500}; it said {self.words()}"
         health = self.ask("/health")
         assert health.status == 200, f"{health} after {after!r:.500}"
         reply = self.ask("/v1/completions", GOLDEN)
@@ -165,6 +168,10 @@ class Target:
         self.golden = self.golden or told
         assert told == self.golden, f"another golden answer after {after!r:.500}"
         assert reply.json["choices"][0]["text"] == answer(GOLDEN["prompt"], GOLDEN["max_tokens"])
+
+    def words(self) -> list[str]:
+        """The last that it said besides its requests."""
+        return [line for line in list(self.lines) if "llmc.request" not in line][-5:]
 
     def figure(self, name: str) -> float:
         """The sum of a metric over its labels."""

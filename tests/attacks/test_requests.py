@@ -145,15 +145,15 @@ def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[i
             body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": form}}
             assert steady.ask("/v1/completions", body).status == 200
 
-    ask(0, times(20, 400))
+    ask(0, times(20, 200))
     before = steady.memory()
-    ask(10_000, times(40, 3000))
+    ask(10_000, times(40, 1500))
     assert steady.memory() - before < 30 << 20
 
 
 def test_09_no_request_ends_the_engine(steady: Target, draw: Random, times: Callable[[int, int], int]) -> None:
     """Damaged bodies of every endpoint: never a 5xx, and after each one everything is as before."""
-    for _ in range(times(150, 6000)):
+    for _ in range(times(120, 3000)):
         path, body = damaged(draw)
         reply = steady.ask(path, body)
         assert reply.status < 500, (path, body[:2000], reply)

@@ -77,9 +77,9 @@ class Server:
         raise AssertionError("requests stay open, or pages stay used")
 
 
-def serving(keys: Path | None = None) -> AbstractContextManager[Server]:
+def serving(keys: Path | None = None, *options: str | Path) -> AbstractContextManager[Server]:
     """llmc-serve over the demonstration model, on a port of its own."""
-    command = [PROJECT / "llmc-serve", DEMO, "--port", "0", "--threads", "1"]
+    command = [PROJECT / "llmc-serve", DEMO, "--port", "0", "--threads", "1", *options]
     key = keys.read_text().strip() if keys else ""
     return started([*command, "--api-key-file", keys] if keys else command, Server("", key))
 
@@ -126,6 +126,39 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def joined(pieces: Sequence[str | None]) -> str:
-    """A stream's text; it has to come in several pieces."""
-    assert len(pieces) > 2
+    """A stream's text; how many pieces it comes in depends on how fast the client reads."""
     return "".join(piece or "" for piece in pieces)
+
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city, now.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Aachen", "Bonn", "Cologne"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TIME = {
+    **WEATHER,
+    "name": "get_time",
+    "description": "The time of a city.",
+    "parameters": {"type": "object", "properties": {}},
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def enforced(model: str, **more: Any) -> dict[str, Any]:
+    """A request that has to be answered with one call of one of two functions, always the same one."""
+    tools = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+    asked = {"model": model, "messages": user("What is the weather in Bonn?"), "tools": tools, "temperature": 0}
+    return {**asked, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, **more}
+
+
+def told(function: Any) -> dict[str, Any]:
+    """A call as a client has it, its arguments read."""
+    return {"name": function.name, "arguments": json.loads(function.arguments)}

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kit import ROOT, Server
@@ -23,14 +24,14 @@ def commands() -> list[str]:
     return [line for line in text.splitlines() if line.startswith("curl ")]
 
 
-def run(command: str, server: Server) -> str:
-    """What a command prints."""
+def run(command: str, server: Server, folder: Path) -> str:
+    """What a command prints, run where the files with keys are."""
     assert HERE in command, command
     there = command.replace(HERE, server.url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ", 1)
     environment = {**os.environ, "KEY": server.key}
-    ended = subprocess.run(["bash", "-c", there], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(["bash", "-c", there], cwd=folder, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    return ended.stdout
+    return ended.stdout + "".join(path.read_text() for path in folder.glob("*.json"))
 
 
 def streamed(text: str) -> str:
@@ -41,11 +42,11 @@ def streamed(text: str) -> str:
     return "".join(piece or "" for piece in pieces)
 
 
-def test_the_commands_of_the_page(server: Server, open_server: Server, truth: Truth) -> None:
+def test_the_commands_of_the_page(server: Server, open_server: Server, keys: Path, truth: Truth) -> None:
     kinds = set()
     for command in commands():
         words = shlex.split(command, comments=True)
-        printed = run(command, server if "$KEY" in command else open_server)
+        printed = run(command, server if "Authorization" in command else open_server, keys.parent)
         if "-d" not in words:
             assert printed, command
             continue

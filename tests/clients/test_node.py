@@ -8,19 +8,33 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from kit import QUESTIONS, ROOT, Server, joined, user
+from kit import QUESTIONS, ROOT, Server, enforced, joined, user
 
 FOLDER = ROOT / "build" / "clients" / "node"
 
 
-def test_openai_node(server: Server, truth: Callable[..., dict[str, Any]]) -> None:
+def client(server: Server, *words: str) -> Any:
+    """What client.mjs prints."""
     node = shutil.which("node")
     assert node is not None, "node is needed, and was not found (Debian: apt-get install nodejs npm)"
+    command = [node, "client.mjs", server.v1, server.key, *words]
+    ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_tools(tool_server: Server) -> None:
+    asked = enforced("demo")
+    true = tool_server.post("/v1/chat/completions", asked)["choices"][0]["message"]["tool_calls"]
+    named = [[call["function"]["name"], call["function"]["arguments"]] for call in true]
+    assert client(tool_server, "", json.dumps(asked)) == {
+        "whole": named, "streamed": named, "end": ["tool_calls", "tool_calls"],
+    }  # fmt: skip
+
+
+def test_openai_node(server: Server, truth: Callable[..., dict[str, Any]]) -> None:
     for question in QUESTIONS[:2]:
-        command = [node, "client.mjs", server.v1, server.key, question]
-        ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
-        assert ended.returncode == 0, ended.stderr
-        found = json.loads(ended.stdout)
+        found = client(server, question)
         true = truth(messages=user(question), max_tokens=40)
         assert found["models"] == ["demo"]
         assert found["whole"] == true["text"] and found["tokens"] == len(true["token_ids"])

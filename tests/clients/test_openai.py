@@ -140,6 +140,14 @@ def test_errors_have_their_kinds(client: openai.OpenAI, server: Server) -> None:
     assert refused.value.code == "invalid_api_key" and refused.value.request_id
 
 
+def test_tokens_come_as_they_are_made(slow_server: Server) -> None:
+    asked = {"model": "toy", "messages": CHAT, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=slow_server.v1, api_key="none", max_retries=0, timeout=120) as client:
+        stream = client.chat.completions.create(**asked, stream=True)
+        pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
+    assert len(pieces) > 2
+
+
 def test_a_stream_that_is_left_ends(client: openai.OpenAI, server: Server) -> None:
     before = server.figure("request_disconnects_total")
     stream = client.chat.completions.create(

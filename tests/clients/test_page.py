@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kit import CHAT, QUESTIONS, Server, slow, user
+from kit import CHAT, QUESTIONS, Server, user
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 Truth = Callable[..., dict[str, Any]]
@@ -95,28 +95,28 @@ def test_a_conversation_is_what_the_model_says(open_server: Server, opened: Open
     assert answer(page).text_content() == truth(messages=[talk[0], talk[1]], max_tokens=60)["text"]
 
 
-def test_a_stream_is_seen_grow_and_can_be_stopped(opened: Open) -> None:
+def test_a_stream_is_seen_grow_and_can_be_stopped(slow_server: Server, opened: Open) -> None:
     """A second's tenth a token: figures move meanwhile, and Escape ends it as the button does."""
-    with slow(0.1) as server:
-        page = opened(server)
-        for stop in (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape")):
-            before = server.figure("request_disconnects_total")
-            say(page, "On and on")
-            expect(page.locator("#messages")).to_have_attribute("aria-busy", "true")
-            for length in (1, 4, 8):
-                expect(answer(page)).to_have_text(re.compile(rf"\S(.|\s){{{length},}}"))
-            expect(page.locator(".figure", has_text="Running").locator(".value")).to_have_text("1")
-            expect(page.locator(".figure", has_text="Tokens a second").locator(".value")).to_have_text(
-                re.compile(r"[1-9]\d*")
-            )
-            stop()
-            ended(page)
-            expect(page.locator(".note").last).to_have_text("stopped")
-            server.rest()
-            assert server.figure("request_disconnects_total") == before + 1
-            expect(page.locator(".figure", has_text="Running").locator(".value")).to_have_text("0")
-        drawn = page.locator(".figure", has_text="KV cache").locator("polyline").get_attribute("points")
-        assert drawn and len({point.split(",")[1] for point in drawn.split()}) > 1
+    page, server = opened(slow_server), slow_server
+    for stop in (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape")):
+        page.get_by_role("button", name="New conversation").click()
+        before = server.figure("request_disconnects_total")
+        say(page, "On and on")
+        expect(page.locator("#messages")).to_have_attribute("aria-busy", "true")
+        for length in (1, 4, 8):
+            expect(answer(page)).to_have_text(re.compile(rf"\S(.|\s){{{length},}}"))
+        expect(page.locator(".figure", has_text="Running").locator(".value")).to_have_text("1")
+        expect(page.locator(".figure", has_text="Tokens a second").locator(".value")).to_have_text(
+            re.compile(r"[1-9]\d*")
+        )
+        stop()
+        ended(page)
+        expect(page.locator(".note").last).to_have_text("stopped")
+        server.rest()
+        assert server.figure("request_disconnects_total") == before + 1
+        expect(page.locator(".figure", has_text="Running").locator(".value")).to_have_text("0")
+    drawn = page.locator(".figure", has_text="KV cache").locator("polyline").get_attribute("points")
+    assert drawn and len({point.split(",")[1] for point in drawn.split()}) > 1
 
 
 def stream(route: Route, *deltas: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def run(server: Server, folder: Path, *options: str) -> None:
 
 
 def test_without_keys(open_server: Server, tmp_path: Path) -> None:
-    run(open_server, tmp_path, "--max-examples", "40")
+    run(open_server, tmp_path, "--max-examples", "25")
     open_server.rest()
 
 

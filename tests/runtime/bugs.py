@@ -150,7 +150,7 @@ def first_of_all_tenants(right: Any) -> Any:
 def the_tenant_with_the_most_service(right: Any) -> Any:
     def first(self: Waiting) -> Request | None:
         heads = [tenant for tenant in self.tenants.values() if tenant.queue]
-        return max(heads, key=lambda tenant: (tenant.service, -tenant.turn)).queue[0] if heads else None
+        return max(heads, key=lambda tenant: (tenant.service, -tenant.turn)).head if heads else None
 
     return first
 

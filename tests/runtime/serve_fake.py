@@ -8,7 +8,7 @@ import sys
 
 from llmc_runtime.server.command import serve_over
 from llmc_runtime.server.given import options_of, read
-from llmc_runtime.server.listen import listening
+from llmc_runtime.server.listen import ServerLoop, listening
 
 from tests.runtime.async_kit import fake
 from tests.runtime.served import TOK
@@ -20,6 +20,7 @@ if __name__ == "__main__":
     tls = None if options.tls is None else options.tls.context()
     with listening(options.host, options.port, options.uds) as bound:
         try:
-            asyncio.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))
+            with asyncio.Runner(loop_factory=ServerLoop) as runner:
+                runner.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))
         except KeyboardInterrupt:
             sys.exit(130)

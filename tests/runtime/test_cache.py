@@ -70,6 +70,45 @@ def test_the_second_time_nothing_is_built_and_both_are_said(
     assert builds.read_text() == "x"
 
 
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("owner/name", True), ("owner/name-1.5_x@v1/2", True), ("owner/na..me", False), ("./owner/name", False),
+        ("/owner/name", False), ("owner/name/more", False), ("name", False), ("owner/name.llmc", False),
+        ("there/name", False), ("owner/name\n", False), ("owner/--flag", False),
+    ],
+)  # fmt: skip
+def test_what_is_a_hubs_id_and_what_a_path(
+    text: str, id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cache.is_id(text) is id
+
+
+def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    fake = FAKE.replace("out.mkdir()", "out.mkdir(exist_ok=True)")
+    real = cache.fetch_command
+
+    def command(name: str, output: Path, options: Any, root: Path) -> list[str]:
+        asked.append(real(name, output, options, root))
+        return ["-c", fake, name, str(output), str(builds)]
+
+    monkeypatch.setattr(cache, "fetch_command", command)
+    monkeypatch.setattr(cache, "require_compiler", lambda why: None)
+    said: list[str] = []
+    found = [resolve(name, OPTIONS, tmp_path / "root", said.append) for name in ("o/n@v1", "o/n@v1", "o/n")]
+    assert found[0] == found[1] != found[2] and found[0].name.startswith("o--n-v1-")
+    assert builds.read_text() == "xxx"  # the compiler knows what it has
+    assert asked[0][3:6] == ["compile", "o/n@v1", "-o"] and {"--force", "--cache"} <= set(asked[0])
+    assert "model of a hub" in said[0] and "llmc compile o/n@v1 -o model.llmc --target" in said[1]
+    monkeypatch.setattr(cache, "fetch_command", lambda *a: ["-c", "import sys; sys.exit('LLMC-E330: nothing there')"])
+    with pytest.raises(LlmcError) as told:
+        resolve("o/typo", OPTIONS, tmp_path / "root", said.append)
+    assert told.value.code == "E641" and "E330" in told.value.cause
+
+
 def test_what_changes_the_key_and_what_does_not(model: Path, tmp_path: Path) -> None:
     def key(folder: Path = model, **options: str) -> str:
         return cache_key.artifact_key(folder, OPTIONS | options, tmp_path)

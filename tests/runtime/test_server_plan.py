@@ -77,9 +77,9 @@ def test_a_folder_that_is_not_compiled(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "config.json").write_text("{}")
     code, told = planned(capsys, str(tmp_path))
     assert code == 0 and told["fits"] is None and "llmc compile" in told["why"]
-    assert main_serve(["owner/name", "--dry-run"]) == 1
-    said = capsys.readouterr().err
-    assert "E101" in said and "llmc compile owner/name -o name.llmc" in said
+    code, told = planned(capsys, "owner/name@v1")
+    assert code == 0 and told["names"] == ["owner/name"] and "llmc compile owner/name@v1 --dry-run" in told["why"]
+    assert main_serve(["./owner/name", "--dry-run"]) == 1 and "E101" in capsys.readouterr().err
 
 
 def test_collect_env_tells_no_secrets_and_needs_no_torch(

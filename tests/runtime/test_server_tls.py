@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.listen import Tls, listening
+from llmc_runtime.server.listen import ServerLoop, Tls, listening
 
 from tests.runtime.test_server_load import Command
 
@@ -96,6 +98,25 @@ def test_clients_show_certificates_where_they_must(pem: Path) -> None:
         known.load_cert_chain(pem / "cert.pem", pem / "key.pem")
         with httpx.Client(verify=known) as client:
             assert client.get(f"{command.url}/health").status_code == 200
+
+
+def test_who_does_not_end_the_handshake_is_cut_off(pem: Path) -> None:
+    class Quick(ServerLoop):
+        handshake_seconds = 0.3
+
+    async def main() -> float:
+        context = Tls(pem / "cert.pem", pem / "key.pem").context()
+        listening = socket.create_server(("127.0.0.1", 0))
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(asyncio.Protocol, sock=listening, ssl=context):
+            began = time.monotonic()
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            return time.monotonic() - began
+
+    with asyncio.Runner(loop_factory=Quick) as runner:
+        assert 0.2 < runner.run(main()) < 5
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,6 @@ def test_calls_and_reasoning_in_each_family_whole_and_streamed(ask: Ask, name: s
     assert plain.choices[0].message.tool_calls is None
 
 
-def test_arguments_are_streamed_as_they_come(ask: Ask) -> None:
-    chunks = list(ask("hermes", WRITTEN["hermes"][0] % json.dumps({"city": "x" * 90}), tools=TOOLS, stream=True))
-    pieces = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
-    assert len(pieces) > 8 and sum(piece.function.name is not None for piece in pieces) == 2
-
-
 def test_without_tools_calls_are_text_and_marks_stay_hidden(ask: Ask) -> None:
     assert ask("mistral", "a [TOOL_CALLS] b").choices[0].message.content == "a  b"
     assert ask("mistral", "a [TOOL_CALLS] b", tools=TOOLS).choices[0].message.content == "a [TOOL_CALLS] b"
@@ -200,7 +194,7 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
                 "parallel_tool_calls": draw.random() < 0.5,
                 "temperature": 1,
             }
-            answer = ask(name, text, **asked, seed=draw.randrange(1 << 30), max_tokens=2000)
+            answer = ask(name, text, **asked, seed=draw.randrange(1 << 30), max_tokens=6000)
             told = simple(answer.choices[0])
             assert (
                 told["finish"] == "tool_calls"

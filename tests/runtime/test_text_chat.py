@@ -41,6 +41,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "wrong order": ([ASSISTANT, USER], {}),
     "two tool calls": ([USER, {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL, TOOL_CALL]}], {}),
 }  # fmt: skip
+TOOLED = {"llama3", "mistral", "mistral_args", "qwen2.5", "qwen3", "reasoner"}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -83,6 +84,23 @@ def test_text_parts_reach_a_template_that_reads_them_and_are_joined_for_others()
     image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
     with pytest.raises(LlmcError, match="not text"):
         ChatTemplate(TEMPLATES["chatml"], {}).render([image])
+
+
+def test_what_a_template_reads_is_known_before_it_is_rendered() -> None:
+    found = {name: ChatTemplate(text, {}).reads for name, text in TEMPLATES.items()}
+    assert {name for name, one in found.items() if one.tools} == TOOLED
+    assert {name for name, one in found.items() if one.calls} == TOOLED
+    assert {name for name, one in found.items() if one.arguments_as_text} == {"reasoner"}
+    start = "{% for m in messages %}{% for c in m.tool_calls %}"
+    for text, as_text in (
+        ("{{ c.function.arguments }}", True), ("{{ '<' + c['function']['arguments'] + '>' }}", True),
+        ("{% set a = c.function.arguments %}{{ c.name ~ a }}", True), ("{{ c.function | tojson }}", False),
+        ("{% set a = c.arguments %}{% if a is not string %}{% set a = a | tojson %}{% endif %}{{ a }}", False),
+        ("{{ '{' + c.function.arguments | tojson + '}' }}", False),
+        ("{% if c.arguments is mapping %}{{ c.arguments | tojson }}{% else %}{{ c.arguments }}{% endif %}", False),
+    ):  # fmt: skip
+        one = ChatTemplate(start + text + "{% endfor %}{% endfor %}", {}).reads
+        assert (one.arguments_as_text, one.calls, one.tools, one.parts) == (as_text, True, False, False), text
 
 
 # --- where templates come from

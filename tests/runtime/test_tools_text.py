@@ -153,6 +153,19 @@ def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> No
         assert parsed(form, [text]) == want and parsed(form, list(text)) == want
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_come_with_the_beginning_of_arguments_which_come_as_they_are_written(form: type[CallFormat]) -> None:
+    text = {
+        Hermes: '<tool_call>\n{"name": "f", "arguments": {"a": "%s"}}', Mistral: '[TOOL_CALLS]f[ARGS]{"a": "%s"}',
+        Llama3Json: '{"name": "f", "parameters": {"a": "%s"}}',
+    }[form] % ("x" * 50)  # fmt: skip
+    reader, begins = form(NAMES), text.index('{"a')
+    for i, char in enumerate(text):
+        told = [one.arguments for one in reader.push(char) if isinstance(one, CallPiece)]
+        inside = begins + 1 < i < begins + text[begins:].index("}") + 1
+        assert told == (["", '{"'] if i == begins + 1 else [char] if inside else []), i
+
+
 def test_deep_and_long_arguments_end_a_call_and_take_no_time() -> None:
     deep = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000
     content, calls = parsed(Hermes, list(deep))

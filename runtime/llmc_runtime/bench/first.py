@@ -21,11 +21,12 @@ def main() -> int:
 
     imported = time.perf_counter()
     wanted = json.loads(sys.stdin.readline())
-    prompt = wanted.pop("prompt")
+    length = wanted.pop("input_len")
     try:
         with LLM(wanted.pop("model"), **wanted, say=lambda line: None) as llm:
             opened = time.perf_counter()
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            prompt = [i % llm.config.vocab_size for i in range(length)]
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             end = time.perf_counter()
             times = {"modules": imported - _BEGIN, "opening": opened - imported, "first token": end - opened}

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     named = opening.options(args, err)
     say, cache = named.pop("say"), named.pop("cache_dir")
     model = resolve(args.model, {"target": args.target, "dtype": "auto"}, cache, say)
-    wanted = {**named, "model": str(Path(model).resolve()), "prompt": list(range(16, 16 + args.input_len))}
+    wanted = {**named, "model": str(Path(model).resolve()), "input_len": args.input_len}
     found = []
     for number in range(args.num_iters + 1):
         seconds, stages = once(wanted)

@@ -46,7 +46,8 @@ from llmc_runtime.grammar import Grammars
 from llmc_runtime.metrics import Stat
 
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
-_DRAIN = 0.002  # seconds between two steps for new requests
+_DRAIN = 0.002  # seconds between two steps for new requests, at least
+_DRAIN_SHARE = 0.15  # of the last step's, at most: while a long one runs, the next may gather more
 _LINGER = 2000  # milliseconds for the last words
 _SENSELESS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
@@ -206,13 +207,16 @@ class CoreProcess:
         poller = zmq.Poller()
         poller.register(self._adds, zmq.POLLIN)
         poller.register(self._control, zmq.POLLIN)
+        last = 0.0  # seconds of the last step
         while True:
             self._began = time.monotonic()
             if self._take_control(loop, answers):
                 return 0
-            self._take_adds(loop)
+            self._take_adds(loop, max(_DRAIN, _DRAIN_SHARE * last))
             if loop.busy or loop.waiting:
+                begun = time.monotonic()
                 deltas = loop.step()
+                last = time.monotonic() - begun
                 error = engine.error
                 if error is not None:  # said first, so that nothing new comes
                     self._say(Failed(fault_of(error)))
@@ -248,9 +252,9 @@ class CoreProcess:
                 self._nonsense += 1
         return False
 
-    def _take_adds(self, loop: Loop) -> None:
-        """Queue new requests, for as long as no step has to wait for it."""
-        until = time.monotonic() + _DRAIN
+    def _take_adds(self, loop: Loop, seconds: float) -> None:
+        """Queue new requests, for so long: no step has to wait for all of them."""
+        until = time.monotonic() + seconds
         while self._adds.get(zmq.EVENTS) & zmq.POLLIN:
             frames = self._adds.recv_multipart()
             try:

@@ -76,8 +76,8 @@ class SamplingParams:
         self._check_bans()
         if self.temperature < _GREEDY_BELOW:
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        else:
-            self._set(temperature=max(self.temperature, _MIN_TEMPERATURE))
+        elif self.temperature < _MIN_TEMPERATURE:
+            self._set(temperature=_MIN_TEMPERATURE)
         if self.greedy and self.n > 1:
             raise refused("n", self.n, "1 where temperature is 0: the outputs would be equal")
 
@@ -99,7 +99,8 @@ class SamplingParams:
         self._number("repetition_penalty", 0.001, 1000)
         self._number("presence_penalty", -2, 2)
         self._number("frequency_penalty", -2, 2)
-        self._set(top_k=max(self.top_k, 0))
+        if self.top_k < 0:
+            self._set(top_k=0)
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**64 - 1, "none, or an integer of 64 bits")
             if self.seed == -1:
@@ -153,6 +154,8 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
+        if type(value) is float and low <= value <= high and not (above and value == low):
+            return  # as mostly: what follows takes its time
         good = isinstance(value, Real) and not isinstance(value, bool)  # numpy's scalars are among them
         if not good or not low <= value <= high or (above and value == low):  # NaN is in no range
             raise refused(name, value, f"a number {f'above {low}, up to' if above else f'from {low} to'} {high}")
@@ -160,6 +163,8 @@ class SamplingParams:
 
     def _integer(self, name: str, low: int, high: int, allowed: str) -> None:
         value = getattr(self, name)
+        if type(value) is int and low <= value <= high:
+            return
         if not _is_int(value) or not low <= value <= high:
             raise refused(name, value, allowed)
         self._set(**{name: int(value)})
@@ -203,7 +208,7 @@ def _biases(given: object) -> dict[int, float] | None:
 
 
 def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:
-    if value is None:
+    if value is None or (type(value) is tuple and not value):
         return ()
     try:
         if not isinstance(value, bytes | dict) and isinstance(value, Iterable):

@@ -25,15 +25,51 @@ _KEY = attrgetter("key")
 
 
 class Tenant:
-    """Whose requests they are, how much service they got, and those that wait, in order of their keys."""
+    """Whose requests they are, how much service they got, and those that wait, in order of their keys.
 
-    __slots__ = ("live", "name", "queue", "service", "turn")
+    `live` requests have not ended; `turn`: when it began to wait; of two with equal service the first goes first.
+    """
+
+    __slots__ = ("_gone", "_queue", "live", "name", "service", "turn")
 
     def __init__(self, name: str) -> None:
-        self.name, self.service = name, 0
-        self.live = 0  # requests that have not ended
-        self.turn = 0  # when it began to wait: of two with equal service the first goes first
-        self.queue: list[Request] = []
+        self.name, self.service, self.live, self.turn = name, 0, 0, 0
+        self._queue: list[Request] = []
+        self._gone = 0  # at the beginning of the queue, that wait no more: half of it at most
+
+    def __len__(self) -> int:
+        return len(self._queue) - self._gone
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def head(self) -> Request:
+        """Its next request."""
+        return self._queue[self._gone]
+
+    @property
+    def queue(self) -> list[Request]:
+        """All that wait."""
+        return self._queue[self._gone :]
+
+    def add(self, request: Request) -> None:
+        """It waits, in its place."""
+        queue = self._queue
+        if not queue or queue[-1].key < request.key:
+            queue.append(request)
+        else:
+            insort(queue, request, lo=self._gone, key=_KEY)
+
+    def remove(self, request: Request) -> None:
+        """It waits no more; the first one leaves without moving the others."""
+        if self.head is not request:
+            del self._queue[bisect_left(self._queue, request.key, lo=self._gone, key=_KEY)]
+            return
+        self._gone += 1
+        if 2 * self._gone > len(self._queue):
+            del self._queue[: self._gone]
+            self._gone = 0
 
 
 class Waiting:
@@ -74,13 +110,9 @@ class Waiting:
     def add(self, request: Request) -> None:
         """It waits, in its place."""
         tenant = self.tenants[request.tenant]
-        queue = tenant.queue
-        if not queue:
+        if not len(tenant):
             self._begin(tenant)
-        if not queue or queue[-1].key < request.key:
-            queue.append(request)
-        else:
-            insort(queue, request, key=_KEY)
+        tenant.add(request)
         self._count += 1
         if request.status is Status.PREEMPTED:
             self._preempted.add(request)
@@ -88,19 +120,19 @@ class Waiting:
     def remove(self, request: Request) -> None:
         """It waits no more."""
         tenant = self.tenants[request.tenant]
-        del tenant.queue[bisect_left(tenant.queue, request.key, key=_KEY)]
+        tenant.remove(request)
         self._count -= 1
         self._preempted.discard(request)
-        if not tenant.queue:
+        if not len(tenant):
             self._last = tenant
 
     def first(self) -> Request | None:
         """Who goes next."""
-        heads = [r for r in self._preempted if self.tenants[r.tenant].queue[0] is r]
+        heads = [r for r in self._preempted if self.tenants[r.tenant].head is r]
         if heads:
             return min(heads, key=_KEY)
         least = self._least()
-        return None if least is None else least.queue[0]
+        return None if least is None else least.head
 
     def clear(self) -> None:
         """Nobody waits, and nothing is remembered."""
@@ -119,7 +151,7 @@ class Waiting:
         tenant.turn = self._turns
         heappush(self._heap, (tenant.service, tenant.turn, tenant))
         if len(self._heap) > 2 * len(self.tenants) + _FORGET:
-            kept = [e for e in self._heap if e[1] == e[2].turn and (e[2].queue or e[2] is tenant)]
+            kept = [e for e in self._heap if e[1] == e[2].turn and (len(e[2]) or e[2] is tenant)]
             self._heap[:] = sorted(kept)
 
     def _least(self) -> Tenant | None:
@@ -127,7 +159,7 @@ class Waiting:
         heap = self._heap
         while heap:
             service, turn, tenant = heap[0]
-            if turn != tenant.turn or not tenant.queue:
+            if turn != tenant.turn or not len(tenant):
                 heappop(heap)
             elif service != tenant.service:
                 heapreplace(heap, (tenant.service, turn, tenant))

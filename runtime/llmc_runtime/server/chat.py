@@ -14,6 +14,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest
+from llmc_runtime.server.replies import Plain
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
 from llmc_runtime.server.tools.message import Turn
@@ -37,8 +38,8 @@ class Chat:
             told["prompt_logprobs"] = told_scores(whole.prompt_logprobs[0])
         return told
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer's JSON, chunk by chunk; it returns once the first news are there."""
+    async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
+        """The answer's JSON, or ready events of it, chunk by chunk; it returns once the first news are there."""
         prompt, params, plan = await self._ready()
         news = await begun(self._news(prompt, params, plan))
         return self._chunks(news, prompt, params, plan)
@@ -83,7 +84,7 @@ class Chat:
 
     async def _chunks(
         self, news: News, prompt: Prompt, params: SamplingParams, plan: Plan
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncIterator[dict[str, Any] | bytes]:
         usage = Usage(len(prompt.ids))
         turns = None if plan.plain else [Turn(plan, self._asked.include_reasoning is False) for _ in range(params.n)]
         options = self._asked.stream_options
@@ -91,12 +92,19 @@ class Chat:
         last = bool(options and options.include_usage)
         head = {**self._head, "object": "chat.completion.chunk"}
         extra: dict[str, Any] = {"usage": None} if last else {}
+        plain = None
+        if plan.plain and not always and not self._asked.logprobs:
+            plain = Plain({**head, "choices": [_choice(0, {"content": ""})], **extra}, "content")
         for i in range(params.n):
             yield {**head, "choices": [_choice(i, {"role": "assistant", "content": ""})], **extra}
         async with aclosing(news) as items:  # type: ignore[type-var]
             async for index, output in items:
                 usage.take(index, output)
                 for one in output.outputs:
+                    if plain is not None and one.finish_reason is None:
+                        if one.text:
+                            yield plain.event(one.index, one.text)
+                        continue
                     choices = self._pieces(one, None if turns is None else turns[one.index])
                     if turns is not None and plan.thoughts is not None:
                         usage.reasoning = sum(turn.reasoning_tokens for turn in turns)

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from llmc_runtime.cache import is_id
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.listen import Tls, listening, name_of
+from llmc_runtime.server.listen import ServerLoop, Tls, listening, name_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -59,6 +60,7 @@ class Options:
     log_format: str = "text"
     access_log: bool = True
     log_requests: bool = False
+    notes: Sequence[str] = ()
 
     @property
     def local(self) -> bool:
@@ -74,8 +76,12 @@ def serve(options: Options) -> int:
 
     tls = None if options.tls is None else options.tls.context()
     with listening(options.host, options.port, options.uds) as bound:
-        llm = AsyncLLM(options.model, say=teller(options.log_format), **options.engine)
-        asyncio.run(serve_over(llm, options, bound, tls))
+        say = teller(options.log_format)
+        for note in options.notes:
+            say(note)
+        llm = AsyncLLM(options.model, say=say, **options.engine)
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(serve_over(llm, options, bound, tls))
     return 0
 
 
@@ -95,29 +101,23 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.logs import teller, to_stderr
-    from llmc_runtime.server.wire import MOST_HEAD, Bound, descriptors, wire
+    from llmc_runtime.server.wire import descriptors
 
     to_stderr(options.log_level, options.log_format)
     say = teller(options.log_format)
     most = descriptors(options.max_connections)
     async with llm:
         serving = _serving(options, llm)
-        connections = Bound(most, lambda: serving.meters.refused("connections"))
-        serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: connections.open)
-        config = uvicorn.Config(
-            _application(options, serving), http=wire(connections), ws="none", lifespan="off", log_config=None,
-            access_log=False,
-            h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
-            timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
-        )  # fmt: skip
-        config.load()
+        config = _config(options, serving, most)
         config.ssl = tls
         for line in serving.dialect.lines:
             say(line)
-        say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
-        if not options.local and not options.keys:
-            say("anybody who reaches this address may ask: no API keys were given")
         loop, tasks = asyncio.get_running_loop(), set[Any]()
+
+        def there() -> None:  # whoever comes now is not refused, and signals end it well
+            say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
+            if not options.local and not options.keys:
+                say("anybody who reaches this address may ask: no API keys were given")
 
         def end() -> None:
             tasks.add(loop.create_task(llm.shutdown()))
@@ -129,9 +129,26 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
         dump_on_quit(loop, serving)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         try:
-            await draining(uvicorn, config, drain).serve([bound])
+            await draining(uvicorn, config, there, drain).serve([bound])
         finally:
             serving.close()
+
+
+def _config(options: Options, serving: Serving, connections: int) -> Any:
+    """What uvicorn is told, loaded."""
+    import uvicorn
+
+    from llmc_runtime.server.wire import MOST_HEAD, Bound, wire
+
+    bound = Bound(connections, lambda: serving.meters.refused("connections"))
+    serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: bound.open)
+    config = uvicorn.Config(
+        _application(options, serving), http=wire(bound), ws="none", lifespan="off", log_config=None, access_log=False,
+        h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
+        timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
+    )  # fmt: skip
+    config.load()
+    return config
 
 
 def _application(options: Options, serving: Serving) -> ASGIApp:
@@ -171,8 +188,9 @@ def _checked(keys: list[str], where: str) -> list[str]:
 
 
 def names_of(options: Options) -> tuple[str, ...]:
-    """What the model is called by clients: the folder's name, unless others were given."""
-    return tuple(options.names) or (Path(options.model).resolve().name.removesuffix(".llmc"),)
+    """What the model is called by clients: the folder's name, or the hub's without a revision, unless given."""
+    name = options.model.partition("@")[0] if is_id(options.model) else Path(options.model).resolve().name
+    return tuple(options.names) or (name.removesuffix(".llmc"),)
 
 
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
@@ -196,10 +214,15 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     return Serving(llm, names, admission, meters, options.chat_template, *parsers, options.request_timeout)
 
 
-def draining(uvicorn: Any, config: Any, drain: Callable[[], None]) -> Any:
-    """A server whose first signal begins the drain; SIGTERM ends it with 0, another signal at once."""
+def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callable[[], None]) -> Any:
+    """A server that says when it is there, and whose first signal begins the drain; SIGTERM ends it with 0, another
+    signal at once."""
 
     class Draining(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            there()
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit:
                 self.force_exit = True

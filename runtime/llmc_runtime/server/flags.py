@@ -20,7 +20,7 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
         description="Serve a model over HTTP, for OpenAI's clients. Needs: pip install 'llmc-aot[serve]'",
         allow_abbrev=False,
     )
-    what = "an artifact, or a Hugging Face folder (compiled on first use)"
+    what = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)"
     ap.add_argument("model", metavar="MODEL", nargs="?", help=what)
     ap.add_argument("--version", action="version", version=f"{prog} {__version__}")
     _configuration(ap.add_argument_group("configuration").add_argument)
@@ -104,6 +104,7 @@ def _engine(add: Any) -> None:
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
+    add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")
 
 
 def parse_bytes(text: str) -> int:

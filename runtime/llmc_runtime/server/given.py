@@ -69,8 +69,11 @@ def read(argv: Sequence[str], prog: str = "llmc-serve") -> Given:
     return Given(args, kept)
 
 
-def options_of(args: argparse.Namespace, environment: Mapping[str, str], template: str | None) -> Options:
+def options_of(
+    args: argparse.Namespace, environment: Mapping[str, str], template: str | None, notes: Sequence[str] = ()
+) -> Options:
     """What the server is started with; keys are read here. LlmcError E647 to E649, E668."""
+    from llmc_runtime.cache import default_root
     from llmc_runtime.server.command import Options, read_keys
     from llmc_runtime.server.listen import Tls
 
@@ -85,6 +88,7 @@ def options_of(args: argparse.Namespace, environment: Mapping[str, str], templat
     if set(keys) & set(admin_keys):
         remedy = "make another one for /admin: openssl rand -hex 24"
         raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
+    engine = {name: getattr(args, name) for name in _ENGINE} | {"cache_dir": args.cache or default_root(environment)}
     return Options(
         model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
         keys=keys, hosts=args.allowed_hosts,
@@ -96,7 +100,7 @@ def options_of(args: argparse.Namespace, environment: Mapping[str, str], templat
         tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
         admin_keys=admin_keys, log_format=args.log_format, access_log=not args.disable_access_log,
         log_requests=args.enable_log_requests,
-        engine={name: getattr(args, name) for name in _ENGINE},
+        engine=engine, notes=notes,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -10,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
@@ -54,6 +56,18 @@ class Tls:
                 "E649", f"{where}: {_reason(e)}", "certificates in PEM; `openssl ciphers` lists names"
             ) from e
         return found
+
+
+class ServerLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clients have to end a TLS handshake in time; before that they count as no connection."""
+
+    handshake_seconds = 10.0
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:
+        """As asyncio has it."""
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = self.handshake_seconds
+        return await super().create_server(*args, **options)
 
 
 _PAIR = "--ssl-certfile with the certificate first, then its chain, and --ssl-keyfile with its private key, all in PEM"

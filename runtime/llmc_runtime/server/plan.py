@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.cache import is_id
 from llmc_runtime.device.host import free_memory
 from llmc_runtime.environment import gpus
 from llmc_runtime.exec.capacity import KvCapacity, human, plan_kv
@@ -28,7 +29,7 @@ def plan(options: Options) -> dict[str, Any]:
     require_packages()
     told: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
     folder = Path(options.model)
-    if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
+    if is_id(options.model) or ((folder / "config.json").is_file() and not (folder / "manifest.json").is_file()):
         command = f"llmc compile {options.model} --dry-run"
         told |= {"compiled": False, "fits": None, "why": f"it is compiled on the first start; {command} tells more"}
     else:

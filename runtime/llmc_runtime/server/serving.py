@@ -131,6 +131,10 @@ class Serving:
     def run(self, prompts: list[Prompt], params: SamplingParams, asked: Generation, call: Call) -> News:
         """(index of the prompt, what is new of its outputs) as it comes. Raises ApiError, before the first item where
         a prompt cannot be served."""
+        most = self.llm.config.max_model_len
+        if (longest := max(len(prompt.ids) for prompt in prompts)) >= most:  # whatever the queue holds
+            cause = f"the prompt is {longest} tokens, the model was compiled for {most} with output"
+            raise told(LlmcError("E602", cause, f"shorten the prompt to {most - 1} tokens"), call.prompt_param)
         given = asked.max_tokens if asked.max_tokens is not None else getattr(asked, "max_completion_tokens", None)
         if given is None:
             config = self.llm.config

@@ -11,13 +11,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from typing import Any
 
+import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError, unavailable
+from llmc_runtime.server.linger import Lingering
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
@@ -84,26 +85,10 @@ class Wire(H11Protocol):
         if not self.cycle.disconnected:
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._inner, self.app = self.app, self._run
-
-    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["http_version"] == "1.1":
-            scope["llmc.part"] = self._part
-        await self._inner(scope, receive, send)
-
-    async def _part(self, body: bytes) -> None:
-        """Send one more part, not empty, of an answer in chunks that has begun, as ASGI's `send` does, past all layers:
-        streams have many."""
-        if self.flow.write_paused:
-            await self.flow.drain()
-        if not self.cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there, and should say something."""
-        super().connection_made(transport)
+        self._end = Lingering(transport, self._unread)
+        super().connection_made(self._end)  # type: ignore[arg-type]
         transport.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
         _limit_unsent(transport, self.write_seconds)
         self.bound.open += 1
@@ -118,6 +103,8 @@ class Wire(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Part of a head, or of a body."""
+        if self._end.lingers:
+            return
         if self._extra:  # told when it has spoken, or it might not hear it
             self._refuse(503, unavailable("the server has too many connections", "too_many_connections"))
             self.transport.close()
@@ -166,6 +153,10 @@ class Wire(H11Protocol):
         if self._idle:
             self._refuse(400, ApiError("this is no request in HTTP/1.1, or its head is too long", code="invalid_http"))
         self.transport.close()
+
+    def _unread(self) -> bool:
+        """The client may be sending something that nobody reads."""
+        return self._extra or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
     def _idle(self) -> bool:

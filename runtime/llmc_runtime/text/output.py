@@ -31,7 +31,9 @@ class OutputText:
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self.text = ""
+        self._text = ""  # where there are stop strings, which are looked for in it; else it is in pieces:
+        self._told: list[str] = []  # given out
+        self._fresh: list[str] = []  # not yet
         self.stopped_by: str | None = None
         self._stops = StopStrings(stop, include=include_stop)
         self._min = min_tokens
@@ -55,22 +57,31 @@ class OutputText:
             return self.stopped_by
         return self._append(self._detokenizer.flush())
 
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return self._text if self._stops.stops else "".join((*self._told, *self._fresh))
+
     def take(self, *, final: bool = False) -> str:
         """The text not given out yet; before the final call less what could become part of a stop string."""
-        end = len(self.text) if final or self.stopped_by is not None else self._stops.safe(self.text)
-        piece = self.text[self._taken : end]
+        if not self._stops.stops:
+            self._told.append(piece := "".join(self._fresh))
+            self._fresh.clear()
+            return piece
+        end = len(self._text) if final or self.stopped_by is not None else self._stops.safe(self._text)
+        piece = self._text[self._taken : end]
         self._taken = max(self._taken, end)
         return piece
 
     def _append(self, piece: str) -> str | None:
         if not self._stops.stops:
-            self.text += piece
+            self._fresh.append(piece)
             return None
-        start = len(self.text)
-        self.text += piece
+        start = len(self._text)
+        self._text += piece
         if self._count <= self._min:
-            self._gate = len(self.text)
-        hit = self._stops.check(self.text, max(start, self._gate)) if piece else None
+            self._gate = len(self._text)
+        hit = self._stops.check(self._text, max(start, self._gate)) if piece else None
         if hit is not None:
-            self.text, self.stopped_by = self.text[: hit.cut], hit.string
+            self._text, self.stopped_by = self._text[: hit.cut], hit.string
         return self.stopped_by

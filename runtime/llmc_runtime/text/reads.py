@@ -43,8 +43,15 @@ def _joins_arguments(tree: Any) -> bool:
     def bare(node: Any) -> bool:
         if isinstance(node, nodes.Getattr):
             return bool(node.attr == "arguments")
+        if isinstance(node, nodes.Name):
+            return node.name in called
         return isinstance(node, nodes.Getitem) and getattr(node.arg, "value", None) == "arguments"
 
+    called: set[str] = set()  # variables that are arguments
+    called |= {one.target.name for one in tree.find_all(nodes.Assign) if bare(one.node) and hasattr(one.target, "name")}
     asked = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
-    writers = tree.find_all((nodes.Add, nodes.Concat, nodes.Output))
+    joins = [
+        call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"
+    ]  # the sandbox's ~
+    writers = [*tree.find_all((nodes.Add, nodes.Concat, nodes.Output)), *joins]
     return not asked and any(bare(child) for writer in writers for child in writer.iter_child_nodes())

@@ -1,9 +1,10 @@
-// openai-node: what it gets, as a line of JSON; test_node.py holds it against the model. URL, key and question are given.
+// openai-node: what it gets, as a line of JSON; test_node.py holds it against the model. URL, key and question are given,
+// or instead of a question the JSON of a request with tools.
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
-const [baseURL, apiKey, question] = process.argv.slice(2);
+const [baseURL, apiKey, question, tools] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey, maxRetries: 0 });
 const asked = { model: "demo", messages: [{ role: "user", content: question }], temperature: 0 };
 
@@ -33,6 +34,15 @@ async function parsed() {
   return answer.choices[0].message.parsed;
 }
 
+async function called() {
+  const asked = JSON.parse(tools);
+  const whole = (await client.chat.completions.create(asked)).choices[0];
+  const stream = client.chat.completions.stream({ ...asked, stream: true });
+  const final = (await stream.finalChatCompletion()).choices[0];
+  const named = ({ message }) => message.tool_calls.map((call) => [call.function.name, call.function.arguments]);
+  return { whole: named(whole), streamed: named(final), end: [whole.finish_reason, final.finish_reason] };
+}
+
 async function aborted() {
   const stream = await client.completions.create({
     model: "demo", prompt: question, stream: true, max_tokens: 900, ignore_eos: true,
@@ -54,6 +64,10 @@ async function failure(work) {
   return null;
 }
 
+if (tools) {
+  console.log(JSON.stringify(await called()));
+  process.exit(0);
+}
 const whole = await client.chat.completions.create({ ...asked, max_completion_tokens: 40 });
 const stranger = new OpenAI({ baseURL, apiKey: "sk-another-key", maxRetries: 0 });
 console.log(JSON.stringify({

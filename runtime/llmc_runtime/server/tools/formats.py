@@ -88,7 +88,7 @@ class Mistral(CallFormat):
         """See CallFormat."""
         begin = marker("[TOOL_CALLS]") or lark("[TOOL_CALLS]")
         call = choice_of(tools, '{"name": "', '", "arguments": ', "}")
-        return f'calls: {begin} " [" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
+        return f'calls: {begin} " "? "[" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
 
     def _reading(self) -> Steps[None]:
         while (yield from self._until("[TOOL_CALLS]")) is not None:
@@ -139,7 +139,9 @@ class MistralArgs(Mistral):
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
         begin, args = (marker(one) or lark(one) for one in ("[TOOL_CALLS]", "[ARGS]"))
-        call = " | ".join(f"{lark(name)} {args} {rule}" for name, rule in tools.items())
+        call_id = marker("[CALL_ID]")
+        middle = args if call_id is None else f"({call_id} /[A-Za-z0-9]{{9}}/)? {args}"
+        call = " | ".join(f"{lark(name)} {middle} {rule}" for name, rule in tools.items())
         return f"calls: one{{1,{most}}}\none: {begin} (call)\ncall: {call}"
 
 

@@ -42,7 +42,7 @@ def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool)
         out.pop("tool_calls")
         if calls:
             out["tool_calls"] = _calls(calls, f"{where}.tool_calls", reads, short_ids)
-            out["content"] = "" if out.get("content") is None else out["content"]
+            out.setdefault("content", None)
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if isinstance(out.get(name), str) and out.get(other) is None:
             out[other] = out[name]

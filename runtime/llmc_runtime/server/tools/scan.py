@@ -14,6 +14,7 @@ MAX_LITERAL = 400
 _SPACE = " \t\r\n"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _PART = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")  # of a number
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string
 _WORDS = ("true", "false", "null")
 _VALUE, _FIRST_VALUE, _KEY, _FIRST_KEY, _COLON, _AFTER, _STRING, _ESCAPE, _HEX, _LITERAL, _DONE = range(11)
 
@@ -36,6 +37,10 @@ class JsonText:
     def feed(self, text: str, at: int) -> int:
         """Read on from `at`; the position behind the value, of what cannot be part of it, or of the text's end."""
         while at < len(text) and not self.done:
+            if self._state == _STRING and (plain := _PLAIN.match(text, at)):
+                self._new.append(plain[0])
+                at = plain.end()
+                continue
             kept = self._step(text[at])
             if kept is None:
                 self.failed = not self.done

@@ -1,0 +1,170 @@
+"""What clients give: tools, choices and earlier calls are taken or refused by name, whatever they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.fields import ChatRequest
+from llmc_runtime.server.tools.definitions import enforced, tools_of
+from llmc_runtime.server.tools.dialect import dialect_of
+from llmc_runtime.server.tools.history import for_template
+from llmc_runtime.server.tools.plan import plan_of
+from llmc_runtime.text.chat import ChatTemplate
+from llmc_runtime.text.reads import Reads
+
+from tests.runtime.parrots import TOK, template
+
+NAMES = (
+    "type",
+    "function",
+    "name",
+    "parameters",
+    "properties",
+    "id",
+    "tool_calls",
+    "arguments",
+    "role",
+    "content",
+    "x",
+)
+TEXTS = ("function", "f", "tool", "assistant", "user", "", "required", "object", "[1", '{"a": 1}', "{}", "auto", "é")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(TEXTS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def damaged(whole: Any) -> st.SearchStrategy[Any]:
+    """The value with a part of it replaced by any other."""
+
+    def replaced(choice: tuple[list[int], Any]) -> Any:
+        path, value = choice
+        out = copy.deepcopy(whole)
+        at = out
+        for step in path:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            key = keys[step % len(keys)] if keys else None
+            if key is None or not isinstance(at[key], dict | list) or step == path[-1]:
+                if key is not None:
+                    at[key] = value
+                break
+            at = at[key]
+        return out
+
+    return st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), JSON).map(replaced)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(damaged(TOOL).filter(lambda one: isinstance(one, dict)), max_size=3), JSON | damaged({"type": "function"})
+)
+def test_any_tools_are_taken_or_refused_by_name(tools: list[Any], choice: Any) -> None:
+    try:
+        found = tools_of(tools, choice, None)
+    except ApiError as e:
+        assert e.status == 400 and e.param and e.param.startswith("tool")
+    else:
+        if found is not None:
+            assert {one["function"]["name"] for one in found.given} == found.names >= set(found.schemas)
+            assert all(enforced(schema)["type"] == "object" for schema in found.schemas.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    damaged({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}) | damaged({"role": "tool"}),
+    st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_any_earlier_calls_are_taken_or_refused_by_name(one: Any, calls: bool, as_text: bool, short: bool) -> None:
+    if not isinstance(one, dict):
+        return
+    before = copy.deepcopy(one)
+    try:
+        (told,) = for_template([one], Reads(True, True, calls, as_text), short)
+    except ApiError as e:
+        assert e.status == 400 and e.param and e.param.startswith("messages[0]")
+    else:
+        for call in told.get("tool_calls", ()):
+            assert isinstance(call["function"]["arguments"], str) or not as_text
+            assert not short or call.get("id") is None or len(call["id"]) == 9
+    assert one == before
+
+
+def test_arguments_ids_and_reasoning_as_templates_want_them() -> None:
+    call = {"id": "call_of_others", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call], "reasoning": "hm"}, {"role": "assistant", "tool_calls": None},
+        {"role": "tool", "tool_call_id": "call_of_others", "content": "2"}, {"role": "user", "content": "x"},
+    ]  # fmt: skip
+    objects, texts = (for_template(messages, Reads(False, True, True, as_text), as_text) for as_text in (False, True))
+    assert objects[0]["tool_calls"][0]["function"]["arguments"] == {"a": [1]} and objects[0]["content"] is None
+    assert texts[0]["tool_calls"][0]["function"]["arguments"] == '{"a": [1]}'
+    assert objects[0]["reasoning_content"] == "hm" and "tool_calls" not in objects[1] and objects[3] == messages[3]
+    assert objects[2]["tool_call_id"] == "call_of_others" == objects[0]["tool_calls"][0]["id"]
+    assert texts[2]["tool_call_id"] == texts[0]["tool_calls"][0]["id"] != "call_of_others"
+    for text in ("not JSON", '["a"]', "[" * 9999):  # a model wrote it: the conversation can go on
+        call["function"]["arguments"] = text  # type: ignore[index]
+        assert for_template(messages, Reads(False, True, True, False), False)[0]["tool_calls"][0]["function"] == {
+            "name": "f", "arguments": text
+        }  # fmt: skip
+
+
+def test_enforced_schemas_are_closed_and_have_no_notes() -> None:
+    schema = {
+        "title": "T", "description": "x ::= y", "properties": {
+            "title": {"type": "string", "description": "of a book", "default": ""},
+            "kind": {"enum": ["description", {"title": 1}]},
+            "more": {"properties": {"a": {}}, "additionalProperties": True},
+            "list": {"items": {"anyOf": [{"properties": {"b": {}}}, {"type": "null"}]}},
+        },
+    }  # fmt: skip
+    assert enforced(schema) == {
+        "type": "object", "additionalProperties": False, "properties": {
+            "title": {"type": "string"}, "kind": {"enum": ["description", {"title": 1}]},
+            "more": {"properties": {"a": {}}, "additionalProperties": True},
+            "list": {"items": {"anyOf": [{"properties": {"b": {}}, "additionalProperties": False}, {"type": "null"}]}},
+        },
+    }  # fmt: skip
+    assert enforced({}) == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert enforced({"type": "object"}) == {"type": "object"}
+    held = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "type": "object"}
+    assert enforced(held) == held
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "thoughts"),
+    [
+        ("qwen2.5", "hermes", None), ("qwen3", "hermes", "<think>"), ("llama3", "llama3_json", None),
+        ("mistral", "mistral", None), ("mistral_args", "mistral", "[THINK]"), ("reasoner", None, "<think>"),
+        ("chatml", None, None), ("gemma", None, None), ("thinking", None, "<think>"),
+    ],
+)  # fmt: skip
+def test_the_form_of_calls_is_seen_in_the_template(text: str, calls: str | None, thoughts: str | None) -> None:
+    found = dialect_of(TOK, template(text))
+    assert (found.calls and found.calls.name, found.thoughts and found.thoughts.begin) == (calls, thoughts or "<think>")
+    assert all((name is not None) == any(name in line for line in found.lines) for name in (calls,) if name)
+    assert dialect_of(None, None).lines == () and dialect_of(TOK, template(text), "none", "none").calls is None
+
+
+def test_other_families_are_not_taken_for_known_ones() -> None:
+    xml = "{% for t in tools %}<tool_call><function={{ t.name }}><parameter=x>{{ arguments }}</tool_call>{% endfor %}"
+    pairs = "<tool_call>{{ name }}<arg_key>{{ arguments }}</arg_key></tool_call>"
+    for text in (xml, pairs, "<|tool_call|>{{ arguments }}", "<TOOLCALL>[{{ arguments }}]", "{{ messages }}"):
+        assert dialect_of(TOK, text).calls is None
+    for calls, thoughts in (("pythonic", "auto"), ("auto", "granite")):
+        with pytest.raises(LlmcError, match="is not allowed"):
+            dialect_of(TOK, template("chatml"), calls, thoughts)
+    asked = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
+    with pytest.raises(ApiError, match="--tool-call-parser"):
+        plan_of(asked, dialect_of(TOK, xml))
+    assert ChatTemplate(xml, {}).reads.tools
