@@ -90,6 +90,15 @@ def test_zsh_reads_its_script(tmp_path: Path) -> None:
     run(["zsh", "-f", "-n", str(tmp_path / "_llmc")], "", tmp_path)
 
 
+def test_commands_of_the_runtime_are_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--print-config"]) == 0
+    assert 'model: "m"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert "usage: llmc serve" in capsys.readouterr().err
+    assert main(["collect-env"]) == 0 and "artifact_format" in capsys.readouterr().out
+
+
 def test_another_shell_is_wrong_usage() -> None:
     with pytest.raises(SystemExit) as end:
         main(["completion", "tcsh"])

@@ -58,7 +58,7 @@ def test_excerpts_are_of_the_files_they_name() -> None:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every llmc and llmc-run command in the fenced blocks of a page."""
+    """The words of every llmc, llmc-run and llmc-serve command in the fenced blocks of a page."""
     for m in FENCE.finditer(text):
         if m[1] in SHELLS:
             text = m[3].replace("\\\n", " ")
@@ -77,22 +77,25 @@ def simple(words: list[str]) -> Iterator[list[str]]:
             continue
         if part and part[0] in ("do", "then"):
             part = part[1:]
-        if part and part[0] in ("llmc", "llmc-run"):
+        if part and part[0] in ("llmc", "llmc-run", "llmc-serve"):
             yield part
         part = []
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.stem)
 def test_every_command_in_a_text_has_options_that_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmc_runtime.cli import bench_parser
     from llmc_runtime.cli import parser as run_parser
+    from llmc_runtime.server.flags import serve_parser
 
     from llmc.cli import _parser
 
     for words in commands(page.read_text()):
         runs = words[0] == "llmc-run" or words[1] == "run"
         parser = run_parser(words[0], words[0] == "llmc") if runs else _parser()
+        parser = serve_parser() if words[0] == "llmc-serve" else bench_parser() if words[1] == "bench" else parser
         try:
-            parser.parse_args(words[2:] if words[1] == "run" else words[1:])
+            parser.parse_args(words[2:] if words[1] in ("run", "bench") else words[1:])
         except SystemExit:
             pytest.fail(f"{page.name}: {' '.join(words)}\n{capsys.readouterr().err}")
 

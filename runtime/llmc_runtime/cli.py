@@ -37,7 +37,7 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
         verbose = given.args.log_level == "debug"
         notes = judge(given.args.elsewhere)
         if given.args.print_config:
-            print(given.describe(given.args.json))
+            print(given.describe(given.args.json), flush=True)
             return OK
         options = options_of(given.args, os.environ, _template(given.args.chat_template), notes)
         if given.args.dry_run:
@@ -47,6 +47,9 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
         return serve(options)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read what was printed has gone
+        _forget_output()
+        return OK
     except Exception as e:
         return _report(e, verbose)
 
@@ -57,7 +60,7 @@ def _dry_run(options: Options, as_json: bool) -> int:
     told = plan(options)
     for note in options.notes:
         print(f"llmc: {note}", file=sys.stderr)
-    print(json.dumps(told, indent=2) if as_json else render(told))
+    print(json.dumps(told, indent=2) if as_json else render(told), flush=True)
     return FAILED if told["fits"] is False else OK
 
 
@@ -68,7 +71,10 @@ def main_collect_env(argv: Sequence[str] | None = None) -> int:
     from llmc_runtime.environment import collect, render
 
     found = collect(os.environ)
-    print(json.dumps(found, indent=2) if args.json else render(found))
+    try:
+        print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
+    except BrokenPipeError:
+        _forget_output()
     return OK
 
 

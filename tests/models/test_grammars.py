@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from llmc_runtime.grammar import GrammarGuide
 from llmc.driver import Options, compile_model
 
 llguidance = pytest.importorskip("llguidance")
+pytest.importorskip("msgspec")
+from llmc_runtime.prompts import Prompt  # noqa: E402
+from llmc_runtime.server.fields import ChatRequest  # noqa: E402
+from llmc_runtime.server.tools.calls import CallFormat  # noqa: E402
+from llmc_runtime.server.tools.dialect import dialect_of  # noqa: E402
+from llmc_runtime.server.tools.formats import FORMATS  # noqa: E402
+from llmc_runtime.server.tools.message import Turn  # noqa: E402
+from llmc_runtime.server.tools.plan import plan_of  # noqa: E402
+from llmc_runtime.server.tools.reasoning import THINK  # noqa: E402
+from llmc_runtime.text.chat import ChatTemplate  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -170,3 +181,39 @@ def test_without_llguidance_it_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(LlmcError) as caught:
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="q+z")), use_tqdm=False)
     assert caught.value.code == "E650" and "llmc-aot[grammar]" in caught.value.remedy
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "describe", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> None:
+    """Through a template with a place for tools, behind reasoning that may begin, or has ended: drawn, then read."""
+    tokenizer = llm.get_tokenizer()
+    template = (DEMO.parent / "tools" / "chat_template.jinja").read_text()
+    dialect = replace(dialect_of(tokenizer, template), calls=form, thoughts=THINK)
+    chat = [{"role": "user", "content": "What is a river?"}]
+    asked = ChatRequest(messages=chat, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    text = ChatTemplate(template, tokenizer.named_tokens).render(asked.messages, tools=TOOLS)
+    ended = 0
+    for prompt in (text, text + "<think></think>"):
+        plan = plan_of(asked, dialect).behind(Prompt([], prompt), asked)
+        drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=600)
+        params = plan.constrained(drawn, "tools")
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        for one in output.outputs:
+            turn = Turn(plan)
+            message = turn.message(one.text, one.token_ids)
+            if one.finish_reason == "length":  # it thinks for as long as it likes
+                continue
+            ended += 1
+            calls = [
+                (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
+            ]
+            assert calls and not message["content"] and turn.finish_reason("stop") == "tool_calls"
+            for name, arguments in calls:
+                assert is_schema(json.dumps(arguments)) if name == "describe" else (name, arguments) == ("stop", {})
+    assert ended

@@ -1,5 +1,5 @@
 """An engine process whose model repeats what it is told to: the tokens of the prompt behind its last <|user|>, up to
-the next <|end|>, then the end token. Where a mask forbids one, the simulated device's own choice stands.
+the next <|assistant|>, then the end token. Where a mask forbids one, the simulated device's own choice stands.
 
 `parrot_core.py PACE PARENT FOLDER HEARTBEAT`.
 """
@@ -26,7 +26,7 @@ import textkit
 
 MARKS = (
     "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>", "[THINK]",
-    "[/THINK]", "<|im_start|>", "<|im_end|>",
+    "[/THINK]", "<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
 )  # fmt: skip
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -43,7 +43,7 @@ class Parrot(FakeExecutor):
 
     def __init__(self, tok: Tokenizer, *sizes: Any) -> None:
         super().__init__(*sizes)
-        self._first, self._last, self._end = (tok.backend.token_to_id(t) for t in ("<|user|>", "<|end|>", "</s>"))
+        self._first, self._last, self._end = (tok.backend.token_to_id(t) for t in ("<|user|>", "<|assistant|>", "</s>"))
 
     def _work(self, item: Any, scores: Any) -> int | None:
         row = self._row(item.row)

@@ -34,6 +34,7 @@ SERVERS: Mapping[str, tuple[str, str, str]] = {
     "args": ("mistral_args", "auto", "auto"),
     "think": ("qwen3", "auto", "auto"),
     "opens": ("reasoner", "hermes", "auto"),
+    "channels": ("channels", "auto", "auto"),
     "bare": ("chatml", "auto", "none"),
     "unknown": ("qwen2.5", "none", "none"),
 }
@@ -41,7 +42,7 @@ SERVERS: Mapping[str, tuple[str, str, str]] = {
 
 def say(text: str) -> dict[str, str]:
     """A message that makes the parrot say `text`, special tokens and all."""
-    return {"role": "user", "content": f"<|user|>{text}<|end|>"}
+    return {"role": "user", "content": f"<|user|>{text}<|assistant|>"}
 
 
 def template(name: str) -> str:

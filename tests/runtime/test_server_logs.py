@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.logs import Json, Text
+from llmc_runtime.server.logs import MOST_WAITING, Json, Lines, Text
 
 from tests.runtime.test_server_load import LONG, Command, until
 
@@ -59,9 +61,44 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
         assert 0 < line["ttft_ms"] <= line["duration_ms"] and line["id"].startswith("cmpl-")
     assert stream["prompt_tokens"] == 3
     assert left["status"] == 499 and left["output_tokens"] < 200 and "finish_reason" not in left
-    assert wrong["status"] == 400 and "output_tokens" not in wrong
-    assert evil["status"] == 404 and refused["status"] == 401
+    assert wrong["status"] == 400 and "output_tokens" not in wrong and wrong["error"] == "invalid_value"
+    assert evil["status"] == 404 and (refused["status"], refused["error"]) == (401, "invalid_api_key")
+    assert "error" not in whole and "error" not in left
     assert "\r\nFAKE" in evil["route"]  # in JSON an escape, not a line end
+
+
+class Stuck(io.StringIO):
+    """It takes nothing until it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.go.wait(20)
+        return super().write(text)
+
+
+def test_a_reader_that_stalls_holds_nobody_and_is_told_what_it_lost() -> None:
+    stream = Stuck()
+    lines = Lines(stream)
+    count = MOST_WAITING + 500
+    began = time.monotonic()
+    for i in range(count):
+        lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, f"line {i}", None, None))
+    assert time.monotonic() - began < 10
+    stream.go.set()
+    until(lambda: (lines.flush(), stream.getvalue().count("\n") > MOST_WAITING)[1])
+    lines.flush()
+    text = stream.getvalue()
+    lost = re.search(r"(\d+) lines were lost", text)
+    assert lost and int(lost[1]) + text.count("line ") == count and int(lost[1]) in (499, 500)
+    lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, "afterwards", None, None))
+    lines.flush()
+    assert stream.getvalue().endswith("afterwards\n")
+    stream.close()
+    lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, "to nobody", None, None))
+    lines.flush()
 
 
 @pytest.mark.parametrize("form", [Text(), Json()])

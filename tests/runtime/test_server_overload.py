@@ -10,14 +10,17 @@ import signal
 import socket
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
 import httpx
+from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.serving import MAX_TEXTS
 from llmc_runtime.server.wire import descriptors
 
 from tests.runtime.fake_core import ROWS
@@ -232,6 +235,38 @@ def test_health_is_that_of_the_engine() -> None:
         assert time.monotonic() - began < 4.0
         until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
         assert server.llm.engine_pid != pid and post(server, {"prompt": "x"}).status_code == 200
+
+
+def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(server: Served) -> list[int]:
+        release = asyncio.Event()
+
+        async def encode(text: str, special: bool) -> list[int]:
+            while not release.is_set():  # of the client's loop
+                await asyncio.sleep(0.01)
+            return [1]
+
+        monkeypatch.setattr(server.serving.prompting, "encode", encode)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
+            tasks = [
+                asyncio.ensure_future(client.post("/tokenize", json={"prompt": "x"})) for _ in range(MAX_TEXTS + 3)
+            ]
+            while sum(task.done() for task in tasks) < 3:
+                await asyncio.sleep(0.01)
+            release.set()
+            return sorted(reply.status_code for reply in await asyncio.gather(*tasks))
+
+    with served() as server:
+        assert asyncio.run(main(server)) == [200] * MAX_TEXTS + [503] * 3
+        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}).status_code == 200
+
+
+def test_what_is_no_time_is_told(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--request-timeout", "--max-queue-wait"):
+        for wrong in ("-1", "nan", "1e9"):
+            assert main_serve([str(toy), f"{flag}={wrong}"]) == 1
+            assert "E668" in capsys.readouterr().err
 
 
 def test_a_place_is_given_back_whatever_fails() -> None:

@@ -73,6 +73,16 @@ def test_a_gpu_is_asked_through_its_tool_alone(
         assert ("no GPU is in sight" in told["why"]) == (free is None)
 
 
+def test_shares_of_free_memory_are_those_of_the_devices() -> None:
+    from llmc_runtime.device.cpu import CpuDevice
+
+    assert CpuDevice.share == planning._CPU_SHARE
+    pytest.importorskip("cuda.bindings")
+    from llmc_runtime.device.cuda import CudaDevice
+
+    assert CudaDevice.share == planning._GPU_SHARE
+
+
 def test_a_folder_that_is_not_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     code, told = planned(capsys, str(tmp_path))

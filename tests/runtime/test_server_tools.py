@@ -274,6 +274,37 @@ class Meal(BaseModel):
     hot: bool
 
 
+def test_channels_are_reasoning_calls_and_content(servers: Servers, ask: Ask) -> None:
+    thought, final = "<|channel|>analysis<|message|>Hm, so.<|end|>", "<|channel|>final<|message|>"
+    start, to = "<|start|>assistant", "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    hello = {"content": "Hello", "reasoning": "Hm, so.", "tool_calls": [], "finish": "stop"}
+    called = {"content": "", "reasoning": "Hm, so.", "finish": "tool_calls", "tool_calls": [["get_weather", DUMPED]]}
+    preamble = "<|channel|>commentary<|message|>Let me see.<|end|>"
+    cases: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        (thought + start + final + "Hello", {}, hello), (final + "Hello", {}, hello | {"reasoning": ""}),
+        (thought + start + final + "Hello", {"tools": TOOLS}, hello),
+        (thought + start + to + DUMPED, {"tools": TOOLS}, called),
+        (to + DUMPED, {"tools": TOOLS}, called | {"reasoning": ""}),
+        (thought + start + preamble + start + to + DUMPED, {"tools": TOOLS}, called | {"content": "Let me see."}),
+        (start + " to=functions.get_weather<|channel|>commentary json<|message|>" + DUMPED, {"tools": TOOLS},
+         called | {"reasoning": ""}),
+        (thought + start + to.replace("get_weather", "other") + "{}", {"tools": TOOLS},
+         hello | {"content": start + to.replace("get_weather", "other") + "{}"}),
+        (thought + start + to + DUMPED, {"tools": TOOLS, "tool_choice": "required"}, called),
+        (to + DUMPED, {"tools": TOOLS, "tool_choice": "required"}, called | {"reasoning": ""}),
+        (thought + start + final + '{"kind": null, "more": {"on": true}}', {"response_format": FORM, "tools": TOOLS},
+         hello | {"content": '{"kind": null, "more": {"on": true}}'}),
+        (final + "yes", {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+         hello | {"content": "yes", "reasoning": ""}),
+    )  # fmt: skip
+    for text, asked, want in cases:
+        assert simple(ask("channels", text, **asked).choices[0]) == want, text
+        assert joined(list(ask("channels", text, **asked, stream=True))) == want, text
+    for seed in range(3):
+        told = ask("channels", thought + "?", tools=[NOW], tool_choice="required", temperature=1, seed=seed).choices[0]
+        assert simple(told) == {**called, "tool_calls": [["now", "{}"]]}
+
+
 def test_openais_own_helpers_read_them(servers: Servers) -> None:
     tool = openai.pydantic_function_tool(Meal)
     text = '<tool_call>\n{"name": "Meal", "arguments": {"name": "soup", "hot": true}}\n</tool_call>'

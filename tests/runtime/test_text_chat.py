@@ -41,7 +41,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "wrong order": ([ASSISTANT, USER], {}),
     "two tool calls": ([USER, {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL, TOOL_CALL]}], {}),
 }  # fmt: skip
-TOOLED = {"llama3", "mistral", "mistral_args", "qwen2.5", "qwen3", "reasoner"}
+TOOLED = {"channels", "llama3", "mistral", "mistral_args", "qwen2.5", "qwen3", "reasoner"}
 HI = [{"role": "user", "content": "hi"}]
 
 

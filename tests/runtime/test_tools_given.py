@@ -67,7 +67,8 @@ def damaged(whole: Any) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(damaged(TOOL).filter(lambda one: isinstance(one, dict)), max_size=3), JSON | damaged({"type": "function"})
+    st.lists(damaged(TOOL).filter(lambda one: isinstance(one, dict)), max_size=3),
+    JSON | damaged({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL, TOOL]}}),
 )
 def test_any_tools_are_taken_or_refused_by_name(tools: list[Any], choice: Any) -> None:
     try:
@@ -119,6 +120,22 @@ def test_arguments_ids_and_reasoning_as_templates_want_them() -> None:
         }  # fmt: skip
 
 
+def test_allowed_tools_are_some_of_them() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c")]
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools[1:]}}
+        found = tools_of(tools, choice, None)
+        assert found is not None and set(found.schemas) == {"b", "c"} and found.several
+        assert found.forced == (mode == "required") and found.given == (tools if found.forced else tools[1:])
+    auto: dict[str, Any] = {"mode": "auto", "tools": tools}
+    bad: tuple[Any, ...] = (None, {}, auto | {"tools": []}, auto | {"mode": "none"}, auto | {"tools": [1]})
+    for allowed in bad:
+        with pytest.raises(ApiError, match="tool_choice"):
+            tools_of(tools, {"type": "allowed_tools", "allowed_tools": allowed}, None)
+    with pytest.raises(ApiError, match="'d' is none of the tools"):
+        tools_of(tools, {"type": "function", "function": {"name": "d"}}, None)
+
+
 def test_enforced_schemas_are_closed_and_have_no_notes() -> None:
     schema = {
         "title": "T", "description": "x ::= y", "properties": {
@@ -146,6 +163,7 @@ def test_enforced_schemas_are_closed_and_have_no_notes() -> None:
     [
         ("qwen2.5", "hermes", None), ("qwen3", "hermes", "<think>"), ("llama3", "llama3_json", None),
         ("mistral", "mistral", None), ("mistral_args", "mistral", "[THINK]"), ("reasoner", None, "<think>"),
+        ("channels", "openai", "<|channel|>analysis<|message|>"),
         ("chatml", None, None), ("gemma", None, None), ("thinking", None, "<think>"),
     ],
 )  # fmt: skip

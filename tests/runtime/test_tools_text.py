@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.tools.calls import MAX_SPACE, CallFormat, CallPiece
-from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral, OpenAI
 from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat, Splitter
 from llmc_runtime.server.tools.scan import JsonText
 
@@ -25,7 +25,7 @@ PARTS = (
     *MARKS, "<tool", "</tool_", "[TOOL", "[", "]", "{", "}", '"', ":", ",", ";", "\n", " ", "\\", "\\u00", "f", "null",
     "get_weather", " " * 70, '{"name": "f", ', '"arguments": {', '"parameters": {"a": 1}', '{"name": "get_weather"',
     '"x": [1, {"y": "z\\n"}]', "-0.5", "1e5", "}}", "é", "🙂", "true", '{"a": "</tool_call>"}', "Let me see. ",
-    '"id": "abcdefghi"',
+    '"id": "abcdefghi"', "<|start|>assistant", "<|channel|>", "<|message|>", "commentary to=functions.f ", "<|end|>",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
     return content, [(name, arguments) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", (*FORMATS, OpenAI))
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
     @settings(max_examples=400, deadline=None)
     @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
@@ -60,7 +60,7 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
         content, calls = parsed(form, [text])
         assert parsed(form, cut(text, random.Random(seed))) == (content, calls)
         assert parsed(form, list(text)) == (content, calls)
-        if not calls:
+        if not calls and form is not OpenAI:  # whose marks stand around content, too
             assert content == text
         for _, arguments in calls:
             scan = JsonText()

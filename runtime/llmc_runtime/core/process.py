@@ -7,6 +7,7 @@ seconds between two signs of life. It ends when the front does.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import shutil
@@ -196,6 +197,8 @@ class CoreProcess:
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = Loop(session.engine, session.grammars)
+        gc.collect()
+        gc.freeze()  # what is there stays: no collection, which no step can hide, looks at it again
         self._say(Ready(*sizes, *pool, session.summary, config.prefix_caching, dict(session.stages)))
         try:
             return self._serve(self._loop, session.engine, Answers(session.engine))

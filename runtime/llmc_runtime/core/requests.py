@@ -66,7 +66,9 @@ class Reader:
     def _news(self, delta: bool) -> list[CompletionOutput]:
         """The outputs that have something new, or all of them so far; none where nothing is new."""
         found = []
-        for part in [part for part in self._open if part.finished or part.fresh]:
+        for part in tuple(self._open):
+            if not (part.fresh or part.finished):
+                continue
             found.append(news := part.news())
             if not delta:
                 self._texts[news.index] += news.text

@@ -23,6 +23,13 @@ class Status(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
+class Account:
+    """How much service somebody got, in weighted tokens (see waiting)."""
+
+    service: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """What was asked: `id` is unique among live requests, smaller `priority` runs first (policy "priority"), prefixes
     are shared within one `cache_salt`; `bad_words` are those of the parameters as token ids; a `leader` is a request of
@@ -53,6 +60,8 @@ class Request:
     row: int = field(default=-1, init=False)
     decode: Work = field(default_factory=lambda: Work(-1, 1, True), init=False)  # one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
+    account: Account = field(default_factory=Account, init=False)  # its tenant's
+    silent: bool = field(default=True, init=False)  # nothing was generated yet
     arrived: float = field(default=0.0, init=False)  # when it was added, by the scheduler's clock
     started: float = field(default=0.0, init=False)  # when it was first admitted
     limit: int = field(default=0, init=False)  # it ends at this many tokens, prompt included

@@ -307,7 +307,7 @@ class Scheduler:
         counters.prefix_cache_hits += cached
         if request.num_cached is None:
             request.num_cached, request.started = cached, self.clock()
-            self.waiting.tenants[request.tenant].service += request.num_prompt - cached
+            request.account.service += request.num_prompt - cached
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.pages = pages
@@ -317,7 +317,10 @@ class Scheduler:
         request.row = self.free_rows.pop()
         request.decode = Work(request.row, 1, True)
         request.status = Status.RUNNING
-        insort(self.running, request, key=_KEY)
+        if self.running and request.key < self.running[-1].key:
+            insort(self.running, request, key=_KEY)
+        else:
+            self.running.append(request)
 
     def _publish(self, request: Request, full: int) -> None:
         """The first `full` pages of a running request are computed."""
@@ -337,9 +340,10 @@ class Scheduler:
             raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor answered token {token}")
         request.tokens.append(token)
         self.counters.generation_tokens += 1
-        self.waiting.tenants[request.tenant].service += OUTPUT_WEIGHT
+        request.account.service += OUTPUT_WEIGHT
         delta = RequestDelta(request.id, [token], num_cached=request.num_cached or 0)
-        if len(request.tokens) == request.num_prompt + 1:
+        if request.silent:
+            request.silent = False
             delta.times = (request.started - request.arrived, self.clock() - request.started)
         most = request.params.logprobs
         if most is not None:

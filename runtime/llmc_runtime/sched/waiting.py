@@ -17,23 +17,24 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from operator import attrgetter
 
-from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.request import Account, Request, Status
 
 OUTPUT_WEIGHT = 2
 _FORGET = 256  # tenants without requests that are kept at least; only some count among them can matter
 _KEY = attrgetter("key")
 
 
-class Tenant:
+class Tenant(Account):
     """Whose requests they are, how much service they got, and those that wait, in order of their keys.
 
     `live` requests have not ended; `turn`: when it began to wait; of two with equal service the first goes first.
     """
 
-    __slots__ = ("_gone", "_queue", "live", "name", "service", "turn")
+    __slots__ = ("_gone", "_queue", "live", "name", "turn")
 
     def __init__(self, name: str) -> None:
-        self.name, self.service, self.live, self.turn = name, 0, 0, 0
+        super().__init__()
+        self.name, self.live, self.turn = name, 0, 0
         self._queue: list[Request] = []
         self._gone = 0  # at the beginning of the queue, that wait no more: half of it at most
 
@@ -99,6 +100,7 @@ class Waiting:
             tenant = self.tenants[request.tenant] = Tenant(request.tenant)
         tenant.live += 1
         self._live += 1
+        request.account = tenant
 
     def leave(self, request: Request) -> None:
         """It has ended, and waits no more. With the last of all every count is forgotten: nobody is owed anything."""
@@ -128,9 +130,10 @@ class Waiting:
 
     def first(self) -> Request | None:
         """Who goes next."""
-        heads = [r for r in self._preempted if self.tenants[r.tenant].head is r]
-        if heads:
-            return min(heads, key=_KEY)
+        if self._preempted:
+            heads = [r for r in self._preempted if self.tenants[r.tenant].head is r]
+            if heads:
+                return min(heads, key=_KEY)
         least = self._least()
         return None if least is None else least.head
 

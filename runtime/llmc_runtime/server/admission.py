@@ -16,7 +16,7 @@ from llmc_runtime.server.pace import Pace
 
 SOONEST, LATEST = 1.0, 60.0  # seconds after which a refused client may be told to try again
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
-           "connections")  # fmt: skip
+           "connections", "texts")  # fmt: skip
 _SHARE = 4  # a key may hold so many times what is free
 _NEW = 0.1  # weight of the newest answer in the mean length
 
@@ -90,10 +90,12 @@ class Admission:
             raise self.turn_away("queue_wait", words)
         raise self.turn_away("deadline", f"{words}, longer than it may take")
 
-    def turn_away(self, reason: str, words: str, code: str = "server_overloaded") -> ApiError:
-        """The refusal, counted."""
+    def turn_away(
+        self, reason: str, words: str, code: str = "server_overloaded", seconds: float | None = None
+    ) -> ApiError:
+        """The refusal, counted; `seconds` after which another try makes sense, where the queue does not decide that."""
         self.refused(reason)
-        return unavailable(words, code, self.retry)
+        return unavailable(words, code, self.retry if seconds is None else min(max(seconds, SOONEST), LATEST))
 
     def place(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> Place:
         """Room for so many sequences, tokens of prompts and most tokens of all outputs, to be closed at the end; it has

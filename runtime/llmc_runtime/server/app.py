@@ -106,11 +106,12 @@ class Endpoints:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("give one of prompt and messages", param="prompt")
         prompting = self.serving.prompting
-        if asked.prompt is not None:
-            ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
-        else:
-            tools, short = tools_of(asked.tools, None, None), self.serving.dialect.short_ids
-            ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
+        with self.serving.texts():
+            if asked.prompt is not None:
+                ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
+            else:
+                tools, short = tools_of(asked.tools, None, None), self.serving.dialect.short_ids
+                ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
         tokenizer = prompting.tokenizer
         names = [tokenizer.token(i) for i in ids] if asked.return_token_strs else None
         most = self.serving.llm.config.max_model_len
@@ -121,7 +122,8 @@ class Endpoints:
         """POST /detokenize."""
         asked = await self._read(request, DetokenizeRequest)
         self.serving.check_model(asked.model)
-        return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
+        with self.serving.texts():
+            return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
 
     @told
     async def tokenizer_info(self, request: Request) -> Response:

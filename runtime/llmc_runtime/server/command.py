@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import signal
 import socket
@@ -108,6 +109,8 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
     most = descriptors(options.max_connections)
     async with llm:
         serving = _serving(options, llm)
+        gc.collect()
+        gc.freeze()  # what is there stays: collections need not look at it
         config = _config(options, serving, most)
         config.ssl = tls
         for line in serving.dialect.lines:

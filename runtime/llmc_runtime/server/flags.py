@@ -86,8 +86,8 @@ def _logs(add: Any) -> None:
 
 
 def _chats(add: Any) -> None:
-    formats = ("auto", "hermes", "llama3_json", "mistral", "none")
-    marks = ("auto", "qwen3", "deepseek_r1", "mistral", "none")
+    formats = ("auto", "hermes", "llama3_json", "mistral", "openai", "none")
+    marks = ("auto", "qwen3", "deepseek_r1", "mistral", "openai_gptoss", "none")
     add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     add("--tool-call-parser", default="auto", choices=formats, help="how the model writes calls (by its template)")
     add("--reasoning-parser", default="auto", choices=marks, help="how it marks reasoning (by its template)")

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.handler import noted
 from llmc_runtime.server.replies import as_error
 
 OPEN = frozenset({"/health", "/ready"})
@@ -93,6 +94,7 @@ class Guard:
         try:
             self._check(scope, headers)
         except ApiError as e:
+            noted(scope, e)
             return await as_error(e)(scope, receive, named)
         return await self._app(scope, receive, named)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from llmc_runtime.server.errors import ApiError, internal
 from llmc_runtime.server.replies import Gone, as_error, place
@@ -19,6 +20,13 @@ _GONE = 499  # nobody reads it
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
 
+def noted(scope: Scope, error: ApiError) -> None:
+    """Have the request's line in the log name the error."""
+    record = scope.get("llmc.record")
+    if record is not None:
+        record.fail(error.code)
+
+
 def told(handler: Handler) -> Handler:
     """The handler, a method of something with `serving`; of mistakes the log has the place, and the client nothing."""
 
@@ -27,6 +35,7 @@ def told(handler: Handler) -> Handler:
         try:
             return await handler(self, request)
         except ApiError as e:
+            noted(request.scope, e)
             if e.status >= 500:
                 log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,13 +20,14 @@ from llmc_runtime.server.replies import place
 
 log = logging.getLogger("llmc.request")
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # told at "debug" alone: they are asked all the time
+MOST_WAITING = 10_000  # lines
 _GONE = 499  # the client went before its answer ended
 _MOST_PATH, _MOST_TEXT, _MOST_LINE = 200, 2000, 8000  # characters
 
 
 def to_stderr(level: str, form: str) -> None:
     """Send what our rooms and uvicorn log to stderr; `form`: "text" or "json"."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Lines(sys.stderr)
     handler.setFormatter(Json() if form == "json" else Text())
     for name in ("llmc", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
@@ -36,13 +39,50 @@ def teller(form: str) -> Callable[[str], None]:
     """Says what a person who starts the server wants to know, whatever the level of the log."""
     if form != "json":
         return lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)
-    told = logging.LogRecord("llmc", logging.INFO, "", 0, "", None, None)
+    return lambda line: print(Json().format(_told(line)), file=sys.stderr, flush=True)
 
-    def say(line: str) -> None:
-        told.msg, told.created = line, time.time()
-        print(Json().format(told), file=sys.stderr, flush=True)
 
-    return say
+def _told(line: str) -> logging.LogRecord:
+    return logging.LogRecord("llmc", logging.INFO, "", 0, line, None, None)
+
+
+class Lines(logging.Handler):
+    """Writes lines to `stream` from a thread of its own: a reader that stalls holds nobody. Of lines that wait then,
+    those over MOST_WAITING are lost, and counted in a line once somebody reads again."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self._stream, self._waiting = stream, queue.Queue[str](MOST_WAITING)
+        self._lost = 0
+        threading.Thread(target=self._write, name="llmc-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line."""
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Wait until all is written, a second at most."""
+        until = time.monotonic() + 1.0
+        while self._waiting.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def _write(self) -> None:
+        while True:
+            line = self._waiting.get()
+            lost, self._lost = self._lost, 0
+            try:
+                if self._stream is not None:
+                    self._stream.write(f"{line}\n")
+                    if lost:
+                        self._stream.write(f"{self.format(_told(f'{lost} lines were lost, as nobody read them'))}\n")
+                    self._stream.flush()
+            except (OSError, ValueError):  # nobody will ever read it
+                self._stream = None
+            finally:
+                self._waiting.task_done()
 
 
 class Text(logging.Formatter):
@@ -101,8 +141,8 @@ class Record:
                 self._reasons[one.finish_reason] = None
 
     def fail(self, code: str | None) -> None:
-        """The answer ended with an error of this code."""
-        self._error = code or "error"
+        """The request is refused, or its answer ended, with an error of this code."""
+        self._error = self._error or code or "error"
 
     def fields(self) -> dict[str, Any]:
         """What is known of it now; what it has not is left out."""
@@ -111,10 +151,10 @@ class Record:
         if self._id is not None:
             told |= {"id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values())}
             told["output_tokens"] = self._output
-            told |= {"finish_reason": ",".join(self._reasons) or None, "error": self._error}
+            told["finish_reason"] = ",".join(self._reasons) or None
         if self._first is not None:
             told["ttft_ms"] = _ms(self._first - self._began)
-        return told
+        return told | {"error": self._error}
 
 
 class Logged:

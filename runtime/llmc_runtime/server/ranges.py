@@ -6,12 +6,28 @@ What depends on the model (token ids, lengths) or on other fields (stream_option
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_INT, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from llmc_runtime.sched.step import BIASES, STOPS
 from llmc_runtime.server.prompting import MAX_MESSAGES, MAX_PROMPTS
 from llmc_runtime.server.serving import MAX_SALT
+from llmc_runtime.server.tools.calls import NAME
+from llmc_runtime.server.tools.definitions import MAX_TOOLS
+
+_FUNCTION: Mapping[str, Any] = MappingProxyType(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+            "description": {"type": ["string", "null"]},
+            "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+            "strict": {"type": ["boolean", "null"]},
+        },
+        "required": ["name"],
+    }
+)
 
 
 def _between(low: float, high: float) -> dict[str, Any]:
@@ -23,6 +39,8 @@ def ranges() -> dict[str, dict[str, dict[str, Any]]]:
     penalty, scores = _between(-2, 2), _between(0, MAX_LOGPROBS)
     text, token = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
     ids = {"type": "array", "items": token, "minItems": 1}
+    shape = {"type": {"const": "function"}, "function": dict(_FUNCTION)}
+    tool = {"type": "object", "properties": shape, "required": ["type", "function"]}
     return {
         "n": {"integer": _between(1, MAX_N)},
         "temperature": {"number": _between(0, 100)},
@@ -47,6 +65,8 @@ def ranges() -> dict[str, dict[str, dict[str, Any]]]:
         "logit_bias": {"object": {"maxProperties": BIASES, "propertyNames": {"pattern": "^[0-9]+$"}}},
         "cache_salt": {"string": {"maxLength": MAX_SALT}},
         "messages": {"array": {"minItems": 1, "maxItems": MAX_MESSAGES}},
+        "tools": {"array": {"items": tool, "maxItems": MAX_TOOLS}},
+        "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
         "tokens": {"array": {"items": token}},
         "prompt": {
             "array": {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from llmc_runtime.core.async_llm import AsyncLLM
@@ -25,6 +25,7 @@ from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
 MAX_SALT = 256  # characters
 MAX_CHOICES = 256  # outputs of one request, all prompts together
+MAX_TEXTS = 32  # tokenized at a time for /tokenize and /detokenize
 _THREADS = 4  # that tokenize
 _LONGEST_NUMBER, _MOST_SECONDS = 32, 1_000_000
 
@@ -83,6 +84,7 @@ class Serving:
         self.llm, self.names = llm, tuple(names)
         self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
+        self._texts = 0  # being tokenized for their own sake
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool)
@@ -99,8 +101,20 @@ class Serving:
     def check_ready(self) -> None:
         """ApiError 503 where nothing can be generated now."""
         if not self.admission.draining and not self.llm.is_running:
-            raise self.admission.turn_away("engine", "the engine is not there now", "engine_unavailable")
+            words, start = "the engine is not there now", self.llm.startup.get("total")  # it takes that long again
+            raise self.admission.turn_away("engine", words, "engine_unavailable", start)
         self.admission.check_open()
+
+    @contextmanager
+    def texts(self) -> Iterator[None]:
+        """Around what is tokenized and not generated from. ApiError 503 where there is too much of that."""
+        if self._texts >= MAX_TEXTS:
+            raise self.admission.turn_away("texts", "too many texts are being tokenized")
+        self._texts += 1
+        try:
+            yield
+        finally:
+            self._texts -= 1
 
     def hold(self, asked: str | None) -> Hold:
         """For a call whose client asks for so many seconds at most: a text, of which the server's own limit is the

@@ -48,8 +48,12 @@ class OutputText:
         """Take the next id; the stop string that completed with it, if one did."""
         if self._detokenizer is None or self.stopped_by is not None:
             return self.stopped_by
+        piece = self._detokenizer.push(token_id)
+        if not self._stops.stops:
+            self._fresh.append(piece)
+            return None
         self._count += 1
-        return self._append(self._detokenizer.push(token_id))
+        return self._append(piece)
 
     def finish(self) -> str | None:
         """No more ids come: what was held back joins the text; the stop string that this completed, if one did."""

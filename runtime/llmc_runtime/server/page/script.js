@@ -49,7 +49,7 @@ async function* events(reply) {
 // ---- the conversation
 
 function shown(role, text = "") {
-  const message = made($("messages"), "li", `message ${role}`);
+  const message = made($("messages"), "article", `message ${role}`);
   made(message, "div", "who", role === "user" ? "You" : "Model");
   return { message, text: made(message, "div", "text", text), reasoning: null };
 }

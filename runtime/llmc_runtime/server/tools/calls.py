@@ -41,13 +41,14 @@ class CallFormat(ABC):
     """A format of tool calls, and as an instance the reader of one output in it; `names` are those of the tools.
 
     `markers`: texts that may be special tokens and have to be visible. `short_ids`: ids of calls are nine letters and
-    digits. `several`: an answer may have more than one call.
+    digits. `several`: an answer may have more than one call. `channels`: there are marks around answers without calls.
     """
 
     name: ClassVar[str]
     markers: ClassVar[Sequence[str]]
     short_ids: ClassVar[bool] = False
     several: ClassVar[bool] = True
+    channels: ClassVar[bool] = False
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -67,9 +68,14 @@ class CallFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def rules(cls, tools: Mapping[str, str], marker: Callable[[str], str | None], most: int) -> str:
-        """Lark rules of which `calls` is 1 to `most` calls; `tools`: the rule of the arguments by name; `marker`: how a
-        text that is one token is written, None where it is none."""
+    def rules(cls, tools: Mapping[str, str], marker: Callable[[str], str], most: int) -> str:
+        """Lark rules of which `calls` is 1 to `most` calls; `tools`: the rule of the arguments by name; `marker`: how
+        Lark has a text that is made of special tokens, or is not."""
+
+    @classmethod
+    def before_answer(cls, marker: Callable[[str], str]) -> str:
+        """What stands in front of an answer without calls, for Lark."""
+        return ""
 
     def push(self, text: str) -> list[str | CallPiece]:
         """Content (a text) and pieces of calls that are certain with this much more text."""

@@ -21,7 +21,7 @@ _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "def
 
 @dataclass(frozen=True)
 class Tools:
-    """`given`: the definitions, for the template; `schemas`: of the arguments, by name, of those that may be called.
+    """`given`: definitions that the template shows; `schemas`: of the arguments, by name, of those that may be called.
 
     `forced`: the answer is one or more calls; `several`: there may be more than one.
     """
@@ -49,8 +49,9 @@ def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     if not wanted:
         return None
     schemas = {one["name"]: one.get("parameters") or {} for one in functions if one["name"] in wanted}
-    several = parallel is not False and not isinstance(choice, dict)  # a function by name is called once
-    return Tools(definitions, frozenset(names), schemas, forced, several)
+    shown = definitions if forced else [one for one in definitions if one["function"]["name"] in schemas]
+    named = isinstance(choice, dict) and choice.get("type") == "function"  # it is called once
+    return Tools(shown, frozenset(names), schemas, forced, parallel is not False and not named)
 
 
 def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -84,14 +85,27 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
         if not names:
             raise ApiError("tool_choice: required needs tools", param="tool_choice")
         return names, True
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        allowed = given.get("allowed_tools")
+        allowed = allowed if isinstance(allowed, dict) else {}
+        listed, mode = allowed.get("tools"), allowed.get("mode")
+        if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
+            cause = 'allowed_tools: {"mode": "auto" or "required", "tools": [{"type": "function", ...}, ...]}'
+            raise ApiError(f"tool_choice.{cause}", param="tool_choice.allowed_tools")
+        return [_named(one, names) for one in listed], mode == "required"
+    return [_named(given, names)], True
+
+
+def _named(given: Any, names: list[str]) -> str:
+    """The name in {"type": "function", "function": {"name": NAME}}, one of `names`."""
     function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if name is None:
+    if not isinstance(name, str):
         cause = 'none, auto, required, or {"type": "function", "function": {"name": NAME}}'
         raise ApiError(f"tool_choice: {cause}", param="tool_choice")
     if name not in names:
-        raise ApiError(f"tool_choice: {str(name)[:64]!r} is none of the tools", param="tool_choice")
-    return [name], True
+        raise ApiError(f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice")
+    return name
 
 
 def enforced(schema: dict[str, Any]) -> dict[str, Any]:

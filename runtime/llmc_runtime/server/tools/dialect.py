@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.tools import formats, reasoning
-from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.calls import CallFormat, lark
 from llmc_runtime.server.tools.reasoning import ReasoningFormat
 from llmc_runtime.text.chat import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -32,10 +33,17 @@ class Dialect:
         """Ids of calls are nine letters and digits."""
         return self.calls is not None and self.calls.short_ids
 
-    def marker(self, text: str) -> str | None:
-        """How Lark has a text that is one token; None where it is none."""
-        token = None if self.tokenizer is None else self.tokenizer.token_id(text)
-        return None if token is None else f"<[{token}]>"
+    def marker(self, text: str) -> str:
+        """How Lark has a text: one token by its id, special tokens within it by theirs, the rest as it is written."""
+        tokenizer = self.tokenizer
+        whole = None if tokenizer is None else tokenizer.token_id(text)
+        if tokenizer is None or whole is not None:
+            return lark(text) if whole is None else f"<[{whole}]>"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.special_ids.isdisjoint(ids):
+            return lark(text)
+        runs = itertools.groupby(ids, lambda token: token if token in tokenizer.special_ids else -1)
+        return " ".join(lark(tokenizer.decode(list(run))) if key < 0 else f"<[{key}]>" for key, run in runs)
 
     def special(self, texts: Iterable[str]) -> frozenset[int]:
         """Those of the texts that are special tokens, by their ids."""
@@ -51,7 +59,8 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     text = _text(tokenizer, template)
     fitting = next((one for one in formats.FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
     named = fitting or _named("tool_call_parser", calls, {one.name: one for one in formats.FORMATS}, None)
-    marked = [one for one in _MARKS if one.end in text] + [one for one in _MARKS if _has(tokenizer, one.end)]
+    marked = [reasoning.ANALYSIS] if reasoning.ANALYSIS.begin in text else [one for one in _MARKS if one.end in text]
+    marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     return Dialect(named, thought, tuple(_lines(named, thought, calls, thoughts)), tokenizer)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from llmc_runtime.server.tools.calls import NAME, CallFormat, Malformed, Steps, choice_of, lark, repeated
 
-Marker = Callable[[str], str | None]
+Marker = Callable[[str], str]
+_HEADER = 256  # characters of the longest
 
 
 class Hermes(CallFormat):
@@ -24,7 +26,7 @@ class Hermes(CallFormat):
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin, end = (marker(one) or lark(one) for one in cls.markers)
+        begin, end = map(marker, cls.markers)
         calls = choice_of(tools, '{"name": "', '", "arguments": ', "}")
         one = f'one: {begin} "\\n" call "\\n" {end}'
         return f"calls: {repeated('one', lark(chr(10)), most)}\n{one}\ncall: {calls}"
@@ -86,7 +88,7 @@ class Mistral(CallFormat):
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin = marker("[TOOL_CALLS]") or lark("[TOOL_CALLS]")
+        begin = marker("[TOOL_CALLS]")
         call = choice_of(tools, '{"name": "', '", "arguments": ', "}")
         return f'calls: {begin} " "? "[" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
 
@@ -138,11 +140,70 @@ class MistralArgs(Mistral):
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin, args = (marker(one) or lark(one) for one in ("[TOOL_CALLS]", "[ARGS]"))
-        call_id = marker("[CALL_ID]")
-        middle = args if call_id is None else f"({call_id} /[A-Za-z0-9]{{9}}/)? {args}"
+        begin, args, call_id = map(marker, cls.markers)
+        middle = f"({call_id} /[A-Za-z0-9]{{9}}/)? {args}"
         call = " | ".join(f"{lark(name)} {middle} {rule}" for name, rule in tools.items())
         return f"calls: one{{1,{most}}}\none: {begin} (call)\ncall: {call}"
 
 
-FORMATS: Sequence[type[CallFormat]] = (MistralArgs, Mistral, Hermes, Llama3Json)  # of one name, the first that fits
+class OpenAI(CallFormat):
+    """gpt-oss's messages: <|channel|>final<|message|> and content, or commentary to=functions.NAME and arguments; each
+    but the first behind <|start|>assistant. The analysis in front is reasoning. Only tools are called."""
+
+    name = "openai"
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+    several = False
+    channels = True
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "<|channel|>" in template and "<|message|>" in template
+
+    @classmethod
+    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        start, channel, constrain, message = map(marker, cls.markers)
+        end = f'{constrain} "json" {message}'
+        calls = " | ".join(
+            f"{lark(f'commentary to=functions.{name} ')} {end} {arguments}" for name, arguments in tools.items()
+        )
+        return f'calls: ({start} "assistant")? {channel} (call)\ncall: {calls}'
+
+    @classmethod
+    def before_answer(cls, marker: Marker) -> str:
+        """See CallFormat."""
+        start, channel, _, message = map(marker, cls.markers)
+        return f'({start} "assistant")? {channel} "final" {message}'
+
+    def _reading(self) -> Steps[None]:
+        while (opener := (yield from self._until("<|start|>assistant", "<|channel|>", "<|end|>"))) is not None:
+            if opener == "<|end|>":
+                self._mark = None
+                continue
+            yield from self._attempt(self._message())
+
+    def _message(self) -> Steps[None]:
+        header = ""
+        while not (yield from self._optional("<|message|>")):
+            char = yield from self._next(solid=False)
+            if not char or len(header) == _HEADER:
+                raise Malformed
+            header += char
+            self._at += 1
+        to = re.search(r" to=functions\.([A-Za-z0-9_-]{1,64})(?![A-Za-z0-9_-])", header)
+        if " to=" not in header:
+            self._mark = None  # what follows is content
+        elif to is not None and to[1] in self._names:
+            yield from self._arguments(to[1])
+        else:
+            raise Malformed
+
+
+FORMATS: Sequence[type[CallFormat]] = (
+    MistralArgs,
+    Mistral,
+    OpenAI,
+    Hermes,
+    Llama3Json,
+)  # of one name, the first that fits

@@ -16,7 +16,7 @@ from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.definitions import MAX_CALLS, Tools, enforced
 
 _AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
-Marker = Callable[[str], str | None]
+Marker = Callable[[str], str]
 
 
 def calls_of(tools: Tools, form: type[CallFormat], marker: Marker) -> str:

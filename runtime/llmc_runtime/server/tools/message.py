@@ -34,7 +34,8 @@ class Turn:
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
         self._plan, self._quiet = plan, quiet
         self._splitter = None if plan.thoughts is None else Splitter(plan.thoughts, plan.opened)
-        self._calls = None if plan.form is None or plan.tools is None else plan.form(plan.tools.names)
+        names = frozenset[str]() if plan.tools is None else plan.tools.names
+        self._calls = None if plan.form is None else plan.form(names)
         self._several = plan.tools is not None and plan.tools.several
         self._ids: list[int] = []  # while there may be reasoning
         self.reasoning_tokens = self.num_calls = 0

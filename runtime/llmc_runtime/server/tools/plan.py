@@ -19,8 +19,8 @@ from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
 
 @dataclass(frozen=True)
 class Plan:
-    """`tools` and `form`: the calls there may be, and how they are written. `thoughts`: how reasoning is marked;
-    `opened`: the output begins within it. Each is None where there is none."""
+    """`tools`, `form`: the calls there may be, and how they, or all answers, are written. `thoughts`: how reasoning is
+    marked; `opened`: the output begins within it. Each is None where there is none."""
 
     dialect: Dialect
     tools: Tools | None = None
@@ -59,18 +59,17 @@ class Plan:
         wanted, tools = params.structured_outputs, self.tools
         if wanted is None and not (tools and tools.forced):
             return params
-        if tools is None and self.thoughts is None:
+        if self.plain:
             return params
-        marks = () if self.thoughts is None else (self.thoughts.begin, self.thoughts.end)
-        tokens = {mark: token for mark in marks if (token := self.dialect.marker(mark)) is not None}
-        thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, tokens)
+        marker = self.dialect.marker
+        thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, marker)
         parts, body = [], []
         if tools is not None and self.form is not None:
-            parts.append(calls_of(tools, self.form, self.dialect.marker))
+            parts.append(calls_of(tools, self.form, marker))
             body.append("calls")
         if wanted is not None and not (tools and tools.forced):
             parts.append(form_of(wanted, param))
-            body.append("form")
+            body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
         whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
         try:
             return replace(params, structured_outputs=whole)
@@ -82,7 +81,8 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
     """What the fields of a request ask for. ApiError 400."""
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     if tools is None:
-        return Plan(dialect, thoughts=dialect.thoughts)
+        channels = dialect.calls is not None and dialect.calls.channels
+        return Plan(dialect, None, dialect.calls if channels else None, dialect.thoughts)
     form = dialect.calls
     if form is None and not tools.forced:
         names = ", ".join(dict.fromkeys(one.name for one in formats.FORMATS))

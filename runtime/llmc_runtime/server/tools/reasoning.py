@@ -6,7 +6,7 @@ A text gives the same two in pieces of any size; they lack the marks, and up to 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -36,8 +36,14 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat("<think>", "</think>")
 BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
+ANALYSIS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
 FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
-    {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True), "mistral": BRACKETS}
+    {
+        "qwen3": THINK,
+        "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+        "mistral": BRACKETS,
+        "openai_gptoss": ANALYSIS,
+    }
 )
 
 
@@ -129,14 +135,13 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
     return len(ids)
 
 
-def lark_of(form: ReasoningFormat, opened: bool, tokens: Mapping[str, str]) -> str:
-    """Lark rules of which `thought` is reasoning with its marks; `tokens`: how marks that are tokens are written."""
-    end = tokens.get(form.end)
-    if end is None:
+def lark_of(form: ReasoningFormat, opened: bool, marker: Callable[[str], str]) -> str:
+    """Lark rules of which `thought` is reasoning with its marks; `marker`: how Lark has them."""
+    begin, end = marker(form.begin), marker(form.end)
+    if end.startswith('"'):
         rules = f"inside: closed WS?\nclosed[lazy]: /(?s:.*){regex(form.end)}/"
     else:
         rules = f"inside: ANYTHING? {end} WS?\nANYTHING: /(?s:.*)/"
-    begin = tokens.get(form.begin) or f'"{form.begin}"'
     first = f"{begin}? inside" if opened else f"({begin} inside)?"
     return f"thought: {first}\n{rules}\nWS: /[ \\n]{{1,4}}/"
 
