@@ -80,10 +80,9 @@ class Prefill(TritonKernel):
         return math.ceil(blocks / (target.limits.units * resident)) * (2 + one) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, rows = Problem.of(u.node), u.schedule["rows"]
-        tokens, least = rows // p.group, max(16, power(p.group))
+        p, rows, keys = Problem.of(u.node), u.schedule["rows"], u.schedule["keys"]
+        tokens = rows // p.group
         q, _, pages, count = (v.type.shape for v in u.node.operands[:4])
-        few = self.queries(u, p, least).replace("\n", "\n    ")
         lines = [
             u.wait,
             "g = tl.program_id(1)",
@@ -91,29 +90,20 @@ class Prefill(TritonKernel):
             f"table = x2 + tl.maximum(row, 0).to(tl.int64) * {u.sizes(pages[1])}",
             f"kv = x1 + g * {p.page * p.d}",
             p.columns(),
-            f"if stop - begin <= {least // p.group}:\n    {few}\n    return" if least < rows else "",
-            self.queries(u, p, rows),
-        ]
-        grid = (q[0].ceildiv(tokens) + count[0] + 1, p.g)
-        return Code(joined(*lines), grid, warps=u.schedule["warps"], stages=u.schedule["stages"])
-
-    def queries(self, u: Unit, p: Problem, rows: int) -> str:
-        """Attention of the tokens from `begin` on in `rows` rows of a product. Those of a row that decodes beside
-        prompts are few: a small product passes over its keys as fast as memory gives them."""
-        lines = [
             f"r = tl.arange(0, {rows})",
             f"at, own = begin + r // {p.group}, g * {p.group} + r % {p.group}",
-            f"real = (r < {rows // p.group * p.group}) & (at < stop)",
+            f"real = (r < {tokens * p.group}) & (at < stop)",
             "pos = tl.where(row >= 0, tl.load(x5 + at, mask=real, other=-1), -1)",
             f"head = at.to(tl.int64) * {p.h} + own",
             "ok = real[:, None] & dm",
             f"q = tl.load(x0 + (head * {p.d})[:, None] + d[None, :], mask=ok, other=0.0).to({p.dot})",
             begin(rows, p.width),
-            self.keys(u, p, u.schedule["keys"]),
+            self.keys(u, p, keys),
             finish("x6 + own" if len(u.node.operands) > 6 else ""),
             f"tl.store(y0 + (head * {p.d})[:, None] + d[None, :], acc.to({element(u.node.result.type)}), mask=ok)",
         ]
-        return joined(*lines)
+        grid = (q[0].ceildiv(tokens) + count[0] + 1, p.g)
+        return Code(joined(*lines), grid, warps=u.schedule["warps"], stages=u.schedule["stages"])
 
     def find(self, u: Unit, tokens: int) -> str:
         """begin .. stop: the program's tokens, all of one row. Row j's tiles begin at program starts[j] // tokens + j,
