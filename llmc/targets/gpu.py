@@ -12,8 +12,8 @@ from llmc.targets.target import Limits, Target
 
 PIPELINE = (
     "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, fuse-qkv, "
-    "specialize{decode=[1, 4, 8, 16, 32, 64, 128], step=[128, 512, 2048]}, fuse-norm-linear{rows=1}, split-k, "
-    "split-kv, split-moe, fuse-rows, split-sample, select, pack, lift-weights, cse, dce, memory"
+    "specialize{decode=[1, 4, 8, 16, 32, 64, 128], step=[128, 512, 2048]}, fuse-norm-linear{rows=1}, split-kv, "
+    "split-moe, fuse-rows, split-sample, select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12
 
