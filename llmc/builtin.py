@@ -19,6 +19,7 @@ PASSES = MappingProxyType(
         "fold": "llmc.passes.fold:Fold",
         "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
         "fuse-qkv": "llmc.passes.fuse_qkv:FuseQkv",
+        "split-k": "llmc.passes.split_k:SplitK",
         "split-kv": "llmc.passes.split_kv:SplitKv",
         "fuse-rows": "llmc.passes.fuse_rows:FuseRows",
         "split-sample": "llmc.passes.split_sample:SplitSample",

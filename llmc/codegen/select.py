@@ -21,6 +21,8 @@ from llmc.targets.target import Target
 
 TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes that the cost rule prices nodes at, inside their bounds
 
+BESIDE = 64  # rows that a step of prompts has
+
 
 def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
     """(values made from weights alone, values that need an input of the step). Constants are in neither."""
@@ -35,12 +37,16 @@ def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
     return weights, inputs
 
 
-def typical(m: Module, g: Graph) -> dict[str, int]:
-    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for."""
+def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
+    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for. For a node of
+    rows alone in a graph of so many tokens: prompts come beside rows that decode, and too wide a tile costs little."""
     want = dict(TYPICAL)
     out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
         out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
+    if n is not None and "T" in g.ranges and not any("T" in d.symbols for v in n.operands for d in v.type.shape):
+        lo, hi = m.bounds(g).get("R", (1, 1))
+        out["R"] = max(lo, min(hi, BESIDE))
     return out
 
 
@@ -128,13 +134,12 @@ class Select(Pass):
         told = Choices()
         count = measured = open_ = 0
         for g in launched_graphs(m):
-            env = typical(m, g)
             cache: dict[str, list[Offer]] = {}
             weights, _ = depends_on(g)
             for n in g.nodes:
                 if n.choice or all(r in weights for r in n.results):
                     continue
-                key = _key(n, g)
+                key, env = _key(n, g), typical(m, g, n)
                 if key not in cache:
                     cache[key] = offers(n, ctx.kernels, target, env, tuning)
                 best = _agreeing(n, cache[key], agreed, target)

@@ -119,11 +119,11 @@ def works(m: Module, registry: Registry, target: Target, told: Tuned, every: boo
     """The distinct nodes that have a choice (or every node), the largest possible gain first."""
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
-        env = typical(m, g)
         weights, _ = depends_on(g)
         for n in g.nodes:
             if all(r in weights for r in n.results):
                 continue
+            env = typical(m, g, n)
             key = (node_text(n), sizes_of(n, env))
             if key in found:
                 found[key] = replace(found[key], launches=found[key].launches + 1)

@@ -53,9 +53,12 @@ class Pair:
         return all((self.path(k) / "manifest.json").is_file() for k in self.kinds)
 
 
+TEXTS = (Pair(None, "auto"), Pair(None, "float32"))  # those with a tokenizer; as it comes, that is bfloat16
+
+
 def pairs(every: bool = False) -> list[Pair]:
     """The demonstration; the architectures that must agree in both dtypes; the others in float32."""
-    found = [Pair(None, "auto"), *(Pair(c, d) for d in ("float32", "bfloat16") for c in LISTED)]
+    found = [*TEXTS, *(Pair(c, d) for d in ("float32", "bfloat16") for c in LISTED)]
     return [*found, *(Pair(c, "float32") for c in (*UNLISTED, *ROPES))] if every else found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.model_cases import LENGTH, ROWS, Pair, make_all, pairs
+from gpu.model_cases import LENGTH, ROWS, TEXTS, Pair, make_all, pairs
 from llmc_runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +20,7 @@ LENGTHS = (1, 7, 45)
 TOLERANCE = 1e-3
 PAIRS = {p.name: p for p in pairs()}
 EVERY = {p.name: p for p in pairs(every=True)}
+STORIES = ("When the morning came,", "Once there was a river that", "The old man said")
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +100,7 @@ def drawn(count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", [n for n in EVERY if n != "demo-auto"])
+@pytest.mark.parametrize("name", [p.name for p in EVERY.values() if p.case])
 def test_a_model_says_what_it_says_on_the_cpu(name: str, made: dict[str, str]) -> None:
     """One request at a time, then a full batch: every range of rows."""
     if name in made:
@@ -117,11 +118,12 @@ def _longest(pair: Pair) -> int:
     return min(case.trace.get("max_positions", LENGTH), LENGTH) if case else LENGTH
 
 
-def test_the_demonstration_tells_the_same_story(made: dict[str, str]) -> None:
-    """Compiled on a machine without a GPU, if its artifacts were carried here."""
-    assert "demo-auto" not in made, made["demo-auto"]
-    pair = PAIRS["demo-auto"]
-    prompts = ["When the morning came,", "Once there was a river that", "The old man said"]
-    check(pair, prompts, 60, at_once=False)
-    texts = [[o.text for o in generate(pair, kind, prompts, 60, False)] for kind in ("gpu", "cpu")]
-    assert any(a == b for a, b in zip(*texts, strict=True)), texts
+@pytest.mark.parametrize("pair", TEXTS, ids=lambda p: p.name)
+def test_the_demonstration_tells_the_same_story(pair: Pair, made: dict[str, str]) -> None:
+    """Compiled on a machine without a GPU, if its artifacts were carried here. In float32 word for word; in bfloat16
+    sums in another order decide near ties otherwise, and what follows is another story."""
+    assert pair.name not in made, made[pair.name]
+    check(pair, STORIES, 60, at_once=False)
+    if pair.dtype == "float32":
+        ours, theirs = ([o.text for o in generate(pair, kind, STORIES, 60, False)] for kind in ("gpu", "cpu"))
+        assert ours == theirs

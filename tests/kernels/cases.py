@@ -26,7 +26,7 @@ PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
 ROUGH = ("cpu/linear", "cpu/attention", "triton/decode", "triton/prefill", "triton/prompt", "triton/rope_append")
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "attention_combine", "norm_linear", "row_begin", "row_block_max",
-    "row_sample_blocks", "row_finish", "moe_route", "moe_up", "moe_down",
+    "row_sample_blocks", "row_finish", "moe_route", "moe_up", "moe_down", "linear_split", "linear_combine",
 )  # fmt: skip
 
 

@@ -41,6 +41,14 @@ _ATTENTION = {
             "bf16[T, 32, 128]",
         ),
     ),
+    "parts": (
+        Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
+    ),
+    "linear_combine": (
+        Text(
+            "f32[2, R, 4096]; bf16[R, 4096]", 'linear_combine {body="add(a1, a0)", dtype="bf16"}', "bf16[R, 4096]"
+        ),
+    ),
     "prompt": (
         Text(
             "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "attention {layer=0, scale=0.088}",

@@ -6,7 +6,7 @@ fill an instruction; GEMM has them the other way round, and walks its tiles in g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule
@@ -66,7 +66,10 @@ NARROW = (
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
 FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
 # bm, bn, bk, warps, stages of large products; bn is of all parts.
-LARGE = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
+LARGE = (
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
+    (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
+)  # fmt: skip
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
 _SUMS = 128  # float32 sums that a thread holds at most
@@ -112,10 +115,15 @@ class Tiled(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
-        t = Text(u, p, self.swap, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+        t = self.text(u, p)
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
         grid = (rows, D(columns)) if self.swap else (rows * columns,)
         return Code("\n".join(t.lines()), grid, body_helpers(p), s["warps"], s["stages"])
+
+    def text(self, u: Unit, p: Product) -> Text:
+        """What writes the statements."""
+        s = u.schedule
+        return Text(u, p, self.swap, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
 
 
 def fits(p: Product, s: Shape, target: Target) -> bool:
@@ -211,6 +219,19 @@ class Text:
         return "n[:, None]" if self.swap else "n[None, :]"
 
     @property
+    def depth(self) -> int:
+        """Columns of both factors that one program multiplies."""
+        return self.p.k
+
+    def first(self, base: str) -> str:
+        """Where a factor's first such column is."""
+        return base
+
+    def finish(self, accs: Sequence[str]) -> list[str]:
+        """The results of the accumulators, stored."""
+        return finish(self.p, accs, self.token, self.row, self.mmask, self.nmask)
+
+    @property
     def joined(self) -> bool:
         return self.swap and joins(self.p, self.bn, self.split)
 
@@ -221,7 +242,7 @@ class Text:
 
     def lines(self) -> list[str]:
         p, u = self.p, self.u
-        weights = ["x1", *(f"(x1 + {j * p.n * p.k})" for j in range(1, 1 if self.joined else p.parts))]
+        weights = [self.first("x1"), *(f"(x1 + {j * p.n * p.k})" for j in range(1, 1 if self.joined else p.parts))]
         tiles = [f"w{j} = {self.tile(w, 'wr', left=self.swap)}" for j, w in enumerate(weights)]
         wait = [*self.prefetch(weights), u.hold]
         m, n = self.token, self.row
@@ -236,13 +257,13 @@ class Text:
             *self.rows(),
             f"xr = {clamp('m', self.limit, self.bm, p.m.const)} * {p.k}",
             *tiles,
-            f"t = {self.tile('x0', 'xr', left=not self.swap)}",
+            f"t = {self.tile(self.first('x0'), 'xr', left=not self.swap)}",
             *wait,
             *(extras if early else []),
             *self.loop(),
             u.go,
             *([] if early else extras),
-            *finish(p, [f"a{j}" for j in range(p.parts)], m, n, self.mmask, self.nmask),
+            *self.finish([f"a{j}" for j in range(p.parts)]),
         ]
         return [x for x in lines if x]
 
@@ -302,8 +323,8 @@ class Text:
         p, u = self.p, self.u
         sides = (self.high, self.bm) if self.swap else (self.bm, self.bn)
         shape = list(sides) if self.split == 1 else [self.split, *sides]
-        odd = p.k % self.bk != 0
-        left, right = (other(inside(f"{self.columns(x)} < {p.k} - k" if odd else "")) for x in (True, False))
+        odd = self.depth % self.bk != 0
+        left, right = (other(inside(f"{self.columns(x)} < {self.depth} - k" if odd else "")) for x in (True, False))
         wm, xm = (left, right) if self.swap else (right, left)
         hint = f", {EVICT}" if self.swap else ""
         body = [f"x = {dot_cast(u, p, f'tl.load(t + k{xm})')}"]
@@ -314,7 +335,7 @@ class Text:
             body.append(f'a{j} = tl.dot({factors}, a{j}, input_precision="ieee")')
         return [
             *(f"a{j} = tl.zeros({shape}, tl.float32)" for j in products),
-            f"for k in tl.range(0, {p.k}, {self.bk}, num_stages={self.stages}):",
+            f"for k in tl.range(0, {self.depth}, {self.bk}, num_stages={self.stages}):",
             *(f"    {x}" for x in body),
             *(f"a{j} = tl.sum(a{j}, axis=0)" for j in products if self.split > 1),
             *([f"a0, a1 = tl.split(tl.permute(tl.reshape(a0, (2, {self.bn}, {self.bm})), (1, 2, 0)))"] * self.joined),

@@ -101,6 +101,50 @@ def norm_linear(
     return evaluate(parse_expr(body), NUMPY, [*split_parts((x * gain) @ w.T / rms, parts), *extras])
 
 
+def _linear_split_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    k, splits = env["k"], attrs["splits"]
+    if splits < 1 or k.divide(splits) is None:
+        raise Mismatch(f"{k} columns do not split into {splits} parts")
+    return [Type("f32", (Dim.of(splits), *env["*b"], env["n"]))]
+
+
+def _linear_split_example(rng: Any) -> Any:
+    return [rng.standard_normal(s).astype(np.float32) for s in ((3, 12), (7, 12))], {"splits": 3}
+
+
+@op(
+    "(x: f[*b, k], w: f[n, k]) -> f32[splits, *b, n]", infer=_linear_split_type, flops="2*b*n*k",
+    example=_linear_split_example,
+)  # fmt: skip
+def linear_split(x: Any, w: Any, *, splits: int) -> Any:
+    """linear in parts of its depth, the first axis of the result: part i has the i-th k / splits columns of both
+    factors alone. Their sum is the product."""
+    return np.stack([a @ b.T for a, b in zip(np.split(x, splits, -1), np.split(w, splits, -1), strict=True)])
+
+
+def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    shape, body = (*env["*b"], env["n"]), parse_expr(attrs["body"])
+    check_epilogue(body, 1 + len(env["extras"]))
+    for e in env["extras"]:
+        if broadcast_shapes([shape, e.shape]) != shape:
+            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
+    return [Type(attrs["dtype"], shape)]
+
+
+def _linear_combine_example(rng: Any) -> Any:
+    shapes = ((4, 3, 7), (3, 7))
+    return [rng.standard_normal(s).astype(np.float32) for s in shapes], {"dtype": "f32", "body": "mul(a0, a1)"}
+
+
+@op(
+    "(partial: f32[s, *b, n], extras*: f[...]) -> dtype[*b, n]", infer=_linear_combine_type, flops="s*b*n",
+    example=_linear_combine_example,
+)  # fmt: skip
+def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
+    """The parts of linear_split added in their order, and the epilogue of linear_map over the sum a0 and the extras."""
+    return evaluate(parse_expr(body), NUMPY, [partial.sum(0), *extras])
+
+
 def rows_of(w: Type, parts: int) -> Dim | None:
     return w.shape[0].divide(parts)
 

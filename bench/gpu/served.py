@@ -1,0 +1,164 @@
+"""A model served over HTTP beside LLM.generate on the same work, and prompts that come beside streams; one table, JSON.
+
+    python -m bench.gpu.served [--model NAME] [--artifacts DIR] [--out DIR] [--requests N] [--concurrency N]
+                               [--seconds S] [--batched N] [--parts throughput,mix]
+
+Server, engine and clients are processes of this machine. The weights are random; the vocabulary is of random words, so
+that text is made of every token. Targets: 95 % of LLM.generate's output tokens a second; TTFT at most 1 s and ITL at
+most 25 ms (99th percentiles) where 8 prompts a second of 2,000 tokens, 16 out, come beside 64 streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import shapes
+from bench.gpu.make import with_weights
+from bench.gpu.plan import MODELS, Plan, parser, plan_of
+from bench.shapes import Shape
+
+BENCH = (sys.executable, "-m", "llmc_runtime.bench")
+SERVE = (sys.executable, "-c", "from llmc_runtime.cli import main_serve; raise SystemExit(main_serve())")
+START_SECONDS = 300
+
+
+def words(shape: Shape, path: Path) -> None:
+    """A byte-level tokenizer.json of the shape's vocabulary: all bytes, then random words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    rng = random.Random(shape.vocab)
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    while len(vocab) < shape.vocab:
+        letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8)))
+        vocab.setdefault(rng.choice(("", "\u0120")) + letters, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
+
+
+def artifact(plan: Plan, shape: Shape) -> Path:
+    """The shape with a tokenizer, its weights filled by the runtime; made where it is missing."""
+    path = plan.artifacts / "served" / f"{shape.name}.llmc"
+    if not (path / "manifest.json").is_file():
+        model = path.with_suffix(".hf")
+        shutil.copytree(shapes.folder(shape, plan.artifacts), model, dirs_exist_ok=True)
+        words(shape, model / "tokenizer.json")
+        with_weights(plan, model, path, "random:1")
+    return path
+
+
+@contextmanager
+def server(path: Path, log: Path, *options: str) -> Iterator[int]:
+    """A ready server's port; it is ended by SIGTERM and has to exit with 0."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with log.open("w") as err:
+        process = subprocess.Popen([*SERVE, str(path), "--port", str(port), *options], stderr=err)
+        try:
+            begin = time.monotonic()
+            while not ready(port):
+                if process.poll() is not None or time.monotonic() - begin > START_SECONDS:
+                    raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
+                time.sleep(0.1)
+            yield port
+        finally:
+            process.terminate()
+            code = process.wait(60)
+    if code:
+        raise SystemExit(f"the server ended with {code}:\n{log.read_text()[-3000:]}")
+
+
+def ready(port: int) -> bool:
+    """Whether a request would be taken."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def measured(*arguments: str) -> dict[str, Any]:
+    """The JSON report of `llmc bench`."""
+    done = subprocess.run([*BENCH, *arguments, "--json", "--disable-tqdm"], stdout=subprocess.PIPE, text=True)
+    report: dict[str, Any] = json.loads(done.stdout or "{}")
+    if done.returncode:
+        raise SystemExit(f"llmc bench {' '.join(arguments)} ended with {done.returncode}: {json.dumps(report)[:3000]}")
+    return report
+
+
+def throughput(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[str, Any]:
+    """Output tokens a second: LLM.generate, then the server, on the same requests; the better of two rounds each."""
+    read, write = map(str, sizes)
+    alone = measured("offline", str(path), "--num-prompts", str(args.requests), "--input-len", read, "--output-len",
+                     write, "--max-num-seqs", str(args.concurrency), "--rounds", "2", "--warmups", "0")  # fmt: skip
+    with server(path, args.out / "throughput.log", "--max-num-seqs", str(args.concurrency)) as port:
+        rounds = [
+            measured("serve", "--port", str(port), "--num-prompts", str(args.requests), "--max-concurrency",
+                     str(args.concurrency), "--random-input-len", read, "--random-output-len", write, "--ignore-eos",
+                     "--seed", str(seed), "--client-processes", "4")
+            for seed in range(2)
+        ]  # fmt: skip
+    told = max(rounds, key=lambda one: one["output_throughput"])
+    ours, theirs = told["output_throughput"], alone["output_tokens_per_second"]
+    print(f"served {ours:.0f} tok/s, LLM.generate {theirs:.0f}: {ours / theirs:.1%} (target 95 %)", flush=True)
+    return {"served": told, "generate": alone, "share": ours / theirs}
+
+
+def mix(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[str, Any]:
+    """Prompts that come beside streams."""
+    seconds, (read, write) = args.seconds, sizes
+    kinds = (
+        f"name=streams,concurrency=64,input={min(128, read)},output={write},duration={seconds}",
+        f"name=prompts,rate=8,input={read},output=16,duration={seconds}",
+    )
+    with server(path, args.out / "mix.log", "--max-num-batched-tokens", str(args.batched)) as port:
+        told = measured("serve", "--port", str(port), "--ignore-eos", "--num-warmups", "8", "--client-processes", "2",
+                        "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99",
+                        *(x for kind in kinds for x in ("--mix", kind)))  # fmt: skip
+    print(json.dumps(told, indent=1)[:6000], flush=True)
+    return told
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    ap = parser()
+    ap.prog = "python -m bench.gpu.served"
+    ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
+    ap.add_argument("--requests", type=int, default=1024, metavar="N", help="of the throughput part")
+    ap.add_argument("--concurrency", type=int, default=256, metavar="N", help="of the throughput part")
+    ap.add_argument("--seconds", type=int, default=120, metavar="S", help="of the mix")
+    ap.add_argument("--batched", type=int, default=512, metavar="N", help="tokens of a step, in the mix")
+    ap.add_argument("--parts", default="throughput,mix", help="which to run")
+    args = ap.parse_args(argv)
+    args.models = args.model
+    plan, shape = replace(plan_of(args), models=()), MODELS[args.model]
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = artifact(plan, shape)
+    room = min(shape.positions, 4096) // 2
+    report = {}
+    if "throughput" in args.parts:
+        report["throughput"] = throughput(path, args, (min(256, room // 2), min(256, room // 2)))
+    if "mix" in args.parts:
+        report["mix"] = mix(path, args, (min(2000, room - 32), min(2000, room - 32)))
+    (args.out / "served.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Products of few tiles whose depth is dealt out: partial products on tensor cores, and their sum with the epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from llmc.codegen.kernel import Schedule, roofline_us
+from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.triton.linear import Product, body_helpers, finish, inside, load_extras
+from llmc.codegen.triton.tile import Text, Tiled, product_us
+from llmc.ir.dim import D, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+BLOCK = 1024  # columns of a sum that a program has at most
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class PartText(Text):
+    """A program multiplies one part of the depth; the parts are the grid's second axis."""
+
+    @property
+    def depth(self) -> int:
+        return self.p.k // int(self.p.node.attrs["splits"])
+
+    def first(self, base: str) -> str:
+        return f"({base} + tl.program_id(1) * {self.depth})"
+
+    def finish(self, accs: Sequence[str]) -> list[str]:
+        place = f"tl.program_id(1).to(tl.int64) * {self.limit} * {self.p.n} + {self.token} * {self.p.n} + {self.row}"
+        return [f"tl.store(y0 + ({place}), {accs[0]}{inside(self.mmask, self.nmask)})"]
+
+
+class Parts(Tiled):
+    """linear_split, by the large tiles."""
+
+    def code(self, u: Unit) -> Code:
+        code = super().code(u)
+        return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
+
+    def text(self, u: Unit, p: Product) -> Text:
+        s = u.schedule
+        return PartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """That of one part, as if the others' blocks were more columns."""
+        p, splits = Product.of(node), int(node.attrs["splits"])
+        whole = replace(p, n=p.n * splits, k=p.k // splits)
+        return product_us(whole, schedule, target, env, False) + target.launch_us
+
+
+@dataclass(frozen=True)
+class Sum(Product):
+    """The epilogue of a product whose accumulator is the sum of parts."""
+
+    @staticmethod
+    def of(node: Node) -> Sum:
+        shape = node.operands[0].type.shape
+        return Sum(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
+
+    @property
+    def first(self) -> int:
+        return 1
+
+
+class Combine(TritonKernel):
+    """linear_combine: a program has a token's next `BLOCK` columns at most."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node, FLOATS):
+            return why
+        splits, columns = (node.operands[0].type.shape[i].const for i in (0, -1))
+        return "its parts or columns are not constant" if splits is None or columns is None else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"block": b, "warps": w} for b, w in self._shapes(node)]
+
+    def _shapes(self, node: Node) -> Iterator[tuple[int, int]]:
+        wide = 1 << (Sum.of(node).n - 1).bit_length()
+        for block in (BLOCK, BLOCK // 2, 2 * BLOCK):
+            yield max(16, min(block, wide)), _WARPS
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return roofline_us(node, target, env)
+
+    def code(self, u: Unit) -> Code:
+        p, block = Sum.of(u.node), u.schedule["block"]
+        x = u.node.operands[0].type
+        tokens, mask = product(p.out.shape[:-1]), "" if p.n % block == 0 else f"n < {p.n}"
+        parts = [
+            f"tl.load(x0 + ((m + {i} * {u.sizes(tokens)}) * {p.n} + n){inside(mask)})" for i in range(int(x.shape[0]))
+        ]
+        lines = [
+            u.wait,
+            "m = tl.program_id(0).to(tl.int64)",
+            f"n = tl.program_id(1) * {block} + tl.arange(0, {block})",
+            *load_extras(u, p, "m", "n", "", mask),
+            f"a0 = {parts[0]}",
+            *(f"a0 += {x}" for x in parts[1:]),
+            *finish(p, ["a0"], "m", "n", "", mask),
+        ]
+        grid = (tokens, D(-(-p.n // block)))
+        return Code("\n".join(x for x in lines if x), grid, body_helpers(p), u.schedule["warps"])
+
+
+PARTS = Parts("triton/parts", ("linear_split",))
+SUM = Combine("triton/linear_combine", ("linear_combine",))
