@@ -130,7 +130,7 @@ def mix(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[st
         f"name=prompts,rate=8,input={read},output=16,duration={seconds}",
     )
     with server(path, args.out / "mix.log", "--max-num-batched-tokens", str(args.batched)) as port:
-        told = measured("serve", "--port", str(port), "--ignore-eos", "--num-warmups", "8", "--client-processes", "2",
+        told = measured("serve", "--port", str(port), "--ignore-eos", "--num-warmups", "1", "--client-processes", "2",
                         "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99",
                         *(x for kind in kinds for x in ("--mix", kind)))  # fmt: skip
     print(json.dumps(told, indent=1)[:6000], flush=True)

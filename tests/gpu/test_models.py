@@ -24,12 +24,16 @@ STORIES = ("When the morning came,", "Once there was a river that", "The old man
 
 
 @pytest.fixture(scope="session")
-def made() -> dict[str, str]:
-    """Pair -> why it was not made; all are compiled at once, but for those that were carried here."""
-    present = [p for p in EVERY.values() if p.made]
+def made(request: Any) -> dict[str, str]:
+    """Pair -> why it was not made; those whose tests were chosen are compiled at once, unless they were carried here."""
+    chosen = {value for item in request.session.items for value in _parameters(item)}
     jobs = max(1, (os.cpu_count() or 1) // 4)
-    failed = make_all(list({**PAIRS, **{p.name: p for p in present}}.values()), jobs)
+    failed = make_all([p for p in PAIRS.values() if p in chosen or p.name in chosen], jobs)
     return {why.partition(" ")[0]: why for why in failed}
+
+
+def _parameters(item: Any) -> list[Any]:
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
 
 
 def generate(pair: Pair, kind: str, prompts: Sequence[Any], steps: int, at_once: bool) -> list[Any]:
