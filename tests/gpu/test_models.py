@@ -25,7 +25,7 @@ STORIES = ("When the morning came,", "Once there was a river that", "The old man
 
 @pytest.fixture(scope="session")
 def made(request: Any) -> dict[str, str]:
-    """Pair -> why it was not made; of the tests that were chosen all are compiled at once, but for those carried here."""
+    """Pair -> why it was not made; those of the chosen tests are compiled at once, unless they were carried here."""
     chosen = [value for item in request.session.items for value in _parameters(item)]
     jobs = max(1, (os.cpu_count() or 1) // 4)
     failed = make_all([p for p in PAIRS.values() if p in chosen or p.name in chosen], jobs)
