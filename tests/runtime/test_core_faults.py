@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
+from llmc_runtime.core.channel import wants_processor
 from llmc_runtime.core.messages import TEXT_SIDE, Abort, Add, Control, Params, Report, params_of, sampling_of
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
@@ -69,6 +70,42 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
             assert (await settled(llm))["kv_cache_usage_perc"] == 0
 
     run(strike())
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped one that seems to be starved: five times the limit, and no longer."""
+    monkeypatch.setattr("llmc_runtime.core.channel.wants_processor", lambda pid: True)
+
+    async def strike() -> None:
+        async with fake(0.004, heartbeat_timeout=0.4) as llm:
+            tasks = await busy(llm, 3)
+            assert llm.engine_pid is not None
+            began = time.monotonic()
+            os.kill(llm.engine_pid, signal.SIGSTOP)
+            await asyncio.sleep(0.9)
+            assert llm.is_running and not llm.restarts
+            if goes_on:
+                os.kill(llm.engine_pid, signal.SIGCONT)
+                assert all(one.finished for one in await asyncio.gather(*tasks)) and not llm.restarts
+            else:
+                codes, _ = await told(tasks)
+                assert codes == {"E662"} and time.monotonic() - began > 1.5
+
+    run(strike())
+
+
+def test_who_wants_a_processor() -> None:
+    for wants, program in {True: "while True: pass", False: "import time; time.sleep(60)"}.items():
+        with subprocess.Popen(
+            [sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            time.sleep(0.5)
+            found = {wants_processor(process.pid) for _ in range(20)}
+            process.kill()
+        assert found == {wants}
+    assert not wants_processor(2**30)
 
 
 @pytest.mark.parametrize(("deed", "code"), [(CRASH, "E661"), (HANG, "E662"), (FAIL, "E608")])

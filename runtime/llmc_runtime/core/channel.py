@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import shutil
@@ -39,6 +40,7 @@ from llmc_runtime.core.messages import (
 from llmc_runtime.format.errors import LlmcError
 
 TICK = 0.1  # seconds between two looks at the process
+_STARVED = 5.0  # times as long may be silent who waits for a processor: a busy machine is no hang
 _CHUNK = 128  # messages and deltas between two turns of the event loop
 _ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
 # What python runs: our own module, found where the front finds it and never in the folder it happens to be in.
@@ -155,14 +157,17 @@ class Channel:
 
     def check(self, seconds: float, heartbeat_timeout: float, step_timeout: float) -> LlmcError | None:
         """Why the engine no longer serves; `seconds` have passed since the last call. Ours that the machine or the
-        event loop took at once count as two ticks at most."""
+        event loop took at once count as two ticks at most; a process that would run and may not has longer."""
         error = self._ended()
         if error is not None or self.pulse is None:
             return error
         self._silence += min(seconds, 2 * TICK)
         remedy = "send the request again; if it happens again, report it"
-        if self._silence > heartbeat_timeout:
-            cause = f"the engine process gave no sign of life for {heartbeat_timeout:g} s"
+        patience = heartbeat_timeout
+        if self._silence > patience and wants_processor(self.process.pid):
+            patience *= _STARVED
+        if self._silence > patience:
+            cause = f"the engine process gave no sign of life for {patience:g} s"
             return LlmcError("E662", cause, remedy)
         if self.pulse.age + self._silence > step_timeout and self.pulse.age:
             return LlmcError("E662", f"a step of the engine took longer than {step_timeout:g} s", remedy)
@@ -254,6 +259,15 @@ def _let_go(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any]
     for socket in sockets:
         socket.close(linger=0)
     context.term()
+
+
+def wants_processor(pid: int) -> bool:
+    """Whether a thread of the process runs, or waits for a processor alone. False where the system does not say."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                return True
+    return False
 
 
 def _signal_name(number: int) -> str:
