@@ -12,7 +12,8 @@ from llmc_runtime.format.errors import LlmcError
 class EngineArgs:
     """The first part is LLM's (see there). LlmcError E201 where a limit of the second part makes no sense.
 
-    heartbeat_timeout  seconds without a sign of life after which the engine process counts as hung
+    heartbeat_timeout  seconds without a sign of life after which the engine process counts as hung (five times as many
+                       while it only waits for a processor)
     step_timeout       seconds that one step may take (None: 300 on a CPU target, 30 on others)
     start_timeout      seconds that opening may take
     max_restarts       engine processes that are replaced within an hour; at the next one AsyncLLM gives up
