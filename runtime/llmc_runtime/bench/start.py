@@ -64,7 +64,8 @@ def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
         process.communicate()
     told = json.loads(line or "{}")
     if "error" in told:
-        raise LlmcError(*told["error"])
+        code, cause, remedy = told["error"]
+        raise LlmcError(code, cause, remedy)
     if "seconds" not in told:
         raise LlmcError("E672", f"the process ended with code {process.returncode}", "its messages are on stderr")
     stages: dict[str, float] = told["seconds"]

@@ -38,7 +38,7 @@ class EngineArgs:
     prepare: bool = False
     trace: str | Path | None = None
 
-    heartbeat_timeout: float = 1.0
+    heartbeat_timeout: float = 0.8
     step_timeout: float | None = None
     start_timeout: float = 900.0
     max_restarts: int = 3
