@@ -105,9 +105,9 @@ def test_times_of_the_engine_and_the_front_add_up() -> None:
             inference == pytest.approx(prefill + decode)
             and queue + inference < found["e2e_request_latency_seconds_sum", ""]
         )
-        assert 2 * 0.02 <= prefill < 0.5 and 2 * 8 * 0.02 < decode < 2.0
+        assert 2 * 0.02 <= prefill < 20 and 2 * 8 * 0.02 < decode < 20
         mean = found["request_time_per_output_token_seconds_sum", ""] / 2
-        assert 0.015 < mean < 0.1 and found["request_time_per_output_token_seconds_count", ""] == 2
+        assert 0.015 < mean < 2 and found["request_time_per_output_token_seconds_count", ""] == 2
         assert found["iteration_tokens_total_count", ""] == found["num_steps_total", ""]
         assert found["iteration_tokens_total_sum", ""] == found["num_scheduled_tokens_total", ""]
         assert found["iteration_tokens_total_bucket", "le=+Inf"] == found["num_steps_total", ""]
