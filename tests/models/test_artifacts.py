@@ -73,8 +73,9 @@ def test_sampled_from_the_others(case: Case, tmp_path: Path, cache: Path) -> Non
     run_case(case, tmp_path, cache, torch.float32, 1e-3)
 
 
-@pytest.mark.parametrize("target", ["cpu:portable", "cpu:x86-64-v3"])
-def test_other_targets(target: str, tmp_path: Path, cache: Path) -> None:
+def test_another_target(tmp_path: Path, cache: Path) -> None:
+    """One that is drawn in every run; run_case prints the seed."""
+    target = ("cpu:portable", "cpu:x86-64-v3")[SEED % 2]
     run_case(LISTED[2], tmp_path, cache, torch.float32, 1e-3, target=target)
 
 
