@@ -1,6 +1,6 @@
-"""Every Triton kernel as a binary at the sizes of real models, without a GPU: in the tests for a target that is drawn,
-by this file as a program for every one (a step of CI). Texts that the interpreter runs may still not compile, or want
-more shared memory than a target has.
+"""Triton kernels as binaries at the sizes of real models, without a GPU: by this file as a program all of them for
+every target (a step of CI), in the tests half of them, each for one target, all drawn. Texts that the interpreter runs
+may still not compile, or want more shared memory than a target has.
 
     python tests/kernels/test_triton_binaries.py
 """
@@ -51,9 +51,9 @@ def sources(name: str, target: Target, another: Random | None = None) -> Iterato
 
 
 def work(every: bool) -> Iterator[tuple[Target, Work]]:
-    """What costs prefer for each target, or for one that is drawn; for the drawn one another schedule, too."""
+    """What costs prefer for each target, or half of it for drawn ones; for a drawn one another schedule, too."""
     rng = Random(SEED)
-    for name in REAL:
+    for name in REAL if every else rng.sample(list(REAL), len(REAL) // 2):
         lucky = rng.choice(TARGETS)
         for target in TARGETS if every else (lucky,):
             for what, source in sources(name, target, rng if target is lucky else None):
@@ -79,10 +79,10 @@ def test_no_kernel_is_left_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_kernel_compiles() -> None:
+def test_kernels_compile() -> None:
     print(f"SEED={SEED}")
     drawn = list(work(every=False))
-    assert len(drawn) > len(KERNELS)
+    assert len(drawn) >= len(KERNELS) // 2
     failed = list(failures(drawn))
     assert not failed, f"{len(failed)} of {len(drawn)}:\n" + "\n".join(failed)
 
