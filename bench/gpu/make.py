@@ -54,7 +54,7 @@ def with_weights(plan: Plan, model: Path, path: Path, weights: str, tuning: Path
     options = Options(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
-        tuning=tuning,
+        tuning=tuning, pipeline=plan.pipeline,
     )  # fmt: skip
     longest = _longest(model)
     if longest < MAX_LEN:

@@ -31,6 +31,7 @@ class Plan:
     requests: int
     target: str
     limit: float
+    pipeline: str = ""
 
     def artifact(self, shape: Shape) -> Path:
         """Random weights, filled by the runtime."""
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="tokens, of the prefill suite")
     ap.add_argument("--offline-requests", type=int, default=OFFLINE[0], metavar="N", help="512 is what peers ran")
     ap.add_argument("--target", default="cuda:sm_90", help="of what is compiled here")
+    ap.add_argument("--pipeline", default="", metavar="TEXT", help="of what is compiled here, as llmc compile takes it")
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="start nothing new after this long")
     ap.add_argument("--compile-only", action="store_true", help="make the artifacts, which takes no GPU, and end")
     return ap
@@ -68,7 +70,7 @@ def plan_of(a: argparse.Namespace) -> Plan:
             raise ValueError(f"{name!r} is not known; there are: {', '.join(known)}")
     return Plan(
         a.out, a.artifacts, tuple(MODELS[n] for n in names), suites, a.batches, a.kernel_batches, a.prompts,
-        a.offline_requests, a.target, a.limit,
+        a.offline_requests, a.target, a.limit, a.pipeline,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
-from llmc.codegen.tuning import Tuning, node_text
+from llmc.codegen.tuning import Tuning, node_text, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
@@ -44,7 +44,7 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
     out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
         out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
-    if n is not None and "T" in g.ranges and not any("T" in d.symbols for v in n.operands for d in v.type.shape):
+    if n is not None and "T" in g.ranges and "T" not in dict(sizes_of(n, out)):
         lo, hi = m.bounds(g).get("R", (1, 1))
         out["R"] = max(lo, min(hi, BESIDE))
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,16 @@ def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
-    shape = (*env["*b"], n)
-    body = parse_expr(attrs["body"])
-    check_epilogue(body, parts + len(extras))
+    return _epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+
+
+def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
+    """The result of an epilogue over so many accumulators of its shape, and the extras; raises Mismatch."""
+    check_epilogue(parse_expr(body), accumulators + len(extras))
     for e in extras:
-        if broadcast_shapes([shape, e.shape]) != shape:
-            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
-    return [Type(attrs["dtype"] or x.dtype, shape)]
+        if broadcast_shapes([result.shape, e.shape]) != result.shape:
+            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, result.shape))}]")
+    return [result]
 
 
 def check_epilogue(body: Any, arity: int) -> None:
@@ -123,12 +126,7 @@ def linear_split(x: Any, w: Any, *, splits: int) -> Any:
 
 
 def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    shape, body = (*env["*b"], env["n"]), parse_expr(attrs["body"])
-    check_epilogue(body, 1 + len(env["extras"]))
-    for e in env["extras"]:
-        if broadcast_shapes([shape, e.shape]) != shape:
-            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
-    return [Type(attrs["dtype"], shape)]
+    return _epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
 
 
 def _linear_combine_example(rng: Any) -> Any:
