@@ -21,6 +21,8 @@ GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_request
 class Sketch:
     """A histogram: how many values lie above the bound before and up to each `bound`, and the sum of all."""
 
+    __slots__ = ("bounds", "counts", "total")
+
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 

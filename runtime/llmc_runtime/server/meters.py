@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Stat
+from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Sketch, Stat
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.admission import REASONS
@@ -55,24 +54,6 @@ _OF_ENGINE = {"iteration_tokens": ("iteration_tokens_total", "Tokens computed in
 _ENDS = ("stop", "length", "abort", "error")
 
 
-class Histogram:
-    """Values by bucket; for one thread."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds, self._counts, self._total = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        """One more."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def told(self) -> list[float]:
-        """Its sum, then how many fell into each bucket (see metrics.Sketch)."""
-        return [self._total, *self._counts]
-
-
 class Meters:
     """The metrics of one served model. `stats` gives the engine's own figures by name (see metrics); `about` what does
     not change while it runs, as families; `gauges` numbers of the server as they are now."""
@@ -87,7 +68,7 @@ class Meters:
         self.registry = CollectorRegistry()
         self._model, self._stats, self._about, self._alias = model, stats, about, alias
         self.gauges: dict[str, tuple[str, Callable[[], float | None]]] = {}
-        self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self.histograms = {name: Sketch(bounds) for name, _, bounds in _HISTOGRAMS}
         self._counts = dict.fromkeys((name for name, _ in _COUNTERS), 0)
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # outputs by how they ended
@@ -124,10 +105,10 @@ class Meters:
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> Meter:
         """One request starts."""
-        self.histograms["request_prompt_tokens"].observe(prompt_tokens)
-        self.histograms["request_params_n"].observe(params.n)
+        self.histograms["request_prompt_tokens"].add(prompt_tokens)
+        self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
-            self.histograms["request_params_max_tokens"].observe(params.max_tokens)
+            self.histograms["request_params_max_tokens"].add(params.max_tokens)
         return Meter(self, params.n)
 
     def collect(self) -> Iterable[Metric]:
@@ -187,7 +168,7 @@ class Meter:
 
     def __init__(self, meters: Meters, outputs: int) -> None:
         self._meters, self._outputs, self._open = meters, outputs, outputs
-        self._next = meters.histograms["inter_token_latency_seconds"].observe
+        self._next = meters.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()
         self._first: float | None = None
         self._prefill = 0.0
@@ -217,23 +198,23 @@ class Meter:
         if self._open:
             self._meters.ended(rest, self._open)
             self._open = 0
-        meters["e2e_request_latency_seconds"].observe(time.monotonic() - self._began)
-        meters["request_generation_tokens"].observe(self.tokens)
+        meters["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
+        meters["request_generation_tokens"].add(self.tokens)
         if self._first is None:
             return
         decode = self._last - self._first
-        meters["request_decode_time_seconds"].observe(decode)
-        meters["request_inference_time_seconds"].observe(self._prefill + decode)
+        meters["request_decode_time_seconds"].add(decode)
+        meters["request_inference_time_seconds"].add(self._prefill + decode)
         if self.tokens > self._outputs:
-            meters["request_time_per_output_token_seconds"].observe(decode / (self.tokens / self._outputs - 1))
+            meters["request_time_per_output_token_seconds"].add(decode / (self.tokens / self._outputs - 1))
 
     def _begin(self, now: float, output: RequestOutput) -> None:
         meters, self._first = self._meters.histograms, now
-        meters["time_to_first_token_seconds"].observe(now - self._began)
+        meters["time_to_first_token_seconds"].add(now - self._began)
         if output.times is not None:
             queued, self._prefill = output.times
-            meters["request_queue_time_seconds"].observe(queued)
-            meters["request_prefill_time_seconds"].observe(self._prefill)
+            meters["request_queue_time_seconds"].add(queued)
+            meters["request_prefill_time_seconds"].add(self._prefill)
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
