@@ -5,6 +5,7 @@ Requests of open streams and of `generate`, from any thread, share the engine's 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import weakref
@@ -87,7 +88,7 @@ class LLM:
         from llmc_runtime.artifact import open_artifact
         from llmc_runtime.open import Limits, open_engine, whole
 
-        self._say = say or _to_stderr
+        self._say = say or to_stderr
         sizes = (max_model_len, max_num_seqs, max_num_batched_tokens)
         named = zip(("max-model-len", "max-num-seqs", "max-num-batched-tokens"), sizes)
         options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in named if v is not None}
@@ -124,7 +125,7 @@ class LLM:
     ) -> LLM:
         """An LLM over an engine made elsewhere: a simulated device, a test."""
         self = cls.__new__(cls)
-        self.model, self._say, self.trace = "", _to_stderr, None
+        self.model, self._say, self.trace = "", to_stderr, None
         self._close = weakref.finalize(self, lambda: None)
         self._start(engine, tokenizer, generation or {}, chat_template)
         return self
@@ -342,5 +343,8 @@ def _raise_first(answers: Iterable[Answer]) -> None:
             raise answer.error
 
 
-def _to_stderr(line: str) -> None:
-    print(f"llmc: {line}", file=sys.stderr, flush=True)
+def to_stderr(line: str) -> None:
+    """Tell a person, where there is one: a stderr that is closed, full or read by nobody is no failure."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"llmc: {line}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ class Bar:
         self._done = 0
         self._began = self._shown = time.perf_counter()
         self._bar: Any = None
-        if shown and total:
+        if shown and total and sys.stderr is not None:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
@@ -34,7 +35,8 @@ class Bar:
         written = sum(a.num_tokens for a in answers)
         speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)
-        self._bar.update(done - self._done)
+        with contextlib.suppress(OSError):  # nobody reads it (any more)
+            self._bar.update(done - self._done)
         self._done = done
 
     def __enter__(self) -> Bar:
@@ -42,4 +44,5 @@ class Bar:
 
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()

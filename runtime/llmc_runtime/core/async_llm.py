@@ -6,11 +6,14 @@ Text is made here, tokens there: prompts are encoded and answers decoded in this
 from __future__ import annotations
 
 import asyncio
-import sys
+import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.asks import LONGEST, RECORD, RESET
@@ -21,7 +24,7 @@ from llmc_runtime.core.supervisor import DEAD, READY, STARTING, Supervisor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.live import words_of
-from llmc_runtime.llm import resolve
+from llmc_runtime.llm import resolve, to_stderr
 from llmc_runtime.open import whole
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, default_params, fitted
@@ -58,7 +61,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
         self.args = EngineArgs(model, **options)
-        self._say = say or _to_stderr
+        self._say = partial(_tell, say or to_stderr)
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
         self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
@@ -266,7 +269,7 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     tokenizer = Tokenizer.open(path / "tokenizer") if has_text else None
     end = None if tokenizer is None else tokenizer.eos_token_id
     opening = Open(
-        str(path.resolve()),
+        quote_from_bytes(os.fsencode(path.resolve())),
         max_model_len=whole("max_model_len", args.max_model_len),
         max_num_seqs=whole("max_num_seqs", args.max_num_seqs),
         max_num_batched_tokens=whole("max_num_batched_tokens", args.max_num_batched_tokens),
@@ -279,11 +282,14 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
         verify=args.verify,
         canary=args.canary,
         prepare=args.prepare,
-        trace=None if args.trace is None else str(Path(args.trace).resolve()),
+        trace=None if args.trace is None else quote_from_bytes(os.fsencode(Path(args.trace).resolve())),
+        digest=manifest.digest,
     )
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     return Front(default_command(), opening, tokenizer, manifest.generation, step)
 
 
-def _to_stderr(line: str) -> None:
-    print(f"llmc: {line}", file=sys.stderr, flush=True)
+def _tell(say: Callable[[str], None], line: str) -> None:
+    """Nobody who cannot hear it keeps an engine from being looked after."""
+    with contextlib.suppress(Exception):
+        say(line)

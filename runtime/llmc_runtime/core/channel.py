@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -42,17 +43,19 @@ from llmc_runtime.format.errors import LlmcError
 TICK = 0.1  # seconds between two looks at the process
 _STARVED = 5.0  # times as long may be silent who waits for a processor: a busy machine is no hang
 _CHUNK = 128  # messages and deltas between two turns of the event loop
+_SOCKET_NAME = 107  # bytes of a Unix socket's name
+_PLACES = ("/tmp", "/dev/shm")  # for sockets, where the system's own place for such does not do
 _ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
 # What python runs: our own module, found where the front finds it and never in the folder it happens to be in.
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from llmc_runtime.core.process import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
 def default_command() -> list[str]:
     """The command of an engine process; the front's id, the sockets' folder and the heartbeat follow."""
-    return [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path))]
+    return [sys.executable, "-P", "-c", _BOOT, json.dumps([*filter(None, sys.path)])]
 
 
 class Channel:
@@ -74,7 +77,7 @@ class Channel:
         self.pulse: Pulse | None = None
         self.ready: Ready | None = None
         self._chunks: deque[list[Delta]] = deque()  # received, not heard
-        self._folder = Path(tempfile.mkdtemp(prefix="llmc-"))  # 0700
+        self._folder = _folder()
         self._context = zmq.Context()
         self._turns = asyncio.get_running_loop()
         sockets: list[Any] = []
@@ -85,11 +88,14 @@ class Channel:
                 [*command, str(os.getpid()), str(self._folder), str(heartbeat)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,  # closed when we were started
                 process_group=0,  # a Ctrl-C is the front's affair
             )
-        except BaseException:
+        except BaseException as e:
             self._context.destroy(linger=0)
             self._forget_folder()
+            if isinstance(e, OSError | zmq.ZMQError):
+                raise _refused(e) from e
             raise
         self._adds, self._control, self._reports = sockets
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), self.process, sockets, self._context)
@@ -261,12 +267,39 @@ def _let_go(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any]
     context.term()
 
 
+def _folder() -> Path:
+    """A new folder, ours alone, for sockets: their names may have so many bytes, and are texts. LlmcError E100."""
+    last: Exception | None = None
+    for place in (None, *_PLACES):
+        try:
+            found = tempfile.mkdtemp(prefix="llmc-", dir=place)  # 0700
+            if len(f"{found}/{_CONTROL}".encode()) <= _SOCKET_NAME:
+                return Path(found)
+            last = OSError(f"{found} is too long for the name of a socket")
+        except OSError as e:
+            last = e
+            continue
+        except UnicodeEncodeError as e:
+            last = e
+        os.rmdir(found)
+    assert last is not None
+    raise _refused(last) from last
+
+
+def _refused(error: Exception) -> LlmcError:
+    cause = f"the system refuses what a new engine process needs: {str(error)[:200]}"
+    remedy = "a TMPDIR of a short name that can be written; more files (ulimit -n), processes (-u), memory (-v)"
+    return LlmcError("E100", cause, remedy)
+
+
 def wants_processor(pid: int) -> bool:
     """Whether a thread of the process runs, or waits for a processor alone. False where the system does not say."""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[:1] == ["R"]:
-                return True
+    threads = Path(f"/proc/{pid}/task")
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(threads):
+            with contextlib.suppress(OSError):
+                if (threads / thread / "stat").read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                    return True
     return False
 
 

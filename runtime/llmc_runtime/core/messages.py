@@ -80,7 +80,8 @@ class Add(_Message):
 
 
 class Open(_Message):
-    """The artifact and the limits; said once, first. `heartbeat`: seconds between two signs of life."""
+    """The artifact and the limits; said once, first. `path` and `trace` are percent-encoded: file names are bytes.
+    `digest`: the artifact's as the front has read it, empty where it has not."""
 
     path: str
     max_model_len: int | None
@@ -96,6 +97,7 @@ class Open(_Message):
     canary: bool
     prepare: bool
     trace: str | None
+    digest: str = ""
 
 
 class Abort(_Message):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 import zmq
@@ -42,7 +43,7 @@ from llmc_runtime.core.messages import (
     fault_of,
 )
 from llmc_runtime.engine import Engine
-from llmc_runtime.format.errors import as_told
+from llmc_runtime.format.errors import LlmcError, as_told, brief
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.metrics import Stat
 
@@ -75,9 +76,13 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
     from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
     from llmc_runtime.trace import follow
 
-    say(f"opening {wanted.path}")
+    path = _file(wanted.path)
+    say(f"opening {path}")
     began = time.monotonic()
-    artifact = open_artifact(wanted.path, verify=wanted.verify, threads=wanted.threads)
+    artifact = open_artifact(path, verify=wanted.verify, threads=wanted.threads)
+    if wanted.digest not in ("", artifact.digest):  # the front has the texts of the other one
+        cause = f"{path} is another artifact than the one that was opened first"
+        raise LlmcError("E118", cause, "start again, or put the first one back")
     stages = {"artifact": time.monotonic() - began}
     limits = Limits(wanted.max_model_len, wanted.max_num_seqs, wanted.max_num_batched_tokens, wanted.kv_bytes)
     opened = open_engine(
@@ -91,7 +96,7 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
         canary=wanted.canary,
         prepare=wanted.prepare,
     )
-    trace = None if wanted.trace is None else follow(opened.engine, wanted.trace)
+    trace = None if wanted.trace is None else follow(opened.engine, _file(wanted.trace))
 
     def grammars() -> Grammars | None:
         if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
@@ -105,6 +110,27 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
             trace.finish()
 
     return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages})
+
+
+def _file(name: str) -> str:
+    """A file's name as it is here."""
+    return os.fsdecode(unquote_to_bytes(name))
+
+
+class Age:
+    """Seconds that the work under way has taken, of those in which this process could run: all of it may have been
+    stopped (a paused container, Ctrl-Z), and a step is not to blame for that. `most`: of a look at the clock."""
+
+    def __init__(self, most: float) -> None:
+        self._most, self._began, self._age, self._last = most, 0.0, 0.0, time.monotonic()
+
+    def of(self, began: float) -> float:
+        """The age of what began then; 0: nothing is under way. Asked again and again."""
+        now = time.monotonic()
+        passed, self._last = min(now - self._last, self._most), now
+        self._age = self._age + passed if began == self._began else min(now - began, self._most)
+        self._began = began
+        return self._age if began else 0.0
 
 
 class _Pulses(threading.Thread):
@@ -137,6 +163,7 @@ class CoreProcess:
         self._session: Session | None = None
         self._loop: Loop | None = None
         self._nonsense = 0
+        self._age = Age(2 * heartbeat)
         self._idle = (0.0, 0.0)  # seconds without work, and since when there is none; 0: there is some
         self._encode = msgspec.msgpack.Encoder().encode
         self._add_of, self._control_of = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
@@ -151,15 +178,15 @@ class CoreProcess:
         return socket
 
     def pulse(self) -> Pulse:
-        """How it is; asked from another thread than the one that works."""
-        began, loop = self._began, self._loop
+        """How it is; asked once a heartbeat, from another thread than the one that works."""
+        loop = self._loop
         stats: dict[str, Stat] = {}
         if loop is not None:
             total, since = self._idle
             idle = total + (time.monotonic() - since if since else 0.0)
             stats = {**loop.stats(), "scheduler_idle_seconds": idle}
         nonsense = self._nonsense + (0 if loop is None else loop.nonsense)
-        return Pulse(time.monotonic() - began if began else 0.0, nonsense, stats)
+        return Pulse(self._age.of(self._began), nonsense, stats)
 
     def run(self) -> int:
         """Serve until told to stop, or until the engine has ended. The exit code."""
@@ -186,7 +213,7 @@ class CoreProcess:
         if not isinstance(wanted, Open):
             return 0
         try:
-            session = self._session = self._opener(wanted, lambda line: self._say(Progress(line)))
+            session = self._session = self._opener(wanted, lambda line: self._say(Progress(brief(line, 4))))
         except Exception as e:
             error = as_told(e)
             if error.code == "E000":

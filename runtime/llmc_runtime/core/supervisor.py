@@ -11,7 +11,7 @@ from llmc_runtime.core.asks import Asks
 from llmc_runtime.core.channel import TICK, Channel
 from llmc_runtime.core.messages import Add, Open, Pulse, Ready, Reply
 from llmc_runtime.core.requests import Requests
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.errors import LlmcError, as_told
 from llmc_runtime.metrics import Stat, added, nothing
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
@@ -170,9 +170,9 @@ class Supervisor:
                 await self._open()
                 self._say(f"the engine process was replaced ({self.restarts} so far)")
                 return
-            except LlmcError as e:
-                self.error = e
-                self._say(f"the engine did not open again: {e.cause}")
+            except Exception as e:
+                self.error = as_told(e)
+                self._say(f"the engine did not open again: {self.error.cause}")
 
     def _delay(self) -> float | None:
         """Seconds until the next try; None where there were enough."""
