@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +23,11 @@ from pathlib import Path
 
 from llmc_runtime.format.cache_key import artifact_key
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.signals import unwinding
 
 MANIFEST = "manifest.json"
 _TAIL = 5
+_PATIENCE = 3.0  # seconds that a compiler has to end
 _ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as llmc has it
 
 Say = Callable[[str], None]
@@ -57,7 +61,7 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
         if is_artifact(entry):
             say(f"using {entry}, compiled from {source}")
             return entry
-        with _locked(root / "artifacts" / f".{entry.name}.lock", say):
+        with _locked(root / "artifacts" / f".{entry.name}.lock", say), unwinding():
             if not is_artifact(entry):
                 _build(source, options, root, entry, say)
     except OSError as e:
@@ -89,8 +93,11 @@ def fetched(name: str, options: Mapping[str, str], root: Path, say: Say) -> Path
     say(f"the same by hand: llmc compile {name} -o model.llmc {flags}")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.parent / f".{entry.name}.lock", say):
-            _run([sys.executable, *fetch_command(name, entry, options, root)], name)
+        with _locked(entry.parent / f".{entry.name}.lock", say), unwinding():
+            try:
+                _run([sys.executable, *fetch_command(name, entry, options, root)], name)
+            finally:
+                _sweep(entry)
     except OSError as e:
         raise _unusable(root, e) from e
     return entry
@@ -111,9 +118,9 @@ def compile_command(source: Path, output: Path, options: Mapping[str, str], root
 
 
 def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, say: Say) -> None:
-    """Compile beside the entry and rename: a killed build leaves nothing that opens. The caller holds the lock."""
-    for stale in entry.parent.glob(f".{entry.name}.*.tmp"):
-        shutil.rmtree(stale, ignore_errors=True)
+    """Compile beside the entry and rename: a build that is ended leaves nothing, a killed one nothing that opens. The
+    caller holds the lock."""
+    _sweep(entry)
     require_compiler()
     partial = entry.parent / f".{entry.name}.{os.getpid()}.tmp"
     by_hand = " ".join(f"--{name} {value}" for name, value in options.items())
@@ -125,7 +132,15 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
             shutil.rmtree(entry)
         os.rename(partial, entry)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _sweep(entry)
+
+
+def _sweep(entry: Path) -> None:
+    """Remove what builds of the entry wrote, and what their compilers had begun beside that."""
+    name = glob.escape(entry.name)
+    for pattern in (f".{name}.*.tmp", f"..{name}.*.tmp.tmp-*", f".{name}.tmp-*"):
+        for path in entry.parent.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def require_compiler(why: str = "the model is not compiled") -> None:
@@ -140,7 +155,8 @@ def require_compiler(why: str = "the model is not compiled") -> None:
 
 
 def _run(command: Sequence[str], source: Path | str) -> None:
-    """Run the compiler, its progress to our stderr line by line. LlmcError E641 with its own error if it fails."""
+    """Run the compiler, its progress to our stderr line by line; whatever ends us ends it first. LlmcError E641 with
+    its own error if it fails."""
     tail: list[str] = []
     process = subprocess.Popen(
         command,
@@ -149,16 +165,16 @@ def _run(command: Sequence[str], source: Path | str) -> None:
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
+        process_group=0,  # with all that it starts
     )
     assert process.stderr is not None
     try:
         for line in process.stderr:
-            sys.stderr.write(line)
+            _pass_on(line)
             tail = [*tail[1 - _TAIL :], line.rstrip()]
         code = process.wait()
     except BaseException:
-        process.terminate()
-        process.wait()
+        _end(process)
         raise
     if code:
         said = next((line for line in reversed(tail) if line.startswith("LLMC-E")), "")
@@ -167,6 +183,25 @@ def _run(command: Sequence[str], source: Path | str) -> None:
             f"compiling {source} failed with exit code {code}" + (f": {said}" if said else ""),
             "see the compiler's lines above; llmc compile MODEL -o DIR -v shows more",
         )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the compiler and all that it started; what is there after its time is killed."""
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=_PATIENCE)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _pass_on(line: str) -> None:
+    """To stderr, where somebody reads it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(line)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.cache import is_id
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import ServerLoop, Tls, listening, name_of
+from llmc_runtime.signals import unwinding
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -71,17 +72,23 @@ class Options:
 
 
 def serve(options: Options) -> int:
-    """Serve until a signal ends it. The exit code: 0 after SIGTERM. LlmcError E646, E649, E665, those of opening."""
+    """Serve until a signal ends it. The exit code: 0 after SIGTERM. SystemExit where it comes before the server is
+    there; LlmcError E646, E649, E665, those of opening."""
     require_packages()
+    from llmc_runtime.core.args import EngineArgs
     from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.llm import resolve
     from llmc_runtime.server.logs import teller
 
     tls = None if options.tls is None else options.tls.context()
-    with listening(options.host, options.port, options.uds) as bound:
+    with unwinding(), listening(options.host, options.port, options.uds) as bound:
         say = teller(options.log_format)
         for note in options.notes:
             say(note)
-        llm = AsyncLLM(options.model, say=say, **options.engine)
+        args = EngineArgs(options.model, **options.engine)
+        # In this thread, or a signal would leave the compiler behind.
+        model = resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
+        llm = AsyncLLM(model, say=say, **options.engine)
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(serve_over(llm, options, bound, tls))
     return 0
