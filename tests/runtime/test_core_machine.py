@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from urllib.parse import quote_from_bytes
 
+import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.core.channel import _folder, wants_processor
@@ -119,6 +122,41 @@ def test_without_a_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setattr("sys.stderr", Full())
     to_stderr("a line")
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.4])
+def test_shutdown_ends_a_start(moment: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    never = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    async def stops() -> None:
+        llm = fake()
+        assert llm._front is not None
+        if moment == 0.0:  # while the folder is read
+            monkeypatch.setattr("llmc_runtime.core.async_llm._read", lambda *a, f=llm._front: time.sleep(0.2) or f)
+            llm._front = None
+        else:
+            llm._front = replace(llm._front, command=never)
+        starting = asyncio.create_task(llm.start())
+        await asyncio.sleep(moment)
+        with pytest.raises(LlmcError, match="E660"):
+            await llm.start()
+        await llm.shutdown()
+        with pytest.raises(LlmcError, match="E663"):
+            await asyncio.wait_for(starting, 10)
+        assert llm.errored
+        other = fake()
+        assert other._front is not None
+        other._front = replace(other._front, command=never)
+        starting = asyncio.create_task(other.start())
+        await asyncio.sleep(moment)
+        starting.cancel()  # its caller does not wait any more
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    run(stops())
+    assert not list(tmp_path.iterdir())
+    assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_who_may_open_no_file_is_not_said_to_want_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
@@ -30,6 +32,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     chat_template: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     target: str = "cpu:native"
     dtype: str = "auto"
     cache_dir: str | Path | None = None

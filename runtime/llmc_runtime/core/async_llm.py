@@ -21,13 +21,14 @@ from llmc_runtime.core.channel import default_command
 from llmc_runtime.core.messages import Add, Open, Ready, params_of
 from llmc_runtime.core.requests import KINDS
 from llmc_runtime.core.supervisor import DEAD, READY, STARTING, Supervisor
+from llmc_runtime.defaults import default_params, generation_of
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.live import words_of
 from llmc_runtime.llm import resolve, to_stderr
 from llmc_runtime.open import whole
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, default_params, fitted
+from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import Row
@@ -64,6 +65,8 @@ class AsyncLLM:
         self._say = partial(_tell, say or to_stderr)
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
+        self._started = self._stopped = False
+        self.generation: Mapping[str, Any] = {}  # defaults of sampling, by their names in generation_config.json
         self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
 
     @classmethod
@@ -75,13 +78,17 @@ class AsyncLLM:
 
     async def start(self) -> Ready:
         """Open the model; the limits in force. LlmcError as LLM's, E660 to E664. Once."""
-        if self._supervisor is not None:
+        if self._started:
             raise LlmcError("E660", "AsyncLLM was started before", "make another one")
+        self._started = True
         if self._front is None:
             self._front = await asyncio.to_thread(_read, self.args, self._say)
-        front = self._front
+        front, args = self._front, self.args
+        self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
         limit = self.args.step_timeout or front.step_timeout
         self._supervisor = Supervisor(front.command, front.opening, self.args, limit, self._say)
+        if self._stopped:
+            await self._supervisor.stop(0.0)
         ready = await self._supervisor.start()
         self._say(ready.summary)
         return ready
@@ -149,6 +156,7 @@ class AsyncLLM:
 
     async def shutdown(self, drain: float = 0.0) -> None:
         """Take nothing new, let open requests go on for `drain` seconds, tell the rest (E663), end the process."""
+        self._started = self._stopped = True
         if self._supervisor is not None:
             await self._supervisor.stop(drain)
 
@@ -225,10 +233,8 @@ class AsyncLLM:
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """What is used where none are given: the model's generation_config.json, as transformers reads it."""
-        if self._front is None:
-            return default_params({}, max_tokens=max_tokens)
         if max_tokens not in self._made_defaults:
-            made = default_params(self._front.generation, max_tokens=max_tokens)
+            made = default_params(self.generation, max_tokens=max_tokens)
             if len(self._made_defaults) >= _MOST_DEFAULTS:
                 return made
             self._made_defaults[max_tokens] = made

@@ -15,8 +15,9 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -45,6 +46,12 @@ _STARVED = 5.0  # times as long may be silent who waits for a processor: a busy 
 _CHUNK = 128  # messages and deltas between two turns of the event loop
 _SOCKET_NAME = 107  # bytes of a Unix socket's name
 _PLACES = ("/tmp", "/dev/shm")  # for sockets, where the system's own place for such does not do
+_REASONS: Mapping[int, str] = MappingProxyType(
+    {
+        signal.SIGKILL: "if nobody did that, the machine's memory ran out (see dmesg)",
+        signal.SIGBUS: "a file of the artifact may have been cut short: they are read in place, replace folders",
+    }
+)
 _ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
 # What python runs: our own module, found where the front finds it and never in the folder it happens to be in.
 _BOOT = (
@@ -186,7 +193,8 @@ class Channel:
         if code is None:
             return None
         how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
-        return LlmcError("E661", f"the engine process {how}", "send the request again; its messages are on stderr")
+        why = _REASONS.get(-code, "its messages are on stderr")
+        return LlmcError("E661", f"the engine process {how}", f"send the request again; {why}")
 
     def _listen(self) -> None:
         """Hear what has come, for a while; the socket tells of news once, so that what is left needs another turn."""
@@ -293,12 +301,13 @@ def _refused(error: Exception) -> LlmcError:
 
 
 def wants_processor(pid: int) -> bool:
-    """Whether a thread of the process runs, or waits for a processor alone. False where the system does not say."""
+    """Whether a thread of the process runs, or waits for a processor or for memory that is read from a disk alone.
+    False where the system does not say."""
     threads = Path(f"/proc/{pid}/task")
     with contextlib.suppress(OSError):
         for thread in os.listdir(threads):
             with contextlib.suppress(OSError):
-                if (threads / thread / "stat").read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                if (threads / thread / "stat").read_text().rpartition(")")[2].split()[:1] in (["R"], ["D"]):
                     return True
     return False
 

@@ -311,6 +311,7 @@ def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """What the engine process runs. The exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the front's affair; whoever ends a whole service tells us, too
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # our group is in the background of the terminal that stderr may be
     faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front asks where we are
     parent, folder, heartbeat = argv
     return CoreProcess(int(parent), Path(folder), float(heartbeat), opener).run()

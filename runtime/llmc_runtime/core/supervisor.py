@@ -41,6 +41,7 @@ class Supervisor:
         self._past = nothing()  # what the engines before this one counted
         self._failures: list[float] = []
         self._channel: Channel | None = None
+        self._opening: asyncio.Task[Ready] | None = None  # the first
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -64,12 +65,17 @@ class Supervisor:
         return None if self._channel is None else self._channel.process.pid
 
     async def start(self) -> Ready:
-        """Open the engine and look after it from now on. LlmcError where it does not open."""
+        """Open the engine and look after it from now on. LlmcError where it does not open, E663 once it was stopped."""
+        if self._state != STARTING:
+            raise _closing()
+        opening = self._opening = asyncio.create_task(self._open())
         try:
-            ready = await self._open()
+            ready = await opening
         except BaseException as e:
-            self._state = DEAD
+            stopped, self._state = self._state != STARTING, DEAD
             self.error = e if isinstance(e, LlmcError) else None
+            if stopped and isinstance(e, asyncio.CancelledError) and opening.cancelled() and not _cancelled():
+                raise _closing() from None
             raise
         self._watch = asyncio.create_task(self._look_after())
         return ready
@@ -105,10 +111,11 @@ class Supervisor:
         deadline = time.monotonic() + drain
         while was_ready and len(self.requests) and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+        for task in (self._opening, self._watch):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._watch = None
         self.requests.fail_all(_closing())
         self._asks.fail_all(_closing())
         channel, self._channel = self._channel, None
@@ -187,6 +194,12 @@ class Supervisor:
         self.error = LlmcError("E664", words, "start again when the cause is found; its messages are on stderr")
         self._state = DEAD
         self._say(words)
+
+
+def _cancelled() -> bool:
+    """Whether who waits here was told to stop waiting."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _closing() -> LlmcError:
