@@ -10,12 +10,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from draw import SEED, left_out
 from filecheck.finput import FInput
 from filecheck.matcher import Matcher
 from filecheck.options import Options
 from filecheck.parser import Parser
 
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
+
+
+SHARE = 0.5  # of the tests marked `drawn` that a run takes, unless it takes --every one
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", action="store_true", help="all tests marked `drawn`, not only those that SEED draws")
+
+
+def pytest_report_header() -> str:
+    return f"SEED={SEED}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are one of many of a kind are drawn; what is named on the command line by its node id runs."""
+    if config.getoption("--every") or any("::" in arg for arg in config.args):
+        return
+    out = left_out([item.nodeid for item in items if item.get_closest_marker("drawn")], SHARE)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    items[:] = [item for item in items if item.nodeid not in out]
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -14,7 +14,7 @@ from random import Random
 
 import pages
 import pytest
-from models.cases import SEED
+from draw import SEED
 from pages import DOCS, FENCE, PAGES, ROOT, Block
 
 TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])

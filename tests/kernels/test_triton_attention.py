@@ -22,6 +22,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
+pytestmark = pytest.mark.drawn
 SHAPES = (
     (4, 4, 64),
     (14, 2, 64),

@@ -22,9 +22,9 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root), str(root / "runtime"), str(root / "tests")]
 
+from draw import SEED
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
-from models.cases import SEED
 
 from llmc.codegen.kernel import Source
 from llmc.codegen.triton.table import KERNELS

@@ -25,6 +25,7 @@ from llmc.ir.types import tensor
 from llmc.targets.gpu import sm_90
 from llmc.targets.target import Target
 
+pytestmark = pytest.mark.drawn
 KERNELS = (STREAM, TILE, GEMM)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"

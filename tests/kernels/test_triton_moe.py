@@ -23,6 +23,7 @@ from llmc.targets.gpu import sm_90
 from llmc.targets.target import Target
 
 # tokens, experts of each, experts
+pytestmark = pytest.mark.drawn
 ROUTINGS = ((1, 1, 1), (1, 3, 5), (7, 2, 6), (40, 4, 9), (33, 2, 130))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernels import triton_harness
 from kernels.cases import SIZES, Text, of_ops, of_random, of_texts
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
-from models.cases import SEED
 
 from llmc.codegen.triton.rows import ROWS
 from llmc.ir.dtype import DTYPES
@@ -28,7 +28,8 @@ RESIDUAL = Text(
     "bf16[T, 301], bf16[T, 301]",
 )
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-30, -3e38, 88.9, -104.0, 3e-3], np.float32)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says what overflows and what is no number
+# numpy says what overflows and what is no number
+pytestmark = [pytest.mark.drawn, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def case(t: Text, schedule: dict[str, Any] | None = None, inputs: Sequence[np.ndarray] = (), **options: Any) -> Case:

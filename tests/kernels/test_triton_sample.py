@@ -27,6 +27,7 @@ KERNELS: Mapping[str, TritonKernel] = {
     "row_finish": FINISH,
 }  # fmt: skip
 I32, F32 = np.int32, np.float32
+pytestmark = pytest.mark.drawn
 SMALL = {"tile": 256, "warps": 4}
 FILTERS = [(1.0, 0.0, 0), (0.7, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 4), (0.8, 0.1, 0), (0.6, 0.0, 6), (0.9, 0.05, 5)]
 

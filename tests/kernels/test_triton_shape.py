@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernels import triton_harness
 from kernels.cases import SIZES, Text, of_ops, of_texts
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, compile_for, run_case
-from models.cases import SEED
 
 from llmc.codegen.kernel import Kernel
 from llmc.codegen.triton.reduce import ARGMAX, CUMSUM, FOLD, SOFTMAX, TOPK
@@ -26,7 +26,8 @@ KERNELS: tuple[Kernel, ...] = (
 )  # fmt: skip
 STORED = ("f32", "bf16", "f16", "f64", "i64", "i32", "i16", "i8", "u32", "u16", "u8", "bool")
 NUMBERS = ("f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u32", "u16", "u8")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says what overflows and what is no number
+# numpy says what overflows and what is no number
+pytestmark = [pytest.mark.drawn, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def case(

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from draw import SEED
 from kernels.harness import Buffer, Case
-from models.cases import SEED
 
 from llmc.codegen.kernel import Source
 from llmc.codegen.triton.toolchain import Compiled, TritonToolchain, load_entry

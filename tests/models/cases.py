@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+
+from draw import SEED
 
 SMALL = {
     "vocab_size": 320,
@@ -263,10 +262,6 @@ ROPES = (
     Case("rope-longrope-short", "llama", SMALL | LONG, (37,), {"max_positions": 64}),
     Case("rope-longrope-long", "llama", SMALL | LONG, (77,), {"max_positions": 256}),
 )
-
-# One seed a test run, the same in all of its workers; SEED=n repeats a run.
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
-SEED = int(os.environ.get("SEED") or zlib.crc32(RUN.encode()))
 
 
 def further(count: int) -> Sequence[Case]:

@@ -16,7 +16,10 @@ from llmc.ir import text
 from llmc.ir.ops import OPS
 from llmc.ir.verify import verify
 
-EVERY = tuple(pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *ROPES, *further(6)))
+EVERY = (
+    *(pytest.param(c, id=c.name) for c in LISTED),
+    *(pytest.param(c, id=c.name, marks=pytest.mark.drawn) for c in (*UNLISTED, *ROPES, *further(6))),
+)
 
 
 @pytest.mark.parametrize("case", EVERY)

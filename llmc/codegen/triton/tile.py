@@ -74,6 +74,7 @@ LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
 _SUMS = 128  # float32 sums that a thread holds at most
 WARPGROUP = 64  # rows of the widest instruction
+MATRIX = 16  # rows and columns of AMD's least one
 _L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
 _PREFETCH = '"prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l"'
 
@@ -92,8 +93,8 @@ class Tiled(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
         offered = self._narrow(p) if self.swap else self._large(p)
-        if target.family == "hip":  # one tile ahead, in registers
-            offered = ((*s[:4], 2, 1) for s in offered)
+        if target.family == "hip":  # one tile ahead, in registers; the least instruction has 16 rows and columns
+            offered = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in offered)
         shapes = [s for s in dict.fromkeys(offered) if fits(p, s, target)]
         return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
 
