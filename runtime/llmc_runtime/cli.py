@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.server.flags import parse_bytes, positive
+from llmc_runtime.server.flags import generation_flags, parse_bytes, positive
 
 if TYPE_CHECKING:
     from llmc_runtime.server.command import Options
@@ -186,6 +186,7 @@ def _sampling(group: Any) -> None:
     add("--frequency-penalty", type=float, metavar="X", help="0 is off")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add("--stop", action="append", metavar="TEXT", help="end before this text (up to four times)")
+    generation_flags(add)
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of N candidates a token")
 
@@ -260,7 +261,12 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
 
     if not compiles and not (Path(args.model) / "manifest.json").is_file():
         _refuse_sources(args.model)
+    from llmc_runtime.defaults import described
     from llmc_runtime.llm import LLM
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            print(f"llmc: {line}", file=sys.stderr, flush=True)
 
     clock.stage("imports")
     options: dict[str, Any] = {}
@@ -269,8 +275,11 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
 
         options = {"target": args.target, "dtype": args.dtype, "max_model_len": args.max_model_len}
         options["cache_dir"] = args.cache or default_root(os.environ)
+    choice = args.generation_config, args.override_generation_config
     llm = LLM(
         args.model,
+        generation_config=choice[0],
+        override_generation_config=choice[1],
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory,
         seed=int.from_bytes(os.urandom(8), "little") if args.seed is None else 0,
@@ -279,9 +288,11 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
         canary=args.canary,
         prepare=args.prepare,
         trace=args.trace,
-        say=(lambda line: None) if args.quiet else (lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)),
+        say=say,
         **options,
     )
+    if (line := described(llm.generation, *choice)) is not None:
+        say(line)
     clock.stage("open")
     return Session(llm, given, clock, system=args.system, quiet=args.quiet)
 

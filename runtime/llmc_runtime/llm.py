@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.defaults import default_params, generation_of
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
@@ -28,7 +29,6 @@ from llmc_runtime.prompts import (
     as_priorities,
     as_prompt,
     as_prompts,
-    default_params,
     fitted,
     numbered,
 )
@@ -54,6 +54,8 @@ class LLM:
     threads                of the CPU target (None: physical cores)
     seed                   draws the seeds of requests that bring none; the same seed, the same draws
     chat_template          a template's text, or the name of one of the model's own
+    generation_config      defaults of sampling: "auto" (the model's), "vllm" (none), a folder with another such file
+    override_generation_config  {name: value} that goes over these
     verify                 check the hashes of the weights while opening
     canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
     prepare                build every device graph now (of GPUs), not each when it is first needed
@@ -76,6 +78,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
         chat_template: str | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         target: str = "cpu:native",
         dtype: str = "auto",
         cache_dir: str | Path | None = None,
@@ -94,6 +98,7 @@ class LLM:
         options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in named if v is not None}
         path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
         artifact = open_artifact(path, verify=verify, threads=whole("threads", threads))
+        generation = generation_of(artifact.manifest.generation, generation_config, override_generation_config)
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
         tokenizer = Tokenizer.open(artifact.tokenizer_dir) if has_text else None
@@ -113,7 +118,7 @@ class LLM:
         self._close.atexit = False  # the process takes everything with it, and daemon threads may still run
         self.trace = None if trace is None else follow(opened.engine, trace)
         self._say(opened.summary)
-        self._start(opened.engine, tokenizer, artifact.manifest.generation, chat_template)
+        self._start(opened.engine, tokenizer, generation, chat_template)
 
     @classmethod
     def over(
@@ -156,7 +161,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
-        """What is used where none are given: the model's generation_config.json, as transformers reads it."""
+        """What is used where none are given: the model's generation_config.json, as transformers reads it, unless the
+        LLM was told otherwise."""
         return default_params(self.generation, max_tokens=max_tokens)
 
     def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:

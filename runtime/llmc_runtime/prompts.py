@@ -113,27 +113,6 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16) -> SamplingParams:
-    """What a model's generation_config.json asks for, as transformers reads it: greedy unless it says do_sample.
-
-    `max_tokens` stands where the file names no max_new_tokens. LlmcError E601 where a value makes no sense.
-    """
-    length = generation.get("max_new_tokens")
-    params = SamplingParams(max_tokens=length if type(length) is int and length > 0 else max_tokens)
-    if not generation.get("do_sample"):
-        params = replace(params, temperature=0.0)
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        value = generation.get(name)
-        if value is None or (name != "repetition_penalty" and not generation.get("do_sample")):
-            continue
-        try:
-            params = replace(params, **{name: value})
-        except LlmcError as e:
-            remedy = "pass sampling_params, or mend the file and compile again"
-            raise LlmcError(e.code, f"generation_config.json: {e.cause}", remedy) from e
-    return params
-
-
 def numbered(error: LlmcError, index: int, count: int) -> LlmcError:
     """The same error, saying which of several prompts it is about."""
     if count == 1:

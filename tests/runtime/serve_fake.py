@@ -9,6 +9,7 @@ import sys
 from llmc_runtime.server.command import serve_over
 from llmc_runtime.server.given import options_of, read
 from llmc_runtime.server.listen import ServerLoop, listening
+from llmc_runtime.server.renew import context_of
 
 from tests.runtime.async_kit import fake
 from tests.runtime.served import TOK
@@ -17,7 +18,7 @@ if __name__ == "__main__":
     pace, timeout, *words = sys.argv[1:]
     given = read(["toy", "--port", "0", "--shutdown-timeout", timeout, *words])
     options = options_of(given.args, os.environ, None)
-    tls = None if options.tls is None else options.tls.context()
+    tls = context_of(options.tls)
     with listening(options.host, options.port, options.uds) as bound:
         try:
             with asyncio.Runner(loop_factory=ServerLoop) as runner:

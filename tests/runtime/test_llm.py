@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import textkit
 from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.defaults import default_params
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine import Engine
-from llmc_runtime.prompts import default_params
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.text.tokenizer import Tokenizer

@@ -119,6 +119,50 @@ def test_who_does_not_end_the_handshake_is_cut_off(pem: Path) -> None:
         assert 0.2 < runner.run(main()) < 5
 
 
+def certificate_of(url: str, trusted: Path) -> bytes | None:
+    """What the server shows a client that trusts `trusted` alone, in DER; None where the client refuses it."""
+    host, port = url.removeprefix("https://").split(":")
+    context = ssl.create_default_context(cafile=trusted)
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as link:
+            return context.wrap_socket(link, server_hostname="localhost").getpeercert(True)
+    except ssl.SSLCertVerificationError:
+        return None
+
+
+def until_said(command: Command, words: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while words not in "".join(command.lines):
+        assert time.monotonic() < end, command.lines
+        time.sleep(0.05)
+
+
+def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp_path: Path) -> None:
+    live, key, new = tmp_path / "live.pem", tmp_path / "key.pem", tmp_path / "new.pem"
+    shutil.copy(pem / "cert.pem", live)
+    shutil.copy(pem / "key.pem", key)
+    name = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    openssl("req", "-x509", *SOON, "-keyout", str(tmp_path / "new-key.pem"), "-out", str(new), *name)
+    first, second = (ssl.PEM_cert_to_DER_cert(path.read_text()) for path in (live, new))
+    with started("--ssl-certfile", str(live), "--ssl-keyfile", str(key), "--enable-ssl-refresh") as command:
+        trusting = ssl.create_default_context(cafile=pem / "cert.pem")
+        with httpx.Client(verify=trusting, timeout=30) as open_before:
+            body = {"prompt": [20, 30], "max_tokens": 200, "ignore_eos": True, "stream": True}
+            with open_before.stream("POST", f"{command.url}/v1/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                shutil.copy(new, live)  # its key is not there yet
+                until_said(command, "cannot be used, those before stay: ")
+                assert "another certificate's" in "".join(command.lines)
+                assert certificate_of(command.url, pem / "cert.pem") == first
+                os.replace(tmp_path / "new-key.pem", key)
+                until_said(command, "new connections get those of")
+                assert certificate_of(command.url, new) == second
+                assert certificate_of(command.url, pem / "cert.pem") is None
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert len(ask(open_before, command.url)) > 0  # over the same connection
+
+
 @pytest.mark.parametrize(
     ("cert", "key", "words"),
     [
@@ -140,7 +184,12 @@ def test_bad_files_are_told_before_anything_is_opened(cert: str, key: str | None
 
 def test_options_of_tls_that_cannot_be_meant(pem: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"))
-    for words in (("--ssl-keyfile", "k"), (*files, "--ssl-cert-reqs", "2"), (*files, "--ssl-ciphers", "NO-SUCH")):
+    for words in (
+        ("--ssl-keyfile", "k"),
+        ("--enable-ssl-refresh",),
+        (*files, "--ssl-cert-reqs", "2"),
+        (*files, "--ssl-ciphers", "NO-SUCH"),
+    ):
         assert main_serve(["nowhere.llmc", *words]) == 1
         assert "E649" in capsys.readouterr().err
 

@@ -16,9 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.cache import is_id
+from llmc_runtime.defaults import described
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import ServerLoop, Tls, listening, name_of
-from llmc_runtime.signals import unwinding
+from llmc_runtime.server.renew import Renewed, context_of
+from llmc_runtime.signals import ENDING, unwinding
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -80,7 +82,7 @@ def serve(options: Options) -> int:
     from llmc_runtime.llm import resolve
     from llmc_runtime.server.logs import teller
 
-    tls = None if options.tls is None else options.tls.context()
+    tls = context_of(options.tls)
     with unwinding(), listening(options.host, options.port, options.uds) as bound:
         say = teller(options.log_format)
         for note in options.notes:
@@ -121,7 +123,8 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
         gc.freeze()  # what is there stays: collections need not look at it
         config = _config(options, serving, most)
         config.ssl = tls
-        for line in serving.dialect.lines:
+        choice = llm.args.generation_config, llm.args.override_generation_config
+        for line in filter(None, (described(llm.generation, *choice), *serving.dialect.lines)):
             say(line)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
@@ -144,9 +147,14 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(leave(server))))
 
         dump_on_quit(loop, serving)
+        server = draining(uvicorn, config, there, drain)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            signal.signal(signal.SIGHUP, server.handle_exit)
+        if isinstance(tls, Renewed):
+            tasks.add(loop.create_task(tls.follow()))
         try:
-            await draining(uvicorn, config, there, drain).serve([bound])
+            await server.serve([bound])
         finally:
             serving.close()
 
@@ -232,8 +240,8 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
 
 
 def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callable[[Any], None]) -> Any:
-    """A server that says when it is there, and whose first signal begins the drain, which ends it; SIGTERM does so with
-    0, another signal at once."""
+    """A server that says when it is there, and whose first signal begins the drain, which ends it; SIGTERM and SIGHUP
+    do so with 0, another signal at once."""
 
     class Draining(uvicorn.Server):
         _drains = False
@@ -244,7 +252,7 @@ def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callab
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             super().handle_exit(sig, frame)
-            if sig == signal.SIGTERM and self._captured_signals:
+            if sig in ENDING and self._captured_signals:
                 self._captured_signals.remove(sig)
             if self._drains:
                 self.force_exit = True

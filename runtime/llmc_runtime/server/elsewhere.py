@@ -59,7 +59,6 @@ PASSED_OVER = (
     Elsewhere(("--enable-prompt-tokens-details",), "", None, "usage always has prompt_tokens_details"),
     Elsewhere(("--enable-server-load-tracking", "--disable-fastapi-docs"), "", None, "there is nothing to switch"),
     Elsewhere(("--h11-max-incomplete-event-size", "--h11-max-header-count"), "1", None, "headers have fixed limits"),
-    Elsewhere(("--enable-ssl-refresh",), "", None, "certificates are read at the start: restart after a change"),
 )
 REFUSED = (
     Elsewhere(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), "1", _ONE, _SPLIT),
@@ -69,8 +68,8 @@ REFUSED = (
     Elsewhere(("--load-format",), "1", ("auto", "safetensors"), _COMPILED),
     Elsewhere(("--rope-scaling", "--rope-theta", "--hf-overrides", "--hf-config-path"), "1", (), _FILES),
     Elsewhere(("--disable-sliding-window",), "", (), _FILES),
-    Elsewhere(("--tokenizer", "--tokenizer-revision", "--override-generation-config"), "1", (), _FILES),
-    Elsewhere(("--tokenizer-mode", "--generation-config"), "1", ("auto",), _FILES),
+    Elsewhere(("--tokenizer", "--tokenizer-revision"), "1", (), _FILES),
+    Elsewhere(("--tokenizer-mode",), "1", ("auto",), _FILES),
     Elsewhere(("--revision",), "1", (), "name it with the model: llmc compile owner/name@REVISION -o DIR"),
     Elsewhere(("--trust-remote-code",), "", (), "no code of a model is ever run; leave it out"),
     Elsewhere(("--task", "--runner", "--convert"), "1", ("auto", "generate", "none"), "models here generate text"),

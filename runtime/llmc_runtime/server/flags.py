@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import __version__
+from llmc_runtime.defaults import parse_override
 from llmc_runtime.server.elsewhere import add_elsewhere
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
@@ -28,7 +29,7 @@ def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
     _keys(ap.add_argument_group("keys and TLS").add_argument)
     _load(ap.add_argument_group("load").add_argument)
     _logs(ap.add_argument_group("logs").add_argument)
-    _chats(ap.add_argument_group("chats").add_argument)
+    _chats(ap.add_argument_group("chats and sampling").add_argument)
     _engine(ap.add_argument_group("engine").add_argument)
     add_elsewhere(ap)
     return ap
@@ -62,6 +63,7 @@ def _keys(add: Any) -> None:
     add("--ssl-ca-certs", type=Path, metavar="FILE", help="who may sign certificates of clients, PEM")
     add("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), help="of clients: 0 none, 1 optional, 2 required")
     add("--ssl-ciphers", metavar="LIST", help="of TLS 1.2, as OpenSSL names them")
+    add("--enable-ssl-refresh", action="store_true", help="take up new files of certificates while serving")
 
 
 def _load(add: Any) -> None:
@@ -89,6 +91,7 @@ def _chats(add: Any) -> None:
     formats = ("auto", "hermes", "llama3_json", "mistral", "openai", "none")
     marks = ("auto", "qwen3", "deepseek_r1", "mistral", "openai_gptoss", "none")
     add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
+    generation_flags(add)
     add("--tool-call-parser", default="auto", choices=formats, help="how the model writes calls (by its template)")
     add("--reasoning-parser", default="auto", choices=marks, help="how it marks reasoning (by its template)")
 
@@ -105,6 +108,14 @@ def _engine(add: Any) -> None:
     add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
     add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")
+
+
+def generation_flags(add: Any) -> None:
+    """Those about defaults of sampling; llmc-run has them, too."""
+    what = "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder with another"
+    add("--generation-config", default="auto", metavar="auto|vllm|DIR", help=what)
+    what = 'goes over these, such as {"temperature": 0.7}'
+    add("--override-generation-config", type=parse_override, metavar="JSON", help=what)
 
 
 def parse_bytes(text: str) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST = 1 << 20  # bytes of a file
 _ENGINE = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_prefix_caching",
-    "scheduling_policy", "seed", "threads", "target", "dtype",
+    "scheduling_policy", "seed", "threads", "target", "dtype", "generation_config", "override_generation_config",
 )  # fmt: skip
 
 
@@ -79,9 +79,10 @@ def options_of(
 
     tls = None
     if args.ssl_certfile is not None:
-        tls = Tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_cert_reqs, args.ssl_ciphers)
-    elif args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers:
-        cause = "--ssl-keyfile, --ssl-ca-certs, --ssl-cert-reqs or --ssl-ciphers without --ssl-certfile"
+        files = args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs
+        tls = Tls(*files, args.ssl_cert_reqs, args.ssl_ciphers, args.enable_ssl_refresh)
+    elif args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers or args.enable_ssl_refresh:
+        cause = "--ssl-... or --enable-ssl-refresh without --ssl-certfile"
         raise LlmcError("E649", f"{cause}: nothing would be encrypted", "name the certificate's file")
     keys = read_keys(args.api_key_file, args.api_key_env, environment)
     admin_keys = read_keys(args.admin_key_file, args.admin_key_env, environment)
@@ -171,6 +172,8 @@ def _value(path: Path, key: str, action: argparse.Action, value: Any) -> Any:
         if not isinstance(value, bool):
             raise _wrong(path, f"{key} has to be true or false")
         return value
+    if isinstance(value, dict) and action.metavar == "JSON":
+        value = json.dumps(value)
     many = isinstance(action.default, list)
     if isinstance(value, list) and not many:
         raise _wrong(path, f"{key} has one value, not a list")

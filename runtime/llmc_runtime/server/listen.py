@@ -18,13 +18,15 @@ from llmc_runtime.format.errors import LlmcError
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM; `cert_reqs`: certificates of clients, 0 none, 1 optional, 2 required; `ciphers` of TLS 1.2."""
+    """Files in PEM; `cert_reqs`: certificates of clients, 0 none, 1 optional, 2 required; `ciphers` of TLS 1.2;
+    `refresh`: take up new files while serving (see renew)."""
 
     certfile: Path
     keyfile: Path | None = None
     ca_certs: Path | None = None
     cert_reqs: int = 0
     ciphers: str | None = None
+    refresh: bool = False
 
     def context(self) -> ssl.SSLContext:
         """TLS 1.2 and newer. LlmcError E649 where a file cannot be used."""

@@ -1,7 +1,7 @@
 """The fields of a request that say how to sample become SamplingParams; it checks no prompt and reads no body.
 
-What a request leaves open is what the model's generation_config.json asks for where it samples (do_sample), else
-OpenAI's default: temperature 1.
+What a request leaves open is what the model's generation_config.json asks for where it samples (do_sample), or what the
+operator put in its place, else OpenAI's default: temperature 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def of_completion(asked: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
         more["logprobs"] = asked.logprobs
         if asked.echo and asked.prompt_logprobs is None:
             more["prompt_logprobs"] = asked.logprobs
-    return _params(asked, default, more)
+    return _params(asked, llm, default, more)
 
 
 def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
@@ -56,16 +56,16 @@ def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
         if more["logprobs"] < 0 or more["logprobs"] > MAX_LOGPROBS:
             raise ApiError(f"top_logprobs: 0 to {MAX_LOGPROBS}", param="top_logprobs")
     try:
-        return _params(asked, default, more)
+        return _params(asked, llm, default, more)
     except ApiError as e:
         if e.param == "max_tokens" and asked.max_completion_tokens is not None:
             e.param = "max_completion_tokens"
         raise
 
 
-def _params(asked: Generation, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
+def _params(asked: Generation, llm: AsyncLLM, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {"repetition_penalty": default.repetition_penalty}
-    if not default.greedy:
+    if llm.generation.get("do_sample"):
         given |= {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     given |= {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
