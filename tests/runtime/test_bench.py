@@ -158,7 +158,10 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
         gaps = np.diff(list(Mix(rate=20.0, burstiness=burstiness, num_prompts=5000).arrivals("7")))
         assert np.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
         assert np.var(gaps) / np.mean(gaps) ** 2 == pytest.approx(1 / burstiness, rel=0.2)
-    assert max(Mix(rate=50.0, duration=2.0).arrivals("7")) < 2.0
+    for seed in "123":
+        times = list(Mix(rate=50.0, duration=2.0).arrivals(seed))
+        assert len(times) == 100 and times[0] == 0.0 and max(times) < 2.0 and times == sorted(times)
+    assert len(list(Mix(rate=50.0, duration=2.0, num_prompts=7).arrivals("7"))) == 7
 
 
 def test_mixes_are_written_briefly_and_refused_where_they_make_no_sense() -> None:

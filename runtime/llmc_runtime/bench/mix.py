@@ -87,15 +87,18 @@ class Mix:
         return self.max_concurrency // sharers + (process < self.max_concurrency % sharers)
 
     def arrivals(self, seed: str) -> Iterator[float]:
-        """Seconds after the start at which requests 0, 1, ... are due, as many as there are."""
+        """Seconds after the start at which requests 0, 1, ... are due, as many as there are. The drawn intervals are
+        stretched to a mean of exactly 1 / rate, so that no seed asks for more work than another one."""
+        if self.closed:
+            yield from itertools.repeat(0.0) if self.num_prompts is None else itertools.repeat(0.0, self.num_prompts)
+            return
         rng = random.Random(f"{seed}/{self.name}/arrivals")
-        at = 0.0
-        for _ in itertools.count() if self.num_prompts is None else range(self.num_prompts):
-            if self.duration is not None and at >= self.duration:
-                return
-            yield at
-            if not self.closed:
-                at += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+        fit = None if self.duration is None else max(1, round(self.rate * self.duration))
+        count = min(n for n in (self.num_prompts, fit) if n is not None)
+        gaps = [rng.gammavariate(self.burstiness, 1.0) for _ in range(count)]
+        stretch = count / self.rate / (math.fsum(gaps) or 1.0)
+        for before in itertools.accumulate(gaps[:-1], initial=0.0):
+            yield before * stretch
 
     def sizes(self, seed: str) -> Iterator[tuple[int, int]]:
         """(input_len, output_len) of requests 0, 1, ... without end."""
