@@ -22,7 +22,7 @@ CALL = {"city": "Köln", "days": [1, 2]}
 WEATHER = {
     "type": "function",
     "function": {
-        "name": "get_weather", "description": "The weather of a city.", "strict": True,
+        "name": "get_weather", "description": "The weather of a city.", "strict": False,
         "parameters": {
             "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
             "required": ["city"],

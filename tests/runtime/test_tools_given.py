@@ -79,7 +79,7 @@ def test_any_tools_are_taken_or_refused_by_name(tools: list[Any], choice: Any) -
         assert e.status == 400 and e.param and e.param.startswith("tool")
     else:
         if found is not None:
-            assert {one["function"]["name"] for one in found.given} == found.names >= set(found.schemas)
+            assert {one["function"]["name"] for one in found.given} == set(found.known) >= set(found.schemas)
             assert all(enforced(schema)["type"] == "object" for schema in found.schemas.values())
 
 
@@ -189,17 +189,13 @@ def test_a_template_that_shows_no_call_leaves_it_to_the_vocabulary() -> None:
 
 
 def test_other_families_are_not_taken_for_known_ones() -> None:
-    xml = (
-        "{{ tools }}{% for m in messages %}{% for t in m.tool_calls %}<tool_call><function={{ t.name }}><parameter=x>"
-        "{{ t.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}"
-    )
-    pairs = "<tool_call>{{ name }}<arg_key>{{ arguments }}</arg_key></tool_call>"
-    for text in (xml, pairs, "<|tool_call|>{{ arguments }}", "<TOOLCALL>[{{ arguments }}]", "{{ messages }}"):
+    other = "{{ tools }}{% for m in messages %}<TOOLCALL>[{{ m.tool_calls }}]{% endfor %}"
+    for text in (other, "<tool_call>{{ name }}", "<TOOLCALL>[{{ arguments }}]", "{{ messages }}"):
         assert dialect_of(TOK, text).calls is None
-    for calls, thoughts in (("pythonic", "auto"), ("auto", "granite")):
+    for calls, thoughts in (("xlam", "auto"), ("auto", "of_nobody")):
         with pytest.raises(LlmcError, match="is not allowed"):
             dialect_of(TOK, template("chatml"), calls, thoughts)
     asked = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
     with pytest.raises(ApiError, match="--tool-call-parser"):
-        plan_of(asked, dialect_of(TOK, xml))
-    assert ChatTemplate(xml, {}).reads.tools
+        plan_of(asked, dialect_of(TOK, other))
+    assert ChatTemplate(other, {}).reads.tools

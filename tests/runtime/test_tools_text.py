@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat
 from llmc_runtime.server.tools.scan import JsonText
 
 FORMATS = (Hermes, Llama3Json, Mistral)
-NAMES = frozenset({"f", "get_weather"})
+NAMES: Mapping[str, Any] = {"f": {}, "get_weather": {}}
 Parsed = tuple[str, list[tuple[str, str]]]
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>")
 PARTS = (
@@ -35,9 +36,9 @@ def cut(text: str, draw: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
 
 
-def parsed(form: type[CallFormat], pieces: list[str]) -> Parsed:
+def parsed(form: type[CallFormat], pieces: list[str], tools: Mapping[str, Any] = NAMES) -> Parsed:
     """(content, [(name, arguments)]) of a text that comes in pieces."""
-    reader, content, calls = form(NAMES), "", list[list[str]]()
+    reader, content, calls = form(tools), "", list[list[str]]()
     out = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
     for item in out:
         if isinstance(item, CallPiece) and item.name is not None:

@@ -88,7 +88,12 @@ def _logs(add: Any) -> None:
 
 
 def _chats(add: Any) -> None:
-    formats = ("auto", "hermes", "llama3_json", "mistral", "openai", "none")
+    formats = (
+        "auto", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2",
+        "glm45",
+        "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json", "pythonic",
+        "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
+    )  # fmt: skip
     marks = ("auto", "qwen3", "deepseek_r1", "mistral", "openai_gptoss", "none")
     add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     generation_flags(add)

@@ -8,15 +8,16 @@ was no JSON there; all else is content, but for the marks around calls and up to
 from __future__ import annotations
 
 import json
-import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from llmc_runtime.server.tools.definitions import NAME, enforced
+from llmc_runtime.server.tools.lark import Marker, json_rule, lark, repeated, text_until, without
 from llmc_runtime.server.tools.scan import JsonText
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_SPACE = 64
 _SPACE = " \t\r\n"
 
@@ -33,25 +34,45 @@ class CallPiece:
     arguments: str
 
 
+class Scan(Protocol):
+    """Follows the text of a value as it comes, and has it as JSON (see scan.JsonText)."""
+
+    done: bool
+    failed: bool
+
+    @property
+    def promising(self) -> bool:
+        """Enough of it was there."""
+
+    def feed(self, text: str, at: int) -> int:
+        """Read on from `at`; where reading stopped."""
+
+    def take(self) -> str:
+        """What was read since the last call."""
+
+
 class Malformed(Exception):
     """What was read is no call."""
 
 
 class CallFormat(ABC):
-    """A format of tool calls, and as an instance the reader of one output in it; `names` are those of the tools.
+    """A format of tool calls, and as an instance the reader of one output in it; `tools`: the schemas of arguments.
 
-    `markers`: texts that may be special tokens and have to be visible. `short_ids`: ids of calls are nine letters and
-    digits. `several`: an answer may have more than one call. `channels`: there are marks around answers without calls.
+    `markers`: texts that may be special tokens and have to be visible; the first begins calls where these are `marked`.
+    `short_ids`: ids of calls are nine letters and digits. `several`: an answer may have more than one call, with
+    `between` between the marks, or behind one mark where it is None. `channels`: there are marks around answers, too.
     """
 
     name: ClassVar[str]
     markers: ClassVar[Sequence[str]]
+    marked: ClassVar[bool] = True
     short_ids: ClassVar[bool] = False
     several: ClassVar[bool] = True
+    between: ClassVar[str | None] = "\n"
     channels: ClassVar[bool] = False
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tools = tools
         self._text, self._at, self._ended = "", 0, False
         self._mark: int | None = None  # where what may become a call began
         self._space = ""  # held back: it is dropped where a call follows
@@ -67,13 +88,47 @@ class CallFormat(ABC):
         """Whether a chat template shows calls in this format."""
 
     @classmethod
-    @abstractmethod
-    def rules(cls, tools: Mapping[str, str], marker: Callable[[str], str], most: int) -> str:
-        """Lark rules of which `calls` is 1 to `most` calls; `tools`: the rule of the arguments by name; `marker`: how
-        Lark has a text that is made of special tokens, or is not."""
+    def openers(cls) -> Sequence[str]:
+        """The texts with which calls may begin."""
+        return cls.markers[:1]
 
     @classmethod
-    def before_answer(cls, marker: Callable[[str], str]) -> str:
+    def call_id(cls, name: str, index: int) -> str:
+        """A fresh id for a call, the index-th of its conversation."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    @classmethod
+    @abstractmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """Lark rules of which `behind` is what follows the first mark: a call, or up to `most` where there is nothing
+        `between`; `tools`: the rule of the arguments by name."""
+
+    @classmethod
+    def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
+        """Lark rules of which `rule` is arguments of this schema, or any, where they need not be `exact`. ApiError 400
+        where the format cannot say them."""
+        whole = json_rule(enforced(schema)) if exact else json_rule({"type": "object"}, {})
+        return f"{rule}: {whole}"
+
+    @classmethod
+    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """Lark rules of which `calls` is 1 to `most` calls."""
+        times = 1 if cls.between is None else most
+        whole = repeated("one", lark(cls.between or ""), times)
+        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, most)}"
+
+    @classmethod
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """Lark rules of which `calls` is a text with up to `most` calls in it, each whole once its mark is there."""
+        begin, openers = cls.markers[0], cls.openers()
+        times = most if cls.between is not None else 1
+        rest, lead = f"FREE: {without(openers)}", f"FREE? {marker(begin)}"
+        if marker(begin).startswith('"'):
+            lead, rest = "lead", f"{rest}\n{text_until('lead', begin, marker, never=openers)}"
+        return f"calls: one{{0,{times}}} FREE?\none: {lead} behind\n{rest}\n{cls.behind(tools, marker, most)}"
+
+    @classmethod
+    def before_answer(cls, marker: Marker) -> str:
         """What stands in front of an answer without calls, for Lark."""
         return ""
 
@@ -110,7 +165,7 @@ class CallFormat(ABC):
     def _say(self, text: str) -> None:
         """It is content."""
         *lines, last = text.split("\n")
-        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip()
+        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
         text = self._space + text
         sure = max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)
         self._space = text[sure:]
@@ -161,17 +216,28 @@ class CallFormat(ABC):
         self._mark = None
         return self._count > before
 
-    def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
-        """Whether `marker` follows, behind white space; both are read then, and nothing otherwise."""
+    def _either(self, *markers: str, consume: bool = True) -> Steps[str | None]:
+        """Which of `markers` follows, behind white space; both are read then, and nothing otherwise."""
         while True:
             rest = self._text[self._at :]
             bare = rest.lstrip(_SPACE)
-            if bare.startswith(marker) and len(rest) - len(bare) <= MAX_SPACE:
-                self._at += len(rest) - len(bare) + len(marker) if consume else 0
-                return True
-            if self._ended or not marker.startswith(bare) or len(rest) - len(bare) > MAX_SPACE:
-                return False
+            space = len(rest) - len(bare)
+            found = next((one for one in markers if bare.startswith(one)), None)
+            if found is not None and space <= MAX_SPACE:
+                self._at += space + len(found) if consume else 0
+                return found
+            if self._ended or space > MAX_SPACE or not any(one.startswith(bare) for one in markers):
+                return None
             yield
+
+    def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
+        """Whether `marker` follows, behind white space; both are read then, and nothing otherwise."""
+        return (yield from self._either(marker, consume=consume)) is not None
+
+    def _expect(self, marker: str) -> Steps[None]:
+        """`marker`, behind white space."""
+        if not (yield from self._optional(marker)):
+            raise Malformed
 
     def _next(self, *, solid: bool = True) -> Steps[str]:
         """The next character, which is not read, behind white space, which is; "" at the end."""
@@ -193,9 +259,21 @@ class CallFormat(ABC):
         self._at += 1
         return char
 
-    def _value(self, take: Callable[[str], None] | None = None) -> Steps[str]:
-        """A JSON value as it is written; `take` gets it as it comes instead."""
-        scan, parts = JsonText(), list[str]()
+    def _word(self) -> Steps[str]:
+        """Characters of a name, as many as there are, and one more than are allowed."""
+        word = ""
+        while len(word) <= 64:
+            char = yield from self._next(solid=False)
+            if not NAME.fullmatch(char):
+                break
+            word += char
+            self._at += 1
+        return word
+
+    def _value(self, take: Callable[[str], None] | None = None, scan: Scan | None = None) -> Steps[str]:
+        """A value as JSON, which is how it is written unless `scan` reads another notation; `take` gets it as it comes
+        instead."""
+        scan, parts = scan or JsonText(), list[str]()
         yield from self._next()
         while True:
             self._at = scan.feed(self._text, self._at)
@@ -206,6 +284,15 @@ class CallFormat(ABC):
             if scan.failed or self._ended:
                 raise Malformed
             yield
+
+    def _list(self) -> Steps[None]:
+        """Calls in a JSON list."""
+        yield from self._symbol("[")
+        end = ","
+        while end == ",":
+            yield from self._object()
+            self._mark = self._at  # what follows makes sense, or is content
+            end = yield from self._symbol(",]")
 
     def _string(self) -> Steps[str]:
         if (yield from self._next()) != '"':
@@ -265,20 +352,3 @@ class CallFormat(ABC):
             self._argue(text)
 
         return (yield from self._value(take))
-
-
-def choice_of(tools: Mapping[str, str], before: str, between: str, after: str) -> str:
-    """The Lark alternatives of one call for each tool: `before` NAME `between` arguments `after`."""
-    return " | ".join(
-        f"{lark(before + name + between)} {rule}{after and ' ' + lark(after)}" for name, rule in tools.items()
-    )
-
-
-def lark(text: str) -> str:
-    """A text as Lark has it."""
-    return json.dumps(text)
-
-
-def repeated(one: str, between: str, most: int) -> str:
-    """Lark for 1 to `most` times the rule `one`."""
-    return one if most == 1 else f"{one} ({between} {one}){{0,{most - 1}}}"

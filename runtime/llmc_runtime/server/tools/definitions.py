@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.tools.calls import NAME
 
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TOOLS = 128
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON
 MAX_CALLS = 32  # of an answer whose calls are enforced
@@ -21,16 +22,19 @@ _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "def
 
 @dataclass(frozen=True)
 class Tools:
-    """`given`: definitions that the template shows; `schemas`: of the arguments, by name, of those that may be called.
+    """`given`: definitions that the template shows; `known`: the schemas of all tools' arguments, by name, `schemas`
+    of those that may be called.
 
-    `forced`: the answer is one or more calls; `several`: there may be more than one.
+    `forced`: the answer is one or more calls; `several`: there may be more than one. `strict`: those of `schemas` whose
+    calls follow their schema also where none is forced.
     """
 
     given: list[dict[str, Any]]
-    names: frozenset[str]
+    known: Mapping[str, dict[str, Any]]
     schemas: Mapping[str, dict[str, Any]]
     forced: bool
     several: bool
+    strict: frozenset[str]
 
 
 def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
@@ -48,10 +52,12 @@ def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     wanted, forced = _choice(choice, names)
     if not wanted:
         return None
-    schemas = {one["name"]: one.get("parameters") or {} for one in functions if one["name"] in wanted}
+    known = {one["name"]: one.get("parameters") or {} for one in functions}
+    schemas = {name: schema for name, schema in known.items() if name in wanted}
+    strict = frozenset(one["function"]["name"] for one in given or () if one["function"].get("strict"))
     shown = definitions if forced else [one for one in definitions if one["function"]["name"] in schemas]
     named = isinstance(choice, dict) and choice.get("type") == "function"  # it is called once
-    return Tools(shown, frozenset(names), schemas, forced, parallel is not False and not named)
+    return Tools(shown, known, schemas, forced, parallel is not False and not named, strict & schemas.keys())
 
 
 def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.tools import formats, reasoning
-from llmc_runtime.server.tools.calls import CallFormat, lark
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.families import ALIASES, FORMATS
+from llmc_runtime.server.tools.lark import lark
 from llmc_runtime.server.tools.reasoning import ReasoningFormat
 from llmc_runtime.text.chat import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -60,11 +62,11 @@ class Dialect:
 def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, thoughts: str = AUTO) -> Dialect:
     """The dialect of a model; `template`: another than its own, or one's name; `calls`, `thoughts`: names of formats,
     "auto" or "none". LlmcError E601 where one is no name."""
-    text = _text(tokenizer, template)
-    fitting = next((one for one in formats.FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
+    text, calls = _text(tokenizer, template), ALIASES.get(calls, calls)
+    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
     if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # it shows no call at all
         fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
-    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in formats.FORMATS}, None)
+    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
     marked = [reasoning.ANALYSIS] if reasoning.ANALYSIS.begin in text else [one for one in _MARKS if one.end in text]
     marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))

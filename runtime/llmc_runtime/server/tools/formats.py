@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping
+from typing import ClassVar
 
-from llmc_runtime.server.tools.calls import NAME, CallFormat, Malformed, Steps, choice_of, lark, repeated
+from llmc_runtime.server.tools.calls import CallFormat, Malformed, Steps
+from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, repeated
 
-Marker = Callable[[str], str]
 _HEADER = 256  # characters of the longest
 
 
@@ -24,12 +26,10 @@ class Hermes(CallFormat):
         return "<tool_call>" in template and "arguments" in template and not any(one in template for one in others)
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin, end = map(marker, cls.markers)
         calls = choice_of(tools, '{"name": "', '", "arguments": ', "}")
-        one = f'one: {begin} "\\n" call "\\n" {end}'
-        return f"calls: {repeated('one', lark(chr(10)), most)}\n{one}\ncall: {calls}"
+        return f'behind: "\\n" call "\\n" {marker(cls.markers[1])}\ncall: {calls}'
 
     def _reading(self) -> Steps[None]:
         while (yield from self._until("<tool_call>")) is not None:
@@ -43,7 +43,8 @@ class Llama3Json(CallFormat):
 
     name = "llama3_json"
     markers = ("<|python_tag|>",)
-    several = False
+    marked = several = False
+    between = None
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -51,9 +52,14 @@ class Llama3Json(CallFormat):
         return "parameters" in template and any(one in template for one in ("<|python_tag|>", "ipython"))
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        return "calls: " + choice_of(tools, '{"name": "', '", "parameters": ', "}")
+        return "behind: " + choice_of(tools, '{"name": "', '", "parameters": ', "}")
+
+    @classmethod
+    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat; nothing stands in front."""
+        return f"calls: behind\n{cls.behind(tools, marker, most)}"
 
     def _reading(self) -> Steps[None]:
         while (opener := (yield from self._until("<|python_tag|>", "{"))) is not None:
@@ -70,7 +76,7 @@ class Llama3Json(CallFormat):
                     self._say(";")
 
     def _is_name(self, name: str) -> bool:
-        return name in self._names
+        return name in self._tools
 
 
 class Mistral(CallFormat):
@@ -79,6 +85,12 @@ class Mistral(CallFormat):
     name = "mistral"
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     short_ids = True
+    between: ClassVar[str | None] = None
+
+    @classmethod
+    def call_id(cls, name: str, index: int) -> str:
+        """See CallFormat."""
+        return uuid.uuid4().hex[:9]
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -86,25 +98,16 @@ class Mistral(CallFormat):
         return "[TOOL_CALLS]" in template
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin = marker("[TOOL_CALLS]")
         call = choice_of(tools, '{"name": "', '", "arguments": ', "}")
-        return f'calls: {begin} " "? "[" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
+        return f'behind: " "? "[" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
 
     def _reading(self) -> Steps[None]:
         while (yield from self._until("[TOOL_CALLS]")) is not None:
             first = yield from self._next()
             readers = {"[": self._list, "{": self._object}
             yield from self._attempt(readers.get(first, self._named)())
-
-    def _list(self) -> Steps[None]:
-        yield from self._symbol("[")
-        end = ","
-        while end == ",":
-            yield from self._object()
-            self._mark = self._at  # what follows makes sense, or is content
-            end = yield from self._symbol(",]")
 
     def _named(self) -> Steps[None]:
         name = yield from self._word()
@@ -117,20 +120,11 @@ class Mistral(CallFormat):
             raise Malformed
         yield from self._arguments(name)
 
-    def _word(self) -> Steps[str]:
-        """Characters of a name, as many as there are, and one more than are allowed."""
-        word = ""
-        while len(word) <= 64:
-            char = yield from self._next(solid=False)
-            if not NAME.fullmatch(char):
-                break
-            word += char
-            self._at += 1
-        return word
-
 
 class MistralArgs(Mistral):
     """The newer of Mistral's two forms where calls are enforced; both are read."""
+
+    between = ""
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -138,12 +132,11 @@ class MistralArgs(Mistral):
         return "[TOOL_CALLS]" in template and "[ARGS]" in template
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        begin, args, call_id = map(marker, cls.markers)
+        args, call_id = map(marker, cls.markers[1:])
         middle = f"({call_id} /[A-Za-z0-9]{{9}}/)? {args}"
-        call = " | ".join(f"{lark(name)} {middle} {rule}" for name, rule in tools.items())
-        return f"calls: one{{1,{most}}}\none: {begin} (call)\ncall: {call}"
+        return "behind: " + " | ".join(f"{lark(name)} {middle} {rule}" for name, rule in tools.items())
 
 
 class OpenAI(CallFormat):
@@ -153,6 +146,7 @@ class OpenAI(CallFormat):
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
     several = False
+    between = None
     channels = True
 
     @classmethod
@@ -161,14 +155,27 @@ class OpenAI(CallFormat):
         return "<|channel|>" in template and "<|message|>" in template
 
     @classmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat; it follows the channel's mark."""
+        _, _, constrain, message = map(marker, cls.markers)
+        end = f'{constrain} "json" {message}'
+        calls = (f"{lark(f'commentary to=functions.{name} ')} {end} {rule}" for name, rule in tools.items())
+        return "behind: " + " | ".join(calls)
+
+    @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        start, channel, constrain, message = map(marker, cls.markers)
-        end = f'{constrain} "json" {message}'
-        calls = " | ".join(
-            f"{lark(f'commentary to=functions.{name} ')} {end} {arguments}" for name, arguments in tools.items()
-        )
-        return f'calls: ({start} "assistant")? {channel} (call)\ncall: {calls}'
+        start, channel = map(marker, cls.markers[:2])
+        return f'calls: ({start} "assistant")? {channel} behind\n{cls.behind(tools, marker, most)}'
+
+    @classmethod
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat: messages to the user, then the answer or a call."""
+        start, channel, _, message = map(marker, cls.markers)
+        head, said = f'({start} "assistant")? {channel}', f"{message} FREE?"
+        told = f'told: {head} "commentary" {said} {marker("<|end|>")}\nFREE: /{ANY}/'
+        last = f'last: {head} ("final" {said} | behind)'
+        return f"calls: told{{0,8}} last\n{told}\n{last}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
@@ -194,11 +201,7 @@ class OpenAI(CallFormat):
         to = re.search(r" to=functions\.([A-Za-z0-9_-]{1,64})(?![A-Za-z0-9_-])", header)
         if " to=" not in header:
             self._mark = None  # what follows is content
-        elif to is not None and to[1] in self._names:
+        elif to is not None and to[1] in self._tools:
             yield from self._arguments(to[1])
         else:
             raise Malformed
-
-
-# Of one name, the first that fits.
-FORMATS: Sequence[type[CallFormat]] = (MistralArgs, Mistral, OpenAI, Hermes, Llama3Json)

@@ -4,8 +4,6 @@ llguidance reads it, which the engine compiles."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -13,19 +11,18 @@ from llmc_runtime.grammar import close_objects
 from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools.calls import CallFormat
-from llmc_runtime.server.tools.definitions import MAX_CALLS, Tools, enforced
-
-_AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
-Marker = Callable[[str], str]
+from llmc_runtime.server.tools.definitions import MAX_CALLS, Tools
+from llmc_runtime.server.tools.lark import Marker, json_rule, slashed
 
 
-def calls_of(tools: Tools, form: type[CallFormat], marker: Marker) -> str:
-    """Rules of which `calls` is what the tools allow, with the white space of Python's json, as templates write it."""
+def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:
+    """Rules of which `calls` is what the tools allow; `free`: text with calls in it, of which those of strict tools
+    follow their schemas. ApiError 400 where the form has no grammar for a schema."""
     rules = {name: f"arguments_{i}" for i, name in enumerate(tools.schemas)}
     most = MAX_CALLS if tools.several and form.several else 1
-    texts = [form.rules(rules, marker, most)]
-    for schema, rule in zip(tools.schemas.values(), rules.values(), strict=True):
-        texts.append(f"{rule}: {_json(enforced(schema), _AS_TEMPLATES_DO)}")
+    texts = [(form.free_rules if free else form.rules)(rules, marker, most)]
+    for name, schema in tools.schemas.items():
+        texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
     return "\n".join(texts)
 
 
@@ -39,7 +36,7 @@ def form_of(wanted: StructuredOutputsParams, param: str) -> str:
     if wanted.kind == "choice":
         return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
     if wanted.kind == "regex":
-        return f"form: /{_slashed(wanted.text)}/"
+        return f"form: /{slashed(wanted.text)}/"
     if "::=" in wanted.text:
         cause = "a grammar in GBNF cannot stand behind reasoning or beside tools: write it in Lark's syntax"
         raise ApiError(f"{param}: {cause}", param=param)
@@ -53,7 +50,7 @@ def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
-    return _json(schema, options)
+    return json_rule(schema, options)
 
 
 def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:
@@ -70,23 +67,8 @@ def answer(parts: list[str], body: str, thought: str | None, param: str) -> Stru
         raise ApiError(f"{param}: {e.cause}", param=param) from None
 
 
-def _json(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """A schema within Lark. Nothing in it looks like GBNF."""
-    text = json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
-    return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
-
-
 def _schema(text: str, param: str) -> dict[str, Any]:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ApiError(f"{param}: a JSON schema is an object", param=param)
     return schema
-
-
-def _slashed(pattern: str) -> str:
-    """A regular expression between slashes, on one line."""
-    out, escaped = [], False
-    for char in pattern:
-        out.append({"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(char, char))
-        escaped = char == "\\" and not escaped
-    return "".join(out)

@@ -10,7 +10,7 @@ import msgspec
 
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.parse import document
-from llmc_runtime.server.tools.calls import NAME
+from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.text.reads import Reads
 
 MAX_CALLS = 128  # of one message

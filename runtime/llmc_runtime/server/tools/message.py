@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +33,8 @@ class Turn:
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
         self._plan, self._quiet = plan, quiet
         self._splitter = None if plan.thoughts is None else Splitter(plan.thoughts, plan.opened)
-        names = frozenset[str]() if plan.tools is None else plan.tools.names
-        self._calls = None if plan.form is None else plan.form(names)
+        known = {} if plan.tools is None else plan.tools.known
+        self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
         self._several = plan.tools is not None and plan.tools.several
         self._ids: list[int] = []  # while there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
@@ -91,9 +90,7 @@ class Turn:
             else:
                 calls.append({"index": piece.index, "function": function})
             return
+        call_id = "" if self._form is None else self._form.call_id(piece.name, self._plan.earlier + piece.index)
         self.num_calls += 1
-        short = self._plan.form is not None and self._plan.form.short_ids
-        name = uuid.uuid4().hex
-        call_id = name[:9] if short else f"call_{name[:24]}"
         function = {"name": piece.name, "arguments": piece.arguments}
         calls.append({"index": piece.index, "id": call_id, "type": "function", "function": function})

@@ -13,6 +13,7 @@ from llmc_runtime.server.tools import formats
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.definitions import Tools, tools_of
 from llmc_runtime.server.tools.dialect import Dialect
+from llmc_runtime.server.tools.families import FORMATS
 from llmc_runtime.server.tools.grammar import answer, calls_of, form_of
 from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
 
@@ -20,18 +21,25 @@ from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
 @dataclass(frozen=True)
 class Plan:
     """`tools`, `form`: the calls there may be, and how they, or all answers, are written. `thoughts`: how reasoning is
-    marked; `opened`: the output begins within it. Each is None where there is none."""
+    marked; `opened`: the output begins within it. Each is None where there is none. `earlier`: how many calls the
+    messages have."""
 
     dialect: Dialect
     tools: Tools | None = None
     form: type[CallFormat] | None = None
     thoughts: ReasoningFormat | None = None
     opened: bool = False
+    earlier: int = 0
 
     @property
     def plain(self) -> bool:
         """The output is content alone."""
         return self.form is None and self.thoughts is None
+
+    @property
+    def strict(self) -> bool:
+        """Calls that are not forced follow schemas."""
+        return self.tools is not None and bool(self.tools.strict) and self.form is not None and self.form.marked
 
     @property
     def visible(self) -> frozenset[int]:
@@ -57,17 +65,17 @@ class Plan:
         """The parameters with the grammar of the answer, where one is needed; `param` asked for its form. ApiError 400
         where there is none."""
         wanted, tools = params.structured_outputs, self.tools
-        if wanted is None and not (tools and tools.forced):
-            return params
-        if self.plain:
+        forced = tools is not None and tools.forced
+        strict = wanted is None and not forced and self.strict
+        if self.plain or (wanted is None and not forced and not strict):
             return params
         marker = self.dialect.marker
         thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, marker)
         parts, body = [], []
         if tools is not None and self.form is not None:
-            parts.append(calls_of(tools, self.form, marker))
+            parts.append(calls_of(tools, self.form, marker, strict))
             body.append("calls")
-        if wanted is not None and not (tools and tools.forced):
+        if wanted is not None and not forced:
             parts.append(form_of(wanted, param))
             body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
         whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
@@ -85,10 +93,11 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
         return Plan(dialect, None, dialect.calls if channels else None, dialect.thoughts)
     form = dialect.calls
     if form is None and not tools.forced:
-        names = ", ".join(dict.fromkeys(one.name for one in formats.FORMATS))
+        names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         cause = "tools: in which form this model writes calls is not known"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
     if tools.forced and asked.structured_outputs is not None:
         cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
         raise ApiError(f"{cause}: give one of them", param="structured_outputs")
-    return Plan(dialect, tools, form or formats.Llama3Json, dialect.thoughts)
+    earlier = sum(len(calls) for one in asked.messages if isinstance(calls := one.get("tool_calls"), list))
+    return Plan(dialect, tools, form or formats.Llama3Json, dialect.thoughts, earlier=earlier)

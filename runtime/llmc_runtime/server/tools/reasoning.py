@@ -5,12 +5,12 @@ A text gives the same two in pieces of any size; they lack the marks, and up to 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.server.tools.calls import MAX_SPACE
+from llmc_runtime.server.tools.lark import Marker, regex
 from llmc_runtime.text.stream import Detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -135,7 +135,7 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
     return len(ids)
 
 
-def lark_of(form: ReasoningFormat, opened: bool, marker: Callable[[str], str]) -> str:
+def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
     """Lark rules of which `thought` is reasoning with its marks; `marker`: how Lark has them."""
     begin, end = marker(form.begin), marker(form.end)
     if end.startswith('"'):
@@ -144,8 +144,3 @@ def lark_of(form: ReasoningFormat, opened: bool, marker: Callable[[str], str]) -
         rules = f"inside: ANYTHING? {end} WS?\nANYTHING: /(?s:.*)/"
     first = f"{begin}? inside" if opened else f"({begin} inside)?"
     return f"thought: {first}\n{rules}\nWS: /[ \\n]{{1,4}}/"
-
-
-def regex(text: str) -> str:
-    """A regular expression of llguidance for this text alone."""
-    return re.escape(text).replace("/", "\\/")

@@ -1,0 +1,133 @@
+"""Formats of calls that have no JSON around their arguments, but each argument by its name; it knows no marks.
+
+A grammar of them has the arguments in the order of the schema's properties, and none that the schema does not name.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.definitions import enforced
+from llmc_runtime.server.tools.lark import ANY, Marker, slashed
+from llmc_runtime.server.tools.values import resolved
+
+_APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
+_COUNTS = ("minProperties", "maxProperties", "dependentRequired")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One argument of a grammar: the name of its rule, its own name, its schema, and that of all arguments."""
+
+    rule: str
+    key: str
+    schema: Any
+    root: Mapping[str, Any]
+    required: bool
+
+
+class ArguedFormat(CallFormat):
+    """What they share: the object that is written argument by argument."""
+
+    _call: str | None = None  # the tool of the call that is read, until it has begun
+    _fields = 0  # of the object so far
+
+    def _open(self, name: str) -> None:
+        """A call of this tool is read; it is certain with its first argument, or its end."""
+        self._call, self._fields = name, 0
+
+    def _key(self, key: str) -> None:
+        """An argument is certain; its value follows."""
+        self._certain()
+        self._argue(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._fields += 1
+
+    def _close(self) -> None:
+        """The call has ended."""
+        self._certain()
+        self._argue("}" if self._fields else "{}")
+        self._mark = self._at
+
+    def _certain(self) -> None:
+        if self._call is not None:
+            self._begin(self._call)
+            self._call = None
+
+    # --- grammars
+
+    @classmethod
+    def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
+        """See CallFormat."""
+        free = not exact or ("properties" not in schema and schema.get("additionalProperties") is not False and schema)
+        if free and not any(key in schema for key in (*_APART, *_COUNTS) if exact):
+            return cls._any(rule, marker)
+        schema = enforced(schema)
+        bad = next((key for key in (*_APART, *_COUNTS) if key in schema), None)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
+            raise cls._unsaid(bad or "properties")
+        if lost := [name for name in required if name not in properties]:
+            raise cls._unsaid(f"required: {str(lost[0])[:60]!r}, which is none of its properties")
+        fields = [
+            Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
+        ]
+        lines = [line for field in fields for line in cls._field(field, marker)]
+        return "\n".join([*cls._joined(rule, fields), *lines])
+
+    @classmethod
+    def _unsaid(cls, what: str) -> ApiError:
+        """What the format's grammar cannot say, by name."""
+        cause = f"tools: a schema of arguments has {what}, which no grammar of the form {cls.name} can say"
+        remedy = "leave it out, or use tool_choice auto, without strict"
+        return ApiError(f"{cause}. Try: {remedy}", param="tools")
+
+    @classmethod
+    @abstractmethod
+    def _any(cls, rule: str, marker: Marker) -> str:
+        """Rules of which `rule` is any arguments."""
+
+    @classmethod
+    @abstractmethod
+    def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
+        """Rules of which `field.rule` is the argument."""
+
+    @classmethod
+    @abstractmethod
+    def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
+        """Rules of which `rule` is those of `fields` that are required, with any of the others."""
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of which a value fits one, without references, types told apart."""
+    schema = resolved(schema, root) or {}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list) and not set(schema) - {key}:
+            return [one for part in schema[key] for one in alternatives(part, root)]
+    if isinstance(schema.get("type"), list):
+        return [{**schema, "type": one} for one in schema["type"]]
+    return [schema]
+
+
+def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of the schema `root` that stands by itself."""
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+
+
+def patterns_of(schema: Mapping[str, Any]) -> list[str]:
+    """Regular expressions for all of a string of this schema: its length, its pattern."""
+    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
+    found = []
+    if isinstance(least, int) and isinstance(most, int | None) and (least or most is not None):
+        found.append(f"(?s:.{{{least},{'' if most is None else most}}})")
+    if isinstance(pattern, str):
+        body = pattern.removeprefix("^")
+        begin = ANY if body == pattern else ""
+        end = "" if body.endswith("$") and not body.endswith("\\$") else ANY
+        found.append(slashed(f"{begin}({body if end else body[:-1]}){end}"))
+    return found or [ANY]

@@ -1,0 +1,100 @@
+"""Values that models write as bare text, as JSON: by the type that a tool's schema gives them; it reads no calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.server.tools.python import python_json
+from llmc_runtime.server.tools.scan import JsonText
+
+STRING = frozenset({"string"})
+_SPACE = " \t\r\n"
+_MOST_REFS = 16
+# Python's names for them, which tools of some clients have.
+_TYPES = MappingProxyType(
+    {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
+    | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
+)
+_FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"})
+
+
+def property_of(schema: Mapping[str, Any], name: str) -> Any:
+    """The schema of an argument among those of all; None where nothing is said of it."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    more = schema.get("additionalProperties")
+    return more if isinstance(more, dict) else None
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a part of the schema `root` allows; none at all: it does not say."""
+    schema = resolved(schema, root)
+    if schema is None:
+        return frozenset()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_type_of(json.dumps(value)) for value in values)
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    found = {_TYPES[one] for one in names if isinstance(one, str) and one in _TYPES}
+    for key in ("anyOf", "oneOf"):
+        if not found and isinstance(schema.get(key), list):
+            parts = [types_of(one, root) for one in schema[key]]
+            found = set[str]().union(*parts) if all(parts) else set()
+    if not found and isinstance(schema.get("allOf"), list):
+        found = set(next((types for one in schema["allOf"] if (types := types_of(one, root))), ()))
+    found |= {kind for key, kind in (("properties", "object"), ("items", "array")) if not found and key in schema}
+    if found and schema.get("nullable") is True:
+        found.add("null")
+    return frozenset(found)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The schema that references lead to; None where there is none."""
+    for _ in range(_MOST_REFS):
+        if not isinstance(schema, dict):
+            return None
+        path = schema.get("$ref")
+        if path is None:
+            return schema
+        if not isinstance(path, str) or not path.startswith("#/"):
+            return None
+        schema = root
+        for step in path[2:].split("/"):
+            schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return None
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value that is written as `text` and is to be of one of `types`: of another where it is none of
+    these, and a string where it is nothing else."""
+    if types != STRING:
+        for found in (plain_json(text), python_json(text)):
+            if found is not None and _kept(_type_of(found), types):
+                return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kept(kind: str, types: frozenset[str]) -> bool:
+    """Whether a value that can be read as of this type is not the text itself."""
+    if kind == "string":
+        return bool(types) and "string" not in types
+    return kind in types or (kind == "integer" and "number" in types) or "string" not in types
+
+
+def plain_json(text: str) -> str | None:
+    """A text that is one JSON value, without white space around it; None where it is none."""
+    scan, text = JsonText(), text.strip(_SPACE) + "\n"
+    at = scan.feed(text, 0)
+    return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
+
+
+def _type_of(found: str) -> str:
+    """The type of JSON."""
+    if found[0] in _FIRST:
+        return _FIRST[found[0]]
+    return "integer" if found.lstrip("-").isdigit() else "number"

@@ -1,0 +1,299 @@
+"""Calls as elements of an XML of sorts, an element an argument, values as bare text; see argued.ArguedFormat.
+
+A text ends where its element's end is first written: nothing is escaped. Strings are told as they come, other values
+(by the types of the tool's schema) when they are whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, patterns_of, whole
+from llmc_runtime.server.tools.calls import Malformed, Steps
+from llmc_runtime.server.tools.definitions import NAME
+from llmc_runtime.server.tools.lark import Marker, json_rule, lark, text_until
+from llmc_runtime.server.tools.values import STRING, json_of, property_of, types_of
+
+_LONGEST_KEY = 256
+_MOST_FIELDS = 64  # of any arguments
+
+
+class Xml(ArguedFormat):
+    """BEGIN, a call's mark with its name, its arguments, the call's end, END, which are `markers`. `call`, `field`:
+    the texts around a name and behind all of what is named; `framed`: a line end stands on both sides of a value."""
+
+    call: ClassVar[tuple[str, str, str]]
+    field: ClassVar[tuple[str, str, str]]
+    framed: ClassVar[bool] = False
+
+    def _reading(self) -> Steps[None]:
+        begin, end = self.markers[:2]
+        while (opener := (yield from self._until(*self.openers()))) is not None:
+            if (yield from self._attempt(self._calls(opener))) and opener == begin:
+                yield from self._optional(end)
+
+    @classmethod
+    def openers(cls) -> Sequence[str]:
+        """See CallFormat."""
+        return cls.markers[0], cls.call[0]
+
+    def _calls(self, opener: str) -> Steps[None]:
+        """Behind BEGIN; or, as it is left out now and then, a call of a tool without it."""
+        if opener == self.markers[0]:
+            yield from self._expect(self.call[0])
+            yield from self._one()
+            while (yield from self._optional(self.call[0])):
+                yield from self._one()
+            return
+        yield from self._one(known=True)
+
+    def _one(self, known: bool = False) -> Steps[None]:
+        name = (yield from self._raw(self.call[1])).strip()
+        if not self._is_name(name) or (known and name not in self._tools):
+            raise Malformed
+        self._open(name)
+        while (tag := (yield from self._either(self.field[0], self.call[2]))) == self.field[0]:
+            yield from self._field_value(name, (yield from self._raw(self.field[1])), self.field[2])
+        if tag is None:
+            raise Malformed
+        self._close()
+
+    def _field_value(self, name: str, key: str, end: str) -> Steps[None]:
+        """The argument `key` up to the mark `end`."""
+        schema = self._tools.get(name, {})
+        types = types_of(property_of(schema, key), schema)
+        if self.framed and (yield from self._next(solid=False)) == "\n":
+            self._at += 1
+        if types == STRING:
+            yield from self._text_value(key, end)
+            return
+        text = yield from self._raw(end, most=None)
+        value = json_of(text.removesuffix("\n") if self.framed else text, types)
+        self._key(key)
+        self._argue(value)
+        self._mark = self._at
+
+    def _text_value(self, key: str, end: str) -> Steps[None]:
+        """A string as it comes."""
+        begun, held = False, ""
+        while True:
+            rest = self._text[self._at :]
+            at = rest.find(end)
+            text = held + rest[: at if at >= 0 else len(rest) - self._partial(rest, (end,))]
+            self._at += len(text) - len(held)
+            held = "\n" if self.framed and text.endswith("\n") else ""
+            if not begun:
+                self._key(key)
+                self._argue('"')
+                begun = True
+            self._argue(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+            self._mark = self._at - len(held)
+            if at >= 0:
+                self._at += len(end)
+                self._argue('"')
+                self._mark = self._at
+                return
+            if self._ended:
+                raise Malformed
+            yield
+
+    def _raw(self, end: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
+        """The text in front of `end`, which is read too."""
+        looked = self._at
+        while True:
+            at = self._text.find(end, looked)
+            if at >= 0:
+                text, self._at = self._text[self._at : at], at + len(end)
+                return text
+            if self._ended or (most is not None and len(self._text) - self._at > most):
+                self._at = len(self._text) if self._ended else self._at
+                raise Malformed
+            before = max(len(self._text) - len(end) + 1, self._at) - self._at
+            yield
+            looked = self._at + before
+
+    # --- grammars
+
+    @classmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        before, middle, end = cls.call
+        calls = " | ".join(f"{lark(f'{before}{name}{middle}{chr(10)}')} {rule}" for name, rule in tools.items())
+        return f'behind: "\\n" (call) {marker(end)} "\\n" {marker(cls.markers[1])}\ncall: {calls}'
+
+    @classmethod
+    def _any(cls, rule: str, marker: Marker) -> str:
+        before, middle, end = cls.field
+        line = lark("\n") if cls.framed else ""
+        text = text_until(f"{rule}_text", end, marker, before="\n" if cls.framed else "")
+        one = f'{rule}_one: {lark(before)} /{NAME.pattern}/ {lark(middle)} {line} {rule}_text "\\n"'
+        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{one}\n{text}"
+
+    @classmethod
+    def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
+        parts = (field.rule if field.required else f"{field.rule}?" for field in fields)
+        return [f"{rule}: {' '.join(parts) or lark('')}"]
+
+    @classmethod
+    def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
+        before, middle, end = cls.field
+        head = lark(before + field.key + middle + ("\n" if cls.framed else ""))
+        return cls._valued(field, head, end, lark("\n"), marker)
+
+    @classmethod
+    def _valued(cls, field: Field, head: str, end: str, tail: str, marker: Marker) -> Sequence[str]:
+        """Rules of the value behind `head`, with the mark `end` and `tail`."""
+        if not _sayable(field.key):
+            raise cls._unsaid(f"the property {field.key[:60]!r}")
+        frame = "\n" if cls.framed else ""
+        close = f"{lark(frame)} {marker(end)}" if frame else marker(end)
+        lines, values = [], []
+        for i, one in enumerate(alternatives(field.schema, field.root)):
+            rule, types = f"{field.rule}_{i}", types_of(one, field.root)
+            if "enum" in one or "const" in one:
+                given = [one["const"]] if "const" in one else one["enum"]
+                values += [f"{lark(text)} {close}" for text in cls._texts(field, given, end)]
+            elif not types or "string" in types:
+                lines.append(text_until(rule, end, marker, patterns_of(one), frame))
+                values.append(rule)
+            else:
+                values.append(f"{rule} {close}")
+                lines.append(f"{rule}: {json_rule(whole(one, field.root))}")
+        return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
+
+    @classmethod
+    def _texts(cls, field: Field, given: Sequence[object], end: str) -> list[str]:
+        """How the values that an enum allows are written; those that would be read as others are left out."""
+        types = types_of(field.schema, field.root)
+        said = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in given]
+        texts = [t for one, t in said if end not in t and _read(t, types) == (type(one), one)]
+        if not texts:
+            raise cls._unsaid(f"values of {field.key[:60]!r} that cannot be told from others")
+        return texts
+
+
+def _read(text: str, types: frozenset[str]) -> tuple[type, object]:
+    value = json.loads(json_of(text, types))
+    return type(value), value
+
+
+def _sayable(key: str) -> bool:
+    """Whether an argument's name is read as it is written."""
+    return 0 < len(key) <= _LONGEST_KEY and not set(key) & set('<>"\n') and key == key.strip()
+
+
+class Qwen3Coder(Xml):
+    """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, as Qwen3-Coder writes it."""
+
+    name = "qwen3_coder"
+    markers = ("<tool_call>", "</tool_call>")
+    call = ("<function=", ">", "</function>")
+    field = ("<parameter=", ">", "</parameter>")
+    framed = True
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "<tool_call>" in template and "<function=" in template and "<parameter=" in template
+
+
+class SeedOss(Xml):
+    """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, as Seed-OSS
+    writes it."""
+
+    name = "seed_oss"
+    markers = ("<seed:tool_call>", "</seed:tool_call>")
+    call = ("<function=", ">", "</function>")
+    field = ("<parameter=", ">", "</parameter>")
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "<seed:tool_call>" in template or "seed:tool_call" in template
+
+
+class MiniMaxM2(Xml):
+    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, as
+    MiniMax-M2 writes it."""
+
+    name = "minimax_m2"
+    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+    call = ('<invoke name="', '">', "</invoke>")
+    field = ('<parameter name="', '">', "</parameter>")
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "minimax:tool_call" in template and "<invoke name=" in template
+
+
+class Glm45(Xml):
+    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, </tool_call>, as
+    GLM-4.5 writes it, on lines of their own."""
+
+    name = "glm45"
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    line: ClassVar[str] = "\n"
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return "<tool_call>" in template and "<arg_key>" in template
+
+    @classmethod
+    def openers(cls) -> Sequence[str]:
+        """See CallFormat."""
+        return cls.markers[:1]
+
+    def _calls(self, opener: str) -> Steps[None]:
+        _, end, key, key_end, value, value_end = self.markers
+        yield from self._next()
+        name = yield from self._word()
+        if not self._is_name(name):
+            raise Malformed
+        self._open(name)
+        tag = yield from self._either(key, end, consume=False)
+        if tag is None or (tag == end and name not in self._tools):
+            raise Malformed
+        while (yield from self._optional(key)):
+            found = (yield from self._raw(key_end)).strip()
+            yield from self._expect(value)
+            yield from self._field_value(name, found, value_end)
+        if not (yield from self._optional(end)):
+            raise Malformed
+        self._close()
+
+    @classmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        calls = " | ".join(f"{lark(name + cls.line)} {rule}" for name, rule in tools.items())
+        return f"behind: (call) {marker(cls.markers[1])}\ncall: {calls}"
+
+    @classmethod
+    def _any(cls, rule: str, marker: Marker) -> str:
+        _, _, key, key_end, value, value_end = cls.markers
+        text, line = text_until(f"{rule}_text", value_end, marker), lark(cls.line)
+        head = f"{marker(key)} /{NAME.pattern}/ {marker(key_end)} {line} {marker(value)}"
+        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{rule}_one: {head} {rule}_text {line}\n{text}"
+
+    @classmethod
+    def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
+        _, _, key, key_end, value, value_end = cls.markers
+        name, line = lark(field.key), lark(cls.line)
+        head = f"{marker(key)} {name} {marker(key_end)} {line} {marker(value)}"
+        return cls._valued(field, head, value_end, line, marker)
+
+
+class Glm47(Glm45):
+    """The same without line ends where calls are enforced, as GLM-4.7 writes it; both are read."""
+
+    name = "glm47"
+    between = ""
+    line = ""
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See CallFormat."""
+        return super().fits(template) and "</arg_key><arg_value>" in template

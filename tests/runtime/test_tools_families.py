@@ -1,0 +1,370 @@
+"""Calls in the forms of many families: what is written comes out by the types of its schema, however it is cut."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmc_runtime.server.flags import serve_parser
+from llmc_runtime.server.tools import marked, pythonic, xml
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.dialect import dialect_of
+from llmc_runtime.server.tools.families import ALIASES, FORMATS
+from llmc_runtime.server.tools.python import python_json
+from llmc_runtime.server.tools.scan import JsonText
+from llmc_runtime.server.tools.values import json_of, types_of
+
+from tests.runtime.test_tools_text import Parsed, cut, parsed
+
+TOOLS: Mapping[str, Any] = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"}, "size": {"type": "integer"}, "share": {"type": "number"},
+            "on": {"type": "boolean"}, "list": {"type": "array"}, "more": {"$ref": "#/$defs/more"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "kind": {"enum": ["red", "1", 2]},
+        },
+        "$defs": {"more": {"properties": {"a": {"type": "string"}}}},
+    },
+    "get_weather": {"properties": {"city": {"type": "string"}}},
+}  # fmt: skip
+HOSTILE = (
+    "{}", '"{}"', "{}'", "\n{}\n", "\n\n{}", "{}]", "[{}(a=1)]", "\\{}\\", "é🙂{}", "<tool_call>{}", "</tool_{}",
+    "<arg_key>{}",
+    "{}</", "<function={}>", "functools[{}]", "[TOOL_CALLS]{}", "``{}`", "null {}", " {} ", "{}\t\x7f",
+    "<｜tool▁sep｜>{}", "</param{}",
+)  # fmt: skip
+
+
+class Words:
+    """Texts that occur nowhere else."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.count = draw, 0
+
+    def text(self) -> str:
+        self.count += 1
+        return self.draw.choice(HOSTILE).replace("{}", f"w{self.count}w")
+
+    def value(self, depth: int = 0) -> Any:
+        kind = self.draw.randrange(5 if depth < 3 else 3)
+        if kind < 2:
+            return self.text()
+        if kind == 2:
+            return self.draw.choice([True, False, None, 0, -7, 2.5, -1e-300, 10**30])
+        if kind == 3:
+            return [self.value(depth + 1) for _ in range(self.draw.randrange(3))]
+        return {self.text(): self.value(depth + 1) for _ in range(self.draw.randrange(3))}
+
+    def arguments(self) -> dict[str, Any]:
+        draw = self.draw
+        all_of = {
+            "text": self.text(), "size": draw.randrange(-99, 99), "share": draw.choice([1, -0.5, 1e30]),
+            "on": draw.random() < 0.5, "list": [self.value() for _ in range(draw.randrange(3))],
+            "more": {"a": self.text(), "b": self.value()}, "maybe": draw.choice([None, self.text()]),
+            "kind": draw.choice(["red", 2]),
+        }  # fmt: skip
+        return {key: all_of[key] for key in draw.sample(sorted(all_of), draw.randrange(len(all_of) + 1))}
+
+
+def plain(value: Any, draw: random.Random) -> str:
+    """A value between tags, as templates and models write it: strings bare, True or true."""
+    if isinstance(value, str):
+        return value
+    return repr(value) if draw.random() < 0.3 else json.dumps(value, ensure_ascii=draw.random() < 0.5)
+
+
+def named(kind: str, key: str, *, line: str) -> Callable[[str, Any, random.Random], str]:
+    """One call between tags that have the name of what they mark."""
+
+    def one(name: str, arguments: Any, draw: random.Random) -> str:
+        fields = [
+            f"{key.format(k)}{line}{plain(v, draw)}{line}</parameter>\n" for k, v in arguments.items()
+        ]  # fmt: skip
+        return f"{kind.format(name)}\n{''.join(fields)}</{re.split('[ =]', kind[1:])[0]}>"
+
+    return one
+
+
+def glm(name: str, arguments: Any, draw: random.Random) -> str:
+    """One call of GLM."""
+    line = draw.choice(["", "\n"])
+    fields = [
+        f"<arg_key>{k}</arg_key>{line}<arg_value>{plain(v, draw)}</arg_value>{line}" for k, v in arguments.items()
+    ]
+    return f"<tool_call>{name}{line}{''.join(fields)}</tool_call>"
+
+
+def python(name: str, arguments: Any, draw: random.Random) -> str:
+    """One call in Python, its values by repr or as JSON."""
+    return (
+        f"{name}({', '.join(f'{k}={repr(v) if draw.random() < 0.6 else json.dumps(v)}' for k, v in arguments.items())})"
+    )
+
+
+def dumped(name: str, arguments: Any, draw: random.Random) -> str:
+    """One call as JSON."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=draw.random() < 0.5)
+
+
+def section(
+    form: type[marked.Sectioned], head: str, tail: str
+) -> Callable[[list[tuple[str, Any]], random.Random], str]:
+    """Calls within a section."""
+    begin, end, call, middle, call_end = form.markers
+
+    def written(calls: list[tuple[str, Any]], draw: random.Random) -> str:
+        texts = [
+            f"{call}{head.format(name=name, i=i, sep=middle)}{json.dumps(arguments)}{tail}{call_end}"
+            for i, (name, arguments) in enumerate(calls)
+        ]
+        return begin + draw.choice(["", "\n"]).join(texts) + end
+
+    return written
+
+
+def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.Random) -> str:
+    """The calls as a model of the family writes them."""
+    sections = {
+        marked.DeepSeekV3: section(marked.DeepSeekV3, "function{sep}{name}\n```json\n", "\n```"),
+        marked.DeepSeekV31: section(marked.DeepSeekV31, "{name}{sep}", ""),
+        marked.KimiK2: section(marked.KimiK2, "functions.{name}:{i}{sep}", ""),
+    }
+    if form in sections:
+        return sections[form](calls, draw)
+    if issubclass(form, xml.Glm45):
+        return "\n".join(glm(*call, draw) for call in calls)
+    tags = {
+        xml.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
+        xml.SeedOss: named("<function={}>", "<parameter={}>", line=""),
+        xml.MiniMaxM2: named('<invoke name="{}">', '<parameter name="{}">', line=""),
+    }
+    if form in tags:
+        begin, end = form.markers[:2]
+        if draw.random() < 0.3:
+            return f"{begin}\n" + "\n".join(tags[form](*call, draw) for call in calls) + f"\n{end}"
+        return "\n".join(f"{begin}\n{tags[form](*call, draw)}\n{end}" for call in calls)
+    if issubclass(form, pythonic.Pythonic):
+        begin, end = draw.choice([("", ""), form.markers])
+        return f"{begin}[{', '.join(python(*call, draw) for call in calls)}]{end}"
+    if form is marked.Granite20b:
+        return "\n".join(f"<function_call> {dumped(*call, draw)}" for call in calls)
+    mark = draw.choice(form.markers).removesuffix("[")
+    return f"{mark}[{', '.join(dumped(*call, draw) for call in calls)}]"
+
+
+XMLS = (xml.Qwen3Coder, xml.SeedOss, xml.MiniMaxM2, xml.Glm45, xml.Glm47)
+PYTHONS = (pythonic.Pythonic, pythonic.Llama4Pythonic, pythonic.Lfm2)
+FORMS = (
+    *XMLS, *PYTHONS, marked.DeepSeekV3, marked.DeepSeekV31, marked.KimiK2, marked.Granite, marked.Granite20b,
+    marked.Phi4Mini,
+)  # fmt: skip
+ENDS = ("</parameter>", "</arg_value>")
+
+
+def read(form: type[CallFormat], pieces: list[str]) -> Parsed:
+    """See test_tools_text.parsed."""
+    return parsed(form, pieces, TOOLS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
+    draw = random.Random(f"{form.name} {seed}")
+    words = Words(draw)
+    calls = [("f", words.arguments()), ("get_weather", {"city": words.text()}), ("f", {})]
+    calls = draw.sample(calls, draw.randrange(1, 4))
+    said = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
+    text = said + written(form, calls, draw)
+    content, found = read(form, cut(text, draw))
+    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (said.rstrip(), calls), text
+    assert read(form, [text]) == read(form, list(text)) == (content, found)
+    for _ in range(4):
+        at = draw.randrange(len(text))
+        broken = draw.choice(
+            [text[:at], text[:at] + draw.choice("}{])x<'\"\n") + text[at:], text[:at] + text[at + 1 :]]
+        )
+        content, found = read(form, cut(broken, draw))
+        kept = content + "".join(arguments for _, arguments in found)
+        assert not [word for word in re.findall("w[0-9]+w", broken) if word not in kept], broken
+        assert read(form, list(broken)) == (content, found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
+    marks = [*form.markers, *form.openers(), *getattr(form, "call", ()), *getattr(form, "field", ())]
+    parts = (
+        *marks, *(mark[: len(mark) // 2] for mark in marks), "f", "get_weather", "text", "city", "size", "=", "(",
+        ")", "[", "]",
+        "{", "}", '"', "'", ",", ":", "\\", "\n", " ", " " * 70, "null", "-1", "1e", "True", "é", "🙂", "\\u00",
+        "'''", "x=", "functions.",
+        '{"name": "f", "arguments": ', "[f(", "text='a", "```json", "```", "function", "Hello ",
+    )  # fmt: skip
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=16), st.integers(0, 1 << 30))
+    def check(drawn: list[str], seed: int) -> None:
+        text = "".join(drawn)
+        content, calls = read(form, [text])
+        assert read(form, cut(text, random.Random(seed))) == (content, calls)
+        assert read(form, list(text)) == (content, calls)
+        if not calls:
+            assert content == text
+        for _, arguments in calls:
+            scan = JsonText()
+            assert scan.feed(arguments, 0) == len(arguments) and not scan.failed
+            if scan.done:
+                assert isinstance(json.loads(arguments), dict)
+
+    check()
+
+
+CODER, GLM, PY, V31 = xml.Qwen3Coder, xml.Glm45, pythonic.Pythonic, marked.DeepSeekV31
+ALL = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_what_looks_like_calls_and_is_none_is_content() -> None:
+    for form, text in (
+        (CODER, "<tool_call>oops</tool_call>"), (CODER, "<tool_call>\n<function=f"), (CODER,
+        "<function=unknown>\n</function>"),
+        (CODER, "<tool_call><function=no name></function></tool_call>"), (CODER,
+        "<tool_call><function=f>text</function>"),
+        (CODER, "<tool_call>\n<function=f>\n<parameter=size>\n12"), (CODER, "a < b <tool_cal"), (CODER,
+        "<function=" + "f" * 999),
+        (GLM, "<tool_call>oops</tool_call>"), (GLM, "<tool_call>f <arg_key>a</arg_key>b</tool_call>"), (GLM,
+        "<tool_call>f"),
+        (PY, "[f]"), (PY, "[f(1)]"), (PY, "[f(a=g())]"), (PY, "[unknown(a=1)]"), (PY, "see [f(text='x')]"), (PY,
+        "[1, 2]"),
+        (PY, "[f(__import__('os'))]"), (PY, "[f(size=__import__('os'))]"), (PY, "[f(size=1+1)]"), (PY, "[f(size=1"),
+        (marked.Phi4Mini, "functools are [fine]"), (marked.Phi4Mini, "functools[1]"), (marked.Granite,
+        "<|tool_call|>[]"),
+        (V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no"), (V31, "<｜tool▁calls▁begin｜>"),
+        (marked.DeepSeekV3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    ):  # fmt: skip
+        assert read(form, [text]) == read(form, list(text)) == (text, []), text
+
+
+def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> None:
+    for form, text, want in (
+        (CODER, "<tool_call><function=f><parameter=text>\nab\n", ("", [("f", '{"text": "ab')])),
+        (CODER, "<tool_call><function=f><parameter=text>\na\n</parameter><parameter=size>\n1", (
+            "<parameter=size>\n1", [("f", '{"text": "a"')])),
+        (CODER, "<function=f>\n<parameter=size>\n3\n</parameter>\n</function> then", (" then", [("f", '{"size": 3}')])),
+        (GLM, "<tool_call>f<arg_key>size</arg_key><arg_value>1</arg_value>oh</tool_call>", (
+            "oh</tool_call>", [("f", '{"size": 1')])),
+        (GLM, "<tool_call>g<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", ("", [("g", '{"x": 1}')])),
+        (PY, "[f(text='ab\\u00", ("\\u00", [("f", '{"text": "ab')])),
+        (PY, "[f(list=[1, 'a', oh])]", (", oh])]", [("f", '{"list": [1, "a"')])),
+        (PY, "[f(text='a'), g()]", (", g()]", [("f", '{"text": "a"}')])),
+        (V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1} so", (" so", [("f", '{"a": 1}')])),
+    ):  # fmt: skip
+        assert read(form, [text]) == read(form, list(text)) == want, text
+
+
+def test_values_have_the_types_of_the_schema() -> None:
+    cases = (
+        ("text", "12", "12"), ("text", "null", "null"), ("text", "  a ", "  a "), ("text", "", ""), ("size", "12", 12),
+        ("size", "twelve", "twelve"), ("size", "1.5", 1.5), ("share", "1", 1), ("share", " -2e3 ", -2000.0), ("on",
+        "True", True),
+        ("on", "false", False), ("on", "yes", "yes"), ("list", "[1, 'a', None]", [1, "a", None]), ("list", "a, b",
+        "a, b"),
+        ("more", '{"a": "b"}', {"a": "b"}), ("more", "{'a': True}", {"a": True}), ("maybe", "null", None), ("maybe",
+        "None", None),
+        ("maybe", "12", "12"), ("maybe", '"a"', '"a"'), ("kind", "2", 2), ("kind", "red", "red"), ("new", "12", 12),
+        ("new", "[1]", [1]), ("new", '"a"', '"a"'), ("new", "007", "007"), ("new", "NaN", "NaN"), ("size", "1e999999",
+        "1e999999"),
+        ("list", "[" * 5000, "[" * 5000),
+    )  # fmt: skip
+    for key, text, want in cases:
+        for form, whole in (
+            (CODER, ALL.format(key, text)),
+            (GLM, f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value></tool_call>"),
+        ):
+            content, calls = read(form, [whole])
+            if text == "1e999999":  # a number that no float holds is told as it is written
+                assert calls == [("f", '{"size": 1e999999}')]
+                continue
+            assert (content, [(n, json.loads(a)) for n, a in calls]) == ("", [("f", {key: want})]), (key, text)
+    root = {"$defs": {"a": {"$ref": "#/$defs/a"}, "b": {"const": 5}}}
+    for schema, types in (
+        ({"$ref": "#/$defs/a"}, set()), ({"$ref": "#/$defs/b"}, {"integer"}), ({"$ref": "http://x"}, set()), (True,
+        set()),
+        ({"type": ["string", "null"]}, {"string", "null"}), ({"type": "str"}, {"string"}), ({"type": "integer",
+        "nullable": True},
+        {"integer", "null"}), ({"oneOf": [{"type": "array"}, {}]}, set()), ({"allOf": [{}, {"type": "object"}]},
+        {"object"}),
+        ({"items": {}}, {"array"}), ({"type": {"a": 1}}, set()), ({"enum": []}, set()), ({"anyOf": "x"}, set()),
+    ):  # fmt: skip
+        assert types_of(schema, root) == types, schema
+    assert json_of("é", frozenset()) == '"é"'
+
+
+@pytest.mark.parametrize("form", (*XMLS[:1], *XMLS[3:4], PY))
+def test_strings_are_told_as_they_come_and_other_values_when_they_are_whole(form: type[CallFormat]) -> None:
+    text = {
+        CODER: ALL.format("text", "x" * 40 + "\n\ny"),
+        GLM: f"<tool_call>f<arg_key>text</arg_key><arg_value>{'x' * 40}\n\ny</arg_value></tool_call>",
+        PY: f"[f(text='{'x' * 40}\\n\\ny')]",
+    }[form]
+    reader = form(TOOLS)
+    told = ["".join(getattr(one, "arguments", "") for one in reader.push(char)) for char in text]
+    assert told.count("x") == 40 and "".join(told) == json.dumps({"text": "x" * 40 + "\n\ny"})
+    whole = written(form, [("f", {"list": [1, 2, 3], "size": 12})], random.Random(3))
+    told = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
+    assert "".join(told) == '{"list": [1, 2, 3], "size": 12}'
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
+        allow_infinity=False) | st.text(max_size=6),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=9,
+    ),
+    st.text(max_size=2), st.integers(0, 1000),
+)  # fmt: skip
+def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> None:
+    """And what is damaged is refused, or reads the same."""
+    for text in (repr(value), json.dumps(value)):
+        found = python_json(text)
+        assert found is not None and json.loads(found) == value
+    text = repr(value)
+    at %= len(text) + 1
+    text = text[:at] + damage + text[at:]
+    found = python_json(text)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            real = ast.literal_eval(text.strip(" \t\r\n"))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return
+    assert found is None or json.loads(found) == real
+
+
+def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
+    (calls,) = [one for one in serve_parser()._actions if "--tool-call-parser" in one.option_strings]
+    names = {"auto", "none", *ALIASES, *(form.name for form in FORMATS)}
+    assert set(calls.choices or ()) == names
+    for name in names - {"none"}:
+        found = dialect_of(None, None, name).calls
+        assert (found is None) == (name == "auto") and (found is None or found.name == ALIASES.get(name, name))
+
+
+def test_long_and_deep_texts_take_no_time() -> None:
+    for form, text in (
+        (CODER, ALL.format("text", "<parameter=" * 20000)), (CODER, ALL.format("list", "[" * 50000)),
+        (CODER, "<tool_call><function=f>" * 5000), (GLM, "<tool_call>f<arg_key>" * 5000), (PY,
+        "[f(list=" + "[" * 50000),
+        (PY, "[f(" * 20000), (PY, "[f(text='" + "\\u00" * 20000), (V31, "<｜tool▁calls▁begin｜>" * 5000),
+    ):  # fmt: skip
+        content, calls = read(form, [text])
+        assert content or calls
