@@ -147,10 +147,12 @@ class Trip:
         from llmc.artifact.place import check_free
         from llmc.artifact.write import PackedWeights
         from llmc.frontend.checkpoint import Checkpoint
-        from llmc.frontend.texts import check_tokenizer
+        from llmc.frontend.texts import check_tokenizer, without_tokenizer
 
         check_free(self.output.absolute(), self.force)
         check_tokenizer(self.model)
+        if told := without_tokenizer(self.model):
+            self.note(told)
         seed = random_seed(self.options.weights)
         traced = self.trace()
         with ExitStack() as stack:
@@ -312,9 +314,10 @@ def source_of(traced: Any, origin: Located) -> Source:
     """Name, commit and hashes of the model's small files; the packed weights have hashes of their own."""
     from llmc_runtime.format.hashing import sha256
 
-    small = {p.name: sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
+    root = traced.source.folder
+    small = {p.relative_to(root).as_posix(): sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
     cut = traced.facts.layers or (0, 0)
-    return Source("hf", origin.name or traced.source.folder.resolve().name, origin.commit, small, *cut)
+    return Source("hf", origin.name or root.resolve().name, origin.commit, small, *cut)
 
 
 def random_seed(weights: str) -> int | None:

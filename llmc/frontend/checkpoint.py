@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +103,14 @@ class Checkpoint:
                 found[name] = parts[at]
         if missing:
             have = len(self._tensors.tensors)
+            remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
+            if missing == [f"{_head(self.traced.model)}.weight"]:
+                remedy += "; where the head is the embedding: set tie_word_embeddings to true"
             raise Diagnostic(
                 "E323",
                 f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: {some(missing)} "
                 f"(the files hold {have} tensors)",
-                "fetch the whole checkpoint; config.json and weights must be of one model",
+                remedy,
             )
         return MappingProxyType(found)
 
@@ -138,6 +142,12 @@ class Checkpoint:
                     f"config.json ties {other} to {owner}, but the checkpoint stores two different tensors",
                     "set tie_word_embeddings to false in config.json",
                 )
+
+
+def _head(model: Any) -> str:
+    """The path of the module that makes logits; "" where none is known."""
+    head = model.get_output_embeddings()
+    return next((path for path, module in model.named_modules() if module is head), "")
 
 
 def _sample(rows: int) -> Iterable[int]:

@@ -143,7 +143,8 @@ def _build(config: Any, dtype: str) -> Any:
                 config, attn_implementation=hooks.NAME, experts_implementation=hooks.NAME, dtype=TORCH[dtype]
             )
     except Exception as e:
-        raise _failed(config.model_type, "cannot be built from its config", e) from e
+        found = _failed(config.model_type, "cannot be built from its config", e)
+        raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
     model.eval()
     model.config.use_cache = False
     _check_positions(model)

@@ -195,8 +195,10 @@ def _facts(
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
-    """Token ids of a role; generation_config.json outranks config.json, and either may name one or several."""
-    value = source.generation.get(key, getattr(config, key, None))
+    """Token ids of a role; generation_config.json outranks config.json, and either may name one or several (null:
+    none of its own)."""
+    value = source.generation.get(key)
+    value = getattr(config, key, None) if value is None else value
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")

@@ -16,7 +16,7 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 
 from . import kinds
-from .source import TOKENIZER_FILES, check_weights, open_source, read_json
+from .source import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -67,7 +67,18 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
 
 def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """The files of a repository that are fetched. shards: the weights' files, None for no weights."""
-    return [n for n in sorted(names) if n in TOKENIZER_FILES or (shards is not None and n in {*shards, kinds.INDEX})]
+    weights = {*shards, kinds.INDEX} if shards is not None else set()
+    return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
+
+
+def _concerns(name: str) -> bool:
+    return "/" not in name or _is_template(name)
+
+
+def _is_template(name: str) -> bool:
+    """Whether a file is one of the further chat templates, which alone lie in a folder."""
+    folder, _, rest = name.partition("/")
+    return folder == TEMPLATES and "/" not in rest and rest.endswith(".jinja")
 
 
 class _Fetch:
@@ -98,20 +109,22 @@ class _Fetch:
         return Located(folder, self.name, commit)
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
-        """The weights' files: one, or those that the index names."""
+        """The weights' files: one, which outranks an index of others, or those that the index names."""
         if kinds.INDEX not in sizes:
             if kinds.SINGLE not in sizes:
                 raise kinds.refuse_weights(sizes, self.where)
             return [kinds.SINGLE]
         entries = read_json(self.file(kinds.INDEX, commit)).get("weight_map")
         named = set(entries.values()) if isinstance(entries, dict) else set()
+        if kinds.SINGLE in sizes and kinds.SINGLE not in named:
+            return [kinds.SINGLE]
         lacking = sorted(str(n) for n in named if n not in sizes or not str(n).endswith(".safetensors"))
         if not named or lacking:
             raise self.useless(f"{kinds.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
         return sorted(named)
 
     def asked(self) -> tuple[str, dict[str, int]]:
-        """The commit and the top level's files with their sizes, as the hub tells."""
+        """The commit and the files that may concern us with their sizes, as the hub tells."""
         from huggingface_hub import HfApi
 
         info = self.guarded(
@@ -121,13 +134,14 @@ class _Fetch:
         )
         if not COMMIT.fullmatch(str(info.sha)):
             raise self.useless(f"its commit is {info.sha!r}, not 40 digits")
-        files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if "/" not in s.rfilename}
+        files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
         return str(info.sha), files
 
     def cached(self) -> tuple[str, dict[str, int]]:
         """The commit and the files of an earlier fetch."""
         folder = self.file("config.json", self.revision).parent
-        return folder.name, {p.name: p.stat().st_size for p in folder.iterdir()}
+        found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]
+        return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
 
     def file(self, name: str, revision: str) -> Path:
         from huggingface_hub import hf_hub_download

@@ -148,7 +148,13 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
         if found := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
             return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
-    return Diagnostic("E320", f"{where} has neither {SINGLE} nor {INDEX}", "fetch the model's weights into the folder")
+    lacks = f"{where} has neither {SINGLE} nor {INDEX}"
+    if found := sorted(n for n in names if n.endswith(".safetensors")):
+        remedy = f"fetch {INDEX}, too" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
+        if found[0].startswith("consolidated"):
+            remedy = "these are in the publisher's own layout; fetch the model's other safetensors"
+        return Diagnostic("E320", f"{lacks}; it holds {found[0]}", remedy)
+    return Diagnostic("E320", lacks, "fetch the model's weights into the folder")
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:

@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+TEMPLATES = "additional_chat_templates"  # a folder of further chat templates, NAME.jinja
+
 # Architectures whose logits are compared with transformers' own in tests/models; others may work too.
 TESTED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "gpt_neox", "stablelm", "granite",
@@ -66,7 +68,7 @@ class Source:
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The files that an artifact carries verbatim, as far as they exist."""
-        return tuple(p for name in TOKENIZER_FILES if (p := self.folder / name).is_file())
+        return tuple(p for name in small_files(self.folder) if (p := self.folder / name).is_file())
 
 
 def open_source(path: str | Path) -> Source:
@@ -98,6 +100,11 @@ def open_source(path: str | Path) -> Source:
     return source
 
 
+def small_files(folder: Path) -> tuple[str, ...]:
+    """The names that a folder's small files may have: fixed ones, and its further chat templates'."""
+    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATES}/{p.name}" for p in (folder / TEMPLATES).glob("*.jinja")))
+
+
 def check_files(folder: Path) -> None:
     """Diagnostic E308 where a small file is no plain file, too large for one, or a link out of the folder: its
     contents would go into the artifact.
@@ -105,7 +112,7 @@ def check_files(folder: Path) -> None:
     A hub's cache keeps files beside its snapshots, in blobs/; weights may lie anywhere, as no byte of theirs is copied
     before it is known to be a tensor's."""
     inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))
-    for name in TOKENIZER_FILES:
+    for name in small_files(folder):
         path = folder / name
         if not os.path.lexists(path):
             continue

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmc.diagnostics import Diagnostic
 
+from . import kinds
 from .kinds import INDEX, SINGLE
 from .source import check_weights, is_regular, read_json
 
@@ -67,7 +68,7 @@ class TensorFiles:
                 "E322",
                 f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not hold it "
                 f"({some(absent)})",
-                "fetch the index and the files again, from one revision",
+                f"fetch the index and the files again, from one revision; or {kinds.SAVE_AGAIN.format('')}",
             )
 
     @property
@@ -124,13 +125,15 @@ def _corrupt(file: Path, why: object) -> Diagnostic:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file by the index; empty where the checkpoint is one file."""
+    """Tensor name -> file by the index; empty where the checkpoint is one file, which outranks an index of others."""
     check_weights(folder)
     if not (folder / INDEX).exists() and not (folder / INDEX).is_symlink():
         return {}
     entries = read_json(folder / INDEX).get("weight_map")
     if not isinstance(entries, dict) or not entries or not all(isinstance(v, str) for v in entries.values()):
         raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of names", "fetch the index again")
+    if (folder / SINGLE).exists() and SINGLE not in entries.values():
+        return {}
     named = {name: folder / name for name in sorted(set(entries.values())) if is_safe_name(name) and "/" not in name}
     for name in entries.values():
         if name not in named:

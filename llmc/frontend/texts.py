@@ -9,13 +9,29 @@ from llmc_runtime.format import texts
 
 from llmc.diagnostics import Diagnostic
 
+from .source import TEMPLATES
+
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 TEMPLATE = "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
+# Forms of a tokenizer that the runtime does not read; transformers does, and saves most of them as tokenizer.json.
+FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.json",
+         "vocab.txt")  # fmt: skip
+SAVE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+
+
+def without_tokenizer(folder: Path) -> str:
+    """What a folder without a tokenizer.json means, and what to do; "" where there is one."""
+    if (folder / TOKENIZER).exists():
+        return ""
+    other = next((f"only {n}" for n in FORMS if (folder / n).exists()), "")
+    remedy = f"; {SAVE} makes one" if other else "; copy it from the model's repository"
+    return f"the folder has no {TOKENIZER}{other and ', ' + other}: requests must be token ids{remedy}"
 
 
 def check_tokenizer(folder: Path) -> None:
     """Diagnostic E309 where a tokenizer or template that is there cannot be read; without one ids still work."""
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     try:
         if path.exists():
             _open(path)
@@ -23,9 +39,9 @@ def check_tokenizer(folder: Path) -> None:
             path = folder / name
             if path.exists():
                 _check(texts.document(path))
-        path = folder / TEMPLATE
-        if path.exists():
-            texts.plain_bytes(path, texts.MOST_CONFIG).decode("utf-8")
+        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))):
+            if path.exists():
+                texts.plain_bytes(path, texts.MOST_CONFIG).decode("utf-8")
     except BaseException as e:
         if not isinstance(e, Exception) and not texts.is_panic(e):
             raise

@@ -100,6 +100,7 @@ def test_architecture(tmp_path: Path) -> None:
         "E307", "mxfp4", "dequantize", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "mxfp4"}))
     )
     fails("E307", "MLX", do=lambda: trace(config(tmp_path, quantization={"bits": 4, "group_size": 64})))
+    fails("E305", "'snarf'", "correct config.json", do=lambda: trace(config(tmp_path, hidden_act="snarf")))
     fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
     fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))
 
@@ -111,6 +112,9 @@ def test_generation_config(tmp_path: Path) -> None:
     generation.write_text(json.dumps({"eos_token_id": 7, "temperature": 0.5, "num_beams": 4}))
     facts = trace(tmp_path).facts
     assert facts.eos_token_ids == (7,) and dict(facts.generation) == {"temperature": 0.5}
+    generation.write_text(json.dumps({"eos_token_id": None, "temperature": None}))
+    facts = trace(tmp_path).facts
+    assert facts.eos_token_ids == (2, 5) and not facts.generation
     for wrong in ({"eos_token_id": "</s>"}, {"eos_token_id": [1.5]}, {"temperature": "hot"}):
         generation.write_text(json.dumps(wrong))
         fails("E302", next(iter(wrong)), do=lambda: trace(tmp_path))
@@ -243,8 +247,10 @@ def test_index(folder: Path, saved: Traced) -> None:
     tensors = load_file(folder / FILE)
     index = folder / f"{FILE}.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+    read_all(saved, folder)  # the one file outranks an index of others, as in transformers
+    (folder / FILE).rename(folder / "b.safetensors")
     fails("E322", "a.safetensors", do=lambda: read_all(saved, folder))
-    (folder / FILE).rename(folder / "a.safetensors")
+    (folder / "b.safetensors").rename(folder / "a.safetensors")
     read_all(saved, folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "model.ghost"], "a.safetensors")}))
     fails("E322", "'model.ghost'", do=lambda: read_all(saved, folder))
@@ -270,6 +276,11 @@ def test_missing_tensors(folder: Path, saved: Traced) -> None:
         "LlamaForCausalLM",
         do=lambda: read_all(saved, folder),
     )
+
+
+def test_a_missing_head_may_be_a_tied_one(folder: Path, saved: Traced) -> None:
+    change(folder, lambda t: t.pop("lm_head.weight") is None)
+    fails("E323", "lm_head.weight", "set tie_word_embeddings to true", do=lambda: read_all(saved, folder))
 
 
 def test_unexpected_tensors(folder: Path, saved: Traced) -> None:

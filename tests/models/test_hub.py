@@ -13,8 +13,10 @@ from models.hub_stand_in import COMMIT, HubStandIn, serving
 from models.kit import fails, save
 
 from llmc.frontend.hub import Hub, locate
+from llmc.frontend.source import open_source
 
 NAME = "someone/tiny-model.v2"
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 CODE = "raise SystemExit('this must not run')"
 
 
@@ -28,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tokenizer.json", "{}"), ("chat_template.jinja", "{{ 1 }}"), ("README.md", "# tiny"), ("modeling_x.py", CODE),
         ("pytorch_model.bin", "pickle"), ("other.safetensors", "no shard"), ("training_args.bin", "pickle"),
         ("onnx/model.onnx", "onnx"), ("original/config.json", "{}"), ("onnx/model.safetensors", "another"),
+        (TEMPLATE, "{{ 2 }}"), ("additional_chat_templates/x.py", CODE), ("onnx/chat.jinja", "{{ 3 }}"),
     ):  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -52,7 +55,10 @@ def test_a_revision_is_pinned_and_listed_files_alone_come(
     assert (at.name, at.commit) == (id.partition("@")[0], COMMIT)
     wanted = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
     wanted |= {"model.safetensors.index.json"} | shards(model)
-    assert {p.name for p in at.folder.iterdir()} == wanted
+    assert {p.name for p in at.folder.iterdir() if p.is_file()} == wanted
+    carried = open_source(at.folder).tokenizer_files
+    assert at.folder / TEMPLATE in carried and len(list(at.folder.glob("*/*"))) == 1
+    wanted.add("tool_use.jinja")
     assert set(hub.files) == wanted and len(hub.files) == len(wanted)
     assert all(f"/resolve/{COMMIT}/" in a for a in hub.asked if "/resolve/" in a)
 

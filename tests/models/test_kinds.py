@@ -13,6 +13,7 @@ from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, compile_model
 from llmc.frontend.source import open_source
+from llmc.frontend.texts import without_tokenizer
 
 
 def config(folder: Path) -> None:
@@ -66,6 +67,9 @@ def test_an_adapter_beside_a_config(tmp_path: Path) -> None:
         ("model.onnx", "ONNX"),
         ("tf_model.h5", "TensorFlow"),
         ("adapter_model.safetensors", "adapter"),
+        ("weights.safetensors", "rename it to model.safetensors"),
+        ("model-00001-of-00001.safetensors", "fetch model.safetensors.index.json"),
+        ("consolidated.safetensors", "publisher's own layout"),
     ],
 )
 def test_weights_of_another_form_are_told_before_the_trace(name: str, words: str, tmp_path: Path) -> None:
@@ -97,3 +101,13 @@ def test_bad_measurements_are_told_before_the_trace(text: str | None, words: str
         (tmp_path / "tuning.jsonl").write_text(text)
     options = Options(tuning=tmp_path / "tuning.jsonl", cache=tmp_path / "cache")
     fails("E432", "tuning.jsonl", words, do=lambda: compile_model(tmp_path, tmp_path / "out", options))
+
+
+@pytest.mark.parametrize("form", ["", "tokenizer.model", "tekken.json"])
+def test_a_folder_without_a_tokenizer_says_what_it_takes(form: str, tmp_path: Path) -> None:
+    if form:
+        (tmp_path / form).write_bytes(b"")
+    told = without_tokenizer(tmp_path)
+    assert "token ids" in told and form in told and ("save_pretrained" in told) == bool(form)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert without_tokenizer(tmp_path) == ""
