@@ -87,10 +87,10 @@ class Run:
         return found
 
     def parts(self) -> Iterator[tuple[str, Shape]]:
-        """(engine, host, kernels or start; model): every model's engine first."""
+        """(engine, host, kernels, mixed or start; model): every model's engine first."""
         suites = set(self.plan.suites)
         engine = ("engine", suites & {"decode", "prefill", "offline"})
-        for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "start"))]:
+        for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:
             yield from ((what, shape) for shape in self.plan.models if some)
 
     def all(self) -> None:

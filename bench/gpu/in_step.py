@@ -23,7 +23,7 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
-from bench.gpu.kernels import Bench
+from bench.gpu.kernels import Bench, Load
 from bench.gpu.make import with_weights
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.shapes import Shape
@@ -94,7 +94,7 @@ class Steps:
     """The decode step of `batch` rows in all its ways, on one device with requests under way."""
 
     def __init__(self, paths: Sequence[Path], batch: int) -> None:
-        self.bench = Bench(paths[0], batch)
+        self.bench = Bench(paths[0], Load(batch))
         base = self.bench.step.program
         self.programs = [base]
         for path in paths[1:]:

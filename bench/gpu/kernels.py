@@ -1,4 +1,6 @@
-"""Every launch of a decode step timed alone on the device, against its floor; launches of one kernel are one group.
+"""Every launch of a step timed alone on the device, against its floor; launches of one kernel are one group.
+
+A step decodes `batch` rows, or has the next tokens of a prompt beside them.
 
 A group is its launches of all layers, over and over, in a program of its own on the step's real buffers: weights take
 turns as they do in a step, so that a layer's are not in the cache when they are read again.
@@ -34,7 +36,7 @@ from bench.shapes import Shape
 
 LAUNCHES = 400  # of one timed program
 ROUNDS = 7
-PROMPT, STEPS = 128, 64
+STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,28 @@ class Bound:
     symbols: np.ndarray
 
 
-class Bench:
-    """An artifact on its device with `batch` requests under way, and what the executor bound."""
+@dataclass(frozen=True)
+class Load:
+    """A step of `batch` rows behind `prompt` tokens and some more; with tokens of a prompt, too, where it has `tokens`
+    in all."""
 
-    def __init__(self, path: Path, batch: int) -> None:
+    batch: int
+    prompt: int = 128
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch}+{self.tokens - self.batch}" if self.tokens else f"b{self.batch}"
+
+    @property
+    def rows(self) -> int:
+        return self.batch + (self.tokens > 0)
+
+
+class Bench:
+    """An artifact on its device with a load's requests under way, and what the executor bound."""
+
+    def __init__(self, path: Path, load: Load) -> None:
         artifact = open_artifact(path, verify=False)
         self.device: Device = open_device(artifact, None)
         self.bound: list[Bound] = []
@@ -65,25 +85,34 @@ class Bench:
         m = artifact.manifest
         config = SchedulerConfig(
             num_pages=self.executor.capacity.pages, page_size=m.kv.page_size, max_model_len=m.limits.max_model_len,
-            max_num_seqs=m.limits.max_num_seqs, max_num_batched_tokens=m.limits.max_num_batched_tokens,
+            max_num_seqs=m.limits.max_num_seqs, max_num_batched_tokens=load.tokens or m.limits.max_num_batched_tokens,
             vocab_size=m.vocab_size, eos_token_ids=(), prefix_caching=False, context=artifact.digest,
         )  # fmt: skip
         self.engine = Engine(Scheduler(config, lambda: 0), self.executor)
-        params = SamplingParams(temperature=0.0, max_tokens=4 * STEPS, ignore_eos=True)
-        for i in range(batch):
-            ids = [random.randrange(3, m.vocab_size) for _ in range(PROMPT)]
-            self.engine.add(Request(str(i), ids, params))
-        for _ in range(STEPS + batch * PROMPT // m.limits.max_num_batched_tokens + 2):
-            self.engine.step()
+        self._vocab, room = m.vocab_size, config.max_model_len - load.prompt
+        for i in range(load.batch):
+            self._add(str(i), load.prompt, min(room, 8 * STEPS + load.batch * load.prompt // (load.tokens or 1)))
+        self._steps(STEPS + load.batch * load.prompt // config.max_num_batched_tokens + 2)
+        if load.tokens:
+            self._add("prompt", min(config.max_model_len - 1, 8 * load.tokens), 1)
+            self._steps(3)
         self.executor.settle()
-        self.step = self._decode(batch)
+        self.step = self._bound_for({"T": load.tokens or load.batch, "R": load.rows})
 
-    def _decode(self, batch: int) -> Bound:
-        """The program that serves a decode step of `batch` rows, with the sizes that it last ran with."""
+    def _add(self, name: str, length: int, new: int) -> None:
+        ids = [random.randrange(3, self._vocab) for _ in range(length)]
+        self.engine.add(Request(name, ids, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def _bound_for(self, sizes: dict[str, int]) -> Bound:
+        """The program that serves a step of these sizes, with the sizes that it last ran with."""
         for b in self.bound:
-            if b.program.fits({"T": batch, "R": batch}):
+            if b.program.fits(sizes):
                 return b
-        raise RuntimeError(f"no program serves {batch} rows of one token")
+        raise RuntimeError(f"no program serves a step of {sizes}")
 
     def env(self) -> dict[str, int]:
         return dict(zip(self.step.program.symbols, self.step.symbols.tolist()))
@@ -91,7 +120,14 @@ class Bench:
     def seconds(self, launches: Sequence[Launch]) -> float:
         """Of one of these launches, run in turn: median over rounds of one program of many."""
         many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
-        program = replace(self.step.program, launches=tuple(many))
+        return self._median(many) / len(many)
+
+    def step_seconds(self) -> float:
+        """Of the whole step, replayed."""
+        return self._median(self.step.program.launches)
+
+    def _median(self, launches: Sequence[Launch]) -> float:
+        program = replace(self.step.program, launches=tuple(launches))
         run = self.bind(program, self.step.addresses, self.step.symbols)
         self.device.prepare(run)
         times = []
@@ -99,7 +135,7 @@ class Bench:
             begin = time.perf_counter()
             run()
             self.device.wait(self.device.mark())
-            times.append((time.perf_counter() - begin) / len(many))
+            times.append(time.perf_counter() - begin)
         return statistics.median(times[1:])
 
     def close(self) -> None:
@@ -115,12 +151,13 @@ def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
     return found
 
 
-def kernel_rows(path: Path, shape: Shape, batch: int, roof: Roof) -> Iterator[Row]:
-    """A row a group, then one of their sum; the floor of a launch: the larger of its bytes and flops at their roofs."""
-    bench = Bench(path, batch)
+def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Row]:
+    """A row a group, one of their sum, one of the step replayed whole; the floor of a launch: the larger of its bytes
+    and flops at their roofs."""
+    bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
         env = bench.env()
-        context, page = batch * (PROMPT + STEPS), bench.executor.capacity.page_size
+        context, page = load.batch * (load.prompt + STEPS) + 4 * load.tokens, bench.executor.capacity.page_size
         total = floor = 0.0
         seen: Counter[str] = Counter()
         for (kernel, place), launches in groups(bench.step.program).items():
@@ -128,13 +165,14 @@ def kernel_rows(path: Path, shape: Shape, batch: int, roof: Roof) -> Iterator[Ro
             least = sum(_floor(x, env, context, page, roof) for x in launches)
             total, floor = total + each, floor + least
             x = launches[0]
-            case = f"b{batch} {x.op} {place} x{len(launches)}"
+            case = f"{load.name} {x.op} {place} x{len(launches)}"
             seen[case] += 1
             case += f", {seen[case]}" if seen[case] > 1 else ""  # two products of one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
-            yield Row("kernels", shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
+            yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
         extra = {"launches": len(bench.step.program.launches)}
-        yield Row("kernels", shape.name, f"b{batch} all", "us", total * 1e6, floor * 1e6, extra=extra)
+        yield Row(suite, shape.name, f"{load.name} all", "us", total * 1e6, floor * 1e6, extra=extra)
+        yield Row(suite, shape.name, f"{load.name} step", "us", bench.step_seconds() * 1e6, floor * 1e6, extra=extra)
     finally:
         bench.close()
 

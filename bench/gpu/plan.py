@@ -8,11 +8,13 @@ from pathlib import Path
 
 from bench import shapes
 from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS
+from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
 MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
-SUITES = ("decode", "prefill", "offline", "host", "kernels", "start")
+SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
+MIXED = Load(64, 1000, 512)  # streams in the middle of their answers, and the next part of a prompt
 # Of the artifacts that a run compiles: what the peers' figures were taken with.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
 
@@ -32,6 +34,7 @@ class Plan:
     target: str
     limit: float
     pipeline: str = ""
+    mixed: Load = MIXED
 
     def artifact(self, shape: Shape) -> Path:
         """Random weights, filled by the runtime."""
@@ -53,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"of {', '.join(SUITES)}")
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="of the decode suite")
     ap.add_argument("--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="of the kernels suite")
+    ap.add_argument("--mixed", type=_ints, default=(MIXED.batch, MIXED.prompt, MIXED.tokens), metavar="ROWS,N,TOKENS",
+                    help="of the mixed suite: rows, each behind N tokens, and tokens of the step")  # fmt: skip
     ap.add_argument("--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="tokens, of the prefill suite")
     ap.add_argument("--offline-requests", type=int, default=OFFLINE[0], metavar="N", help="512 is what peers ran")
     ap.add_argument("--target", default="cuda:sm_90", help="of what is compiled here")
@@ -70,7 +75,7 @@ def plan_of(a: argparse.Namespace) -> Plan:
             raise ValueError(f"{name!r} is not known; there are: {', '.join(known)}")
     return Plan(
         a.out, a.artifacts, tuple(MODELS[n] for n in names), suites, a.batches, a.kernel_batches, a.prompts,
-        a.offline_requests, a.target, a.limit, a.pipeline,
+        a.offline_requests, a.target, a.limit, a.pipeline, Load(*a.mixed),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ TITLES = {
     "host": "Host time exposed, us a step (median of 128): time in which the device had nothing queued",
     "start": "Start: process start to first token, real files, page cache warm, hashes checked",
     "kernels": "Kernels: every launch of a decode step, timed alone over the layers' own weights",
+    "mixed": "A step of streams and a prompt: every launch timed alone, and the step replayed whole",
 }
 
 

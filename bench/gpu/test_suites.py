@@ -12,7 +12,7 @@ import pytest
 
 from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS, TRACED, Session
 from bench.gpu.floors import H200
-from bench.gpu.kernels import kernel_rows
+from bench.gpu.kernels import Load, kernel_rows
 from bench.gpu.make import artifact, packed
 from bench.gpu.plan import DEFAULT_MODELS, MODELS, Plan
 from bench.gpu.rows import Rows
@@ -53,7 +53,7 @@ def test_host(shape: Shape, batch: int, plan: Plan, keep: Any) -> None:
 @each_model
 @pytest.mark.parametrize("batch", (1, 32))
 def test_kernels(shape: Shape, batch: int, plan: Plan, rows: Rows, benchmark: Any) -> None:
-    found = list(kernel_rows(artifact(plan, shape), shape, batch, H200))
+    found = list(kernel_rows(artifact(plan, shape), shape, Load(batch), H200))
     for row in found:
         rows.add(row)
     record(benchmark, [found[-1].measured], rows=[r.json() for r in found])

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.gpu import engine
 from bench.gpu.floors import H200, Roof
-from bench.gpu.kernels import kernel_rows
+from bench.gpu.kernels import Load, kernel_rows
 from bench.gpu.make import artifact, packed
 from bench.gpu.plan import MODELS, Plan, parser, plan_of
 from bench.gpu.rows import Row, Rows
@@ -18,7 +18,7 @@ from bench.shapes import Shape
 
 
 def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
-    """The rows of one part of a model's work: engine, host, kernels or start."""
+    """The rows of one part of a model's work: engine, host, kernels, mixed or start."""
     if what == "engine":
         session = engine.Session(artifact(plan, shape), shape, roof)
         print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.said)}", flush=True)
@@ -34,7 +34,9 @@ def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
             session.close()
     elif what == "kernels":
         for batch in plan.kernel_batches:
-            yield from kernel_rows(artifact(plan, shape), shape, batch, roof)
+            yield from kernel_rows(artifact(plan, shape), shape, Load(batch), roof)
+    elif what == "mixed":
+        yield from kernel_rows(artifact(plan, shape), shape, plan.mixed, roof)
     else:
         yield start_row(packed(plan, shape), shape)
 
