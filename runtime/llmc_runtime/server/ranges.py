@@ -12,10 +12,11 @@ from typing import Any
 from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_INT, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from llmc_runtime.sched.step import BIASES, STOPS
 from llmc_runtime.server.prompting import MAX_MESSAGES, MAX_PROMPTS
-from llmc_runtime.server.serving import MAX_SALT
+from llmc_runtime.server.serving import MAX_SALT, MOST_SECONDS
 from llmc_runtime.server.tools.calls import NAME
 from llmc_runtime.server.tools.definitions import MAX_TOOLS
 
+TIMEOUT: Mapping[str, Any] = MappingProxyType({"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS})
 _FUNCTION: Mapping[str, Any] = MappingProxyType(
     {
         "type": "object",

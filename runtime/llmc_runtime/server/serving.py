@@ -27,7 +27,7 @@ MAX_SALT = 256  # characters
 MAX_CHOICES = 256  # outputs of one request, all prompts together
 MAX_TEXTS = 32  # tokenized at a time for /tokenize and /detokenize
 _THREADS = 4  # that tokenize
-_LONGEST_NUMBER, _MOST_SECONDS = 32, 1_000_000
+_LONGEST_NUMBER, MOST_SECONDS = 32, 1_000_000
 
 News = AsyncIterator[tuple[int, RequestOutput]]
 
@@ -125,8 +125,8 @@ class Serving:
                 given = float(asked) if len(asked) <= _LONGEST_NUMBER else math.nan
             except ValueError:
                 given = math.nan
-            if not 0 < given <= _MOST_SECONDS:
-                cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {_MOST_SECONDS}"
+            if not 0 < given <= MOST_SECONDS:
+                cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {MOST_SECONDS}"
                 raise ApiError(cause, param="X-Request-Timeout")
             seconds = given if seconds is None else min(given, seconds)
         return Hold(seconds, None if seconds is None else time.monotonic() + seconds)

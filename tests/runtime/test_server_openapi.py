@@ -1,0 +1,82 @@
+"""The description of the API beside what the server does: headers of requests and of answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.server.openapi import description
+
+from tests.runtime.served import served
+
+HTTP_OWN = {
+    "date",
+    "server",
+    "content-length",
+    "content-type",
+    "cache-control",
+    "transfer-encoding",
+    "x-accel-buffering",
+}
+KEY = "first-secret-key"
+
+
+def resolved(document: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """A part, or what it refers to."""
+    for name in one.get("$ref", "#").split("/")[1:]:
+        document = document[name]
+    return document if "$ref" in one else one
+
+
+def test_references_lead_somewhere_and_headers_are_in_every_answer() -> None:
+    told = description()
+    for path, item in told["paths"].items():
+        assert [resolved(told, one)["name"] for one in item["parameters"]] == ["X-Request-Id"]
+        for method in ("get", "post"):
+            for status, answer in item.get(method, {}).get("responses", {}).items():
+                assert answer["headers"], f"{method} {path} {status}"
+                assert all(resolved(told, one)["schema"] for one in answer["headers"].values())
+
+
+def test_every_header_of_an_answer_is_described() -> None:
+    told = description()
+    head = {"Authorization": f"Bearer {KEY}"}
+    with served(keys=(KEY, "other-secret-key"), sequences=4, per_key=2, timeout=30) as server:
+        ask = {"prompt": "x", "max_tokens": 2}
+
+        def check(path: str, status: int, answer: httpx.Response) -> None:
+            assert answer.status_code == status, answer.text
+            method = answer.request.method.lower()
+            known = {name.lower() for name in told["paths"][path][method]["responses"][str(status)]["headers"]}
+            assert answer.headers.keys() - HTTP_OWN <= known and "x-request-id" in answer.headers.keys() & known
+
+        url = f"{server.url}/v1/completions"
+        check("/v1/completions", 200, httpx.post(url, json=ask, headers=head))
+        check("/v1/completions", 200, httpx.post(url, json={**ask, "stream": True}, headers=head))
+        check("/v1/completions", 401, httpx.post(url, json=ask))
+        check("/v1/completions", 429, httpx.post(url, json={**ask, "n": 3}, headers=head))
+        late = {**head, "X-Request-Timeout": "1e-6"}
+        check("/v1/completions", 504, httpx.post(url, json=ask, headers=late))
+        server.serving.admission.draining = True
+        check("/v1/completions", 503, httpx.post(url, json=ask, headers=head))
+        check("/ready", 503, httpx.get(f"{server.url}/ready"))
+        check("/", 401, httpx.get(server.url))
+
+
+@pytest.mark.parametrize(("given", "good"), [("1000000", 1), ("30.5", 1), ("0", 0), ("1e7", 0), ("-1", 0), ("soon", 0)])
+def test_the_range_of_a_timeout_is_the_servers(given: str, good: int) -> None:
+    told = description()
+    (one,) = told["paths"]["/v1/completions"]["post"]["parameters"]
+    schema = resolved(told, one)["schema"]
+    try:
+        described = schema["exclusiveMinimum"] < float(given) <= schema["maximum"]
+    except ValueError:
+        described = False
+    assert described == bool(good)
+    with served() as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Timeout": given})
+        assert answer.status_code == (200 if good else 400)
+        assert good or answer.json()["error"]["param"] == "X-Request-Timeout"
