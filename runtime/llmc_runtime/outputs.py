@@ -104,6 +104,7 @@ class Collector:
             visible=self.visible,
         )
         self._given = 0
+        self._total = 0.0  # log-probability of all tokens
 
     @property
     def finished(self) -> bool:
@@ -130,6 +131,7 @@ class Collector:
             self.token_ids.append(token)
             if rows:
                 self.logprobs.append(self._candidates(token, rows[i]))
+                self._total += rows[i].logprob
             silent = i == last and delta.stopped and not self.params.include_stop_str_in_output
             if not silent and (stop := self._text.push(token)) is not None:
                 self._end("stop", stop)
@@ -167,7 +169,7 @@ class Collector:
             self.index,
             self._text.text,
             list(self.token_ids),
-            sum(row[t].logprob for row, t in zip(self.logprobs, self.token_ids)) if wanted else None,
+            self._total if wanted else None,
             list(self.logprobs) if wanted else None,
             self.finish_reason,
             self.stop_reason,

@@ -31,7 +31,7 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
         ("seed", 2**64), ("seed", 1.0), ("seed", "7"),
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.0),
         ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None),
-        ("stop", ["a"] * 5), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3), ("stop", "x" * 1025),
+        ("stop", ["a"] * 17), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3), ("stop", "x" * 1025),
         ("stop", b"x"), ("stop", {"a": 1}), ("stop", "é" * 600),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", range(33)), ("stop_token_ids", 5),
         ("stop_token_ids", [True]), ("stop_token_ids", [2**31]),

@@ -267,7 +267,7 @@ BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
     ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n", "invalid_value"),
     ({"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
     ({"prompt": "x", "logprobs": 21}, 400, "logprobs", "invalid_value"),
-    ({"prompt": "x", "stop": ["a"] * 5}, 400, "stop", "invalid_value"),
+    ({"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias", "invalid_value"),
     ({"prompt": "x", "model": "gpt"}, 404, "model", "model_not_found"),

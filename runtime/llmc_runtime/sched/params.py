@@ -15,7 +15,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import BIASES, STOPS
 from llmc_runtime.sched.structured import StructuredOutputsParams
 
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # of one stop string
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
@@ -35,7 +35,7 @@ class SamplingParams:
     repetition_penalty  0.001 to 1000, 1 is off;   presence_penalty, frequency_penalty  -2 to 2
     seed          an integer of 64 bits; None or -1: drawn per request
     max_tokens    at least 1; None: to the end of the context;   min_tokens  0 to max_tokens
-    stop          up to 4 strings (or one string);   stop_token_ids  up to 32 ids
+    stop          up to 16 strings (or one string);   stop_token_ids  up to 32 ids
     logprobs      None: none; 0 to 20: those of the sampled token and of that many likeliest ones
     prompt_logprobs  None: none; 0 to 20: those of each prompt token and of that many likeliest ones
     n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i

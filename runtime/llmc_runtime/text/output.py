@@ -64,7 +64,10 @@ class OutputText:
     @property
     def text(self) -> str:
         """All of it so far."""
-        return self._text if self._stops.stops else "".join((*self._told, *self._fresh))
+        if self._stops.stops:
+            return self._text
+        self._told[:] = ["".join(self._told)]  # it is asked for with every token
+        return "".join((*self._told, *self._fresh))
 
     def take(self, *, final: bool = False) -> str:
         """The text not given out yet; before the final call less what could become part of a stop string."""
