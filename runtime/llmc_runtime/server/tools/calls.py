@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from llmc_runtime.server.tools.definitions import NAME, enforced
-from llmc_runtime.server.tools.lark import Marker, json_rule, lark, repeated, text_until, without
+from llmc_runtime.server.tools.lark import Marker, after_text, json_rule, lark, repeated, without
 from llmc_runtime.server.tools.scan import JsonText
 
 MAX_SPACE = 64
@@ -58,14 +58,13 @@ class Malformed(Exception):
 class CallFormat(ABC):
     """A format of tool calls, and as an instance the reader of one output in it; `tools`: the schemas of arguments.
 
-    `markers`: texts that may be special tokens and have to be visible; the first begins calls where these are `marked`.
+    `markers`: texts that may be special tokens and have to be visible; the first begins calls.
     `short_ids`: ids of calls are nine letters and digits. `several`: an answer may have more than one call, with
     `between` between the marks, or behind one mark where it is None. `channels`: there are marks around answers, too.
     """
 
     name: ClassVar[str]
     markers: ClassVar[Sequence[str]]
-    marked: ClassVar[bool] = True
     short_ids: ClassVar[bool] = False
     several: ClassVar[bool] = True
     between: ClassVar[str | None] = "\n"
@@ -122,10 +121,9 @@ class CallFormat(ABC):
         """Lark rules of which `calls` is a text with up to `most` calls in it, each whole once its mark is there."""
         begin, openers = cls.markers[0], cls.openers()
         times = most if cls.between is not None else 1
-        rest, lead = f"FREE: {without(openers)}", f"FREE? {marker(begin)}"
-        if marker(begin).startswith('"'):
-            lead, rest = "lead", f"{rest}\n{text_until('lead', begin, marker, never=openers)}"
-        return f"calls: one{{0,{times}}} FREE?\none: {lead} behind\n{rest}\n{cls.behind(tools, marker, most)}"
+        lead, rules = after_text(begin, marker, openers)
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {without(openers)}", *rules]
+        return "\n".join([*parts, cls.behind(tools, marker, most)])
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:

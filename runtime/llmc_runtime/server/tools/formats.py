@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from llmc_runtime.server.tools.calls import CallFormat, Malformed, Steps
-from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, repeated
+from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, led, repeated
 
+NAMED = r'\{(?s:.*)"name"[ \n\t\r]*:[ \n\t\r]*"(NAMES)"'  # an object that names a tool
 _HEADER = 256  # characters of the longest
 
 
@@ -43,7 +44,7 @@ class Llama3Json(CallFormat):
 
     name = "llama3_json"
     markers = ("<|python_tag|>",)
-    marked = several = False
+    several = False
     between = None
 
     @classmethod
@@ -60,6 +61,19 @@ class Llama3Json(CallFormat):
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat; nothing stands in front."""
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
+
+    @classmethod
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        key = r'\{[ \n]*("type" ?: ?"function", ?)?"name" ?: ?'
+        spaced = {name: f'" "? {rule}' for name, rule in tools.items()}
+
+        def opening(name: str) -> str:
+            return f'{key}"{name}" ?,[ \\n]*"parameters" ?:'
+
+        return (
+            f"{led(spaced, opening, lark('}'), NAMED, cls.markers[0], marker, '')}\n{cls.behind(tools, marker, most)}"
+        )
 
     def _reading(self) -> Steps[None]:
         while (opener := (yield from self._until("<|python_tag|>", "{"))) is not None:

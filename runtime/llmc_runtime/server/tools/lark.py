@@ -11,6 +11,7 @@ from typing import Any
 Marker = Callable[[str], str]  # how Lark has a text that is made of special tokens, or is not
 AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 ANY = "(?s:.*)"
+_LINE = "((?s:.*)\\n)?[ \\t\\r]*"  # up to what stands first on a line
 
 
 def lark(text: str) -> str:
@@ -70,3 +71,31 @@ def text_until(
         return f"{rule}[lazy]: {name}\n{name}: {' & '.join(parts)} & {without(others)}"
     parts = [f"/{one}{regex(before)}/" for one in patterns]
     return f"{rule}: {name}{'' if before else '?'} {mark}\n{name}: {' & '.join(parts)} & {without([end, *others])}"
+
+
+def after_text(begin: str, marker: Marker, never: Sequence[str]) -> tuple[str, list[str]]:
+    """What is any text up to the mark `begin`, with it, in which none of `never` is, and the rules that it needs."""
+    mark = marker(begin)
+    if not mark.startswith('"'):
+        return f"FREE? {mark}", []
+    return "lead", [text_until("lead", begin, marker, never=never)]
+
+
+def led(
+    tools: Mapping[str, str],
+    opening: Callable[[str], str],
+    closing: str,
+    never: str,
+    begin: str,
+    marker: Marker,
+    end: str,
+) -> str:
+    """Rules of which `calls` is a text with a call in it, where no mark says so: the expression `opening` of its name
+    at the beginning of a line, the arguments, `closing`; or, where a mark does, `begin`, the rule `behind` and `end`.
+    `never`: how a call could begin otherwise."""
+    leads = [f"lead_{i}[lazy]: /{_LINE}{opening(regex(name))}/" for i, name in enumerate(tools)]
+    ones = [f"lead_{i} {rule} {closing}" for i, rule in enumerate(tools.values())]
+    names = "|".join(map(regex, tools))
+    free = f"FREE: {without([begin])} & ~/{_LINE}{never.replace('NAMES', names)}{ANY}/"
+    tagged, rules = after_text(begin, marker, [])
+    return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])

@@ -39,7 +39,7 @@ class Plan:
     @property
     def strict(self) -> bool:
         """Calls that are not forced follow schemas."""
-        return self.tools is not None and bool(self.tools.strict) and self.form is not None and self.form.marked
+        return self.tools is not None and bool(self.tools.strict) and self.form is not None
 
     @property
     def visible(self) -> frozenset[int]:

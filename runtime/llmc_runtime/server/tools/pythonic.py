@@ -11,7 +11,7 @@ from typing import ClassVar
 from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, whole
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
-from llmc_runtime.server.tools.lark import Marker, json_rule, lark, repeated
+from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, repeated
 from llmc_runtime.server.tools.python import PythonText
 from llmc_runtime.server.tools.values import types_of
 
@@ -24,7 +24,6 @@ class Pythonic(ArguedFormat):
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
-    marked = False
     between = None
     shown: ClassVar[re.Pattern[str]] = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
 
@@ -98,6 +97,14 @@ class Pythonic(ArguedFormat):
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat; nothing stands in front."""
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
+
+    @classmethod
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        (begin, end), never = cls.markers, r"\[[ \t\r\n]*(NAMES)\("
+        closing = '")" "]"' if most == 1 else f'")" (", " call){{0,{most - 1}}} "]"'
+        whole = led(tools, lambda name: rf"\[ ?{name}\(", closing, never, begin, marker, f"{marker(end)}?")
+        return f"{whole}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:

@@ -1,0 +1,201 @@
+"""Grammars of calls in every form: what a template writes is allowed, what a schema forbids is not, text stays free."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("llguidance")
+from llmc_runtime.grammar import GrammarGuide, Grammars
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.tools import argued, formats, marked, pythonic, xml
+from llmc_runtime.server.tools.calls import CallFormat
+from llmc_runtime.server.tools.definitions import tools_of
+from llmc_runtime.server.tools.dialect import Dialect
+from llmc_runtime.server.tools.families import FORMATS
+from llmc_runtime.server.tools.grammar import answer, calls_of
+
+from tests.runtime.parrots import TOK
+from tests.runtime.test_tools_text import parsed
+
+END = TOK.eos_token_id or 0
+SCHEMA: dict[str, Any] = {
+    "type": "object", "required": ["city"], "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"},
+        "kind": {"enum": ["red", "blue", 1, None]}, "maybe": {"anyOf": [{"type": "string", "maxLength": 3},
+        {"type": "null"}]},
+        "more": {"$ref": "#/$defs/more"}, "code": {"type": "string", "pattern": "^[A-Z]{2}-", "title": "A code"},
+    },
+    "$defs": {"more": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}},
+}  # fmt: skip
+NOW: dict[str, Any] = {}
+ANY: dict[str, Any] = {"type": "object"}
+GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("f", {"city": "Köln </x> [1]"}), ("f", {"city": "", "days": 3, "on": True, "kind": "red", "maybe": None}),
+    ("f", {"city": "a", "kind": 1, "maybe": "né", "more": {"a": [1, 2]}, "code": "AB-1 é"}), ("now", {}),
+    ("any", {"x": "y", "size": 1}), ("any", {}),
+)  # fmt: skip
+BAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("f", {}), ("f", {"days": 3}), ("f", {"city": "a", "days": 10}), ("f", {"city": "a", "days": "3 "}), ("f",
+    {"city": "a", "kind": "green"}),
+    ("f", {"city": "a", "maybe": "long"}), ("f", {"city": "a", "more": {"a": ["b"]}}), ("f", {"city": "a",
+    "code": "ab-1"}),
+    ("f", {"city": "a", "other": 1}), ("f", {"city": "a", "on": "maybe"}), ("now", {"x": 1}), ("unknown", {}),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOK, TOK.vocab_size, [END])
+
+
+def given(strict: bool) -> list[dict[str, Any]]:
+    schemas = {"f": SCHEMA, "now": NOW, "any": ANY}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict and name != "any"}}
+        for name, schema in schemas.items()
+    ]
+
+
+def guide(grammars: Grammars, form: type[CallFormat], *, free: bool) -> Callable[[], GrammarGuide]:
+    """Guides for calls of `form`: text with strict ones in it, or enforced ones."""
+    tools = tools_of(given(free), "auto" if free else "required", None)
+    assert tools is not None
+    text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, free)], "calls", None, "tools")
+    return grammars.wait(grammars.submit(text)).guide
+
+
+def allows(guide: GrammarGuide, text: str) -> bool:
+    """Whether the text may be all of an answer."""
+    for token in TOK.encode(text, add_special_tokens=False):
+        if not has(guide.mask(), token):
+            return False
+        if guide.accept(token):
+            return True
+    return has(guide.mask(), END)
+
+
+def has(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value)
+
+
+def literal(value: Any) -> str:
+    """As Python has it, on the outside."""
+    return repr(value) if value is None or isinstance(value, bool) else dumped(value)
+
+
+def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as the family's chat template writes it."""
+    marks, items = form.markers, arguments.items()
+    if issubclass(form, xml.Glm45):
+        pairs = (f"<arg_key>{k}</arg_key>{form.line}<arg_value>{bare(v)}</arg_value>{form.line}" for k, v in items)
+        return f"<tool_call>{name}{form.line}{''.join(pairs)}</tool_call>"
+    if issubclass(form, xml.Xml):
+        (head, tail, end), (first, middle, last), line = form.call, form.field, "\n" if form.framed else ""
+        fields = (f"{first}{k}{middle}{line}{bare(v)}{line}{last}\n" for k, v in items)
+        return f"{marks[0]}\n{head}{name}{tail}\n{''.join(fields)}{end}\n{marks[1]}"
+    if issubclass(form, pythonic.Pythonic):
+        whole = f"[{name}({', '.join(f'{k}={literal(v)}' for k, v in items)})]"
+        return whole if form is not pythonic.Lfm2 else marks[0] + whole + marks[1]
+    said = dumped({"name": name, "arguments": arguments})
+    arguments = dumped(arguments)  # type: ignore[assignment]
+    if issubclass(form, marked.Sectioned):
+        head = {"kimi_k2": f"functions.{name}:0{marks[3]}", "deepseek_v31": f"{name}{marks[3]}"}.get(form.name)
+        inner = f"function{marks[3]}{name}\n```json\n{arguments}\n```" if head is None else f"{head}{arguments}"
+        return f"{marks[0]}{marks[2]}{inner}{marks[4]}{marks[1]}"
+    return {
+        formats.Hermes: f"<tool_call>\n{said}\n</tool_call>", formats.Mistral: f"[TOOL_CALLS] [{said}]",
+        formats.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+        formats.Llama3Json: said.replace('"arguments"', '"parameters"', 1), marked.Granite: f"<|tool_call|>[{said}]",
+        formats.OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+        marked.Phi4Mini: f"functools[{said}]", marked.Granite20b: f"<function_call> {said}",
+    }[form]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.__name__)
+def test_enforced_calls_are_what_templates_write_and_schemas_allow(grammars: Grammars, form: type[CallFormat]) -> None:
+    made = guide(grammars, form, free=False)
+    for name, arguments in GOOD:
+        text = template(form, name, arguments)
+        assert allows(made(), text), text
+        content, found = parsed(form, [text], {"f": SCHEMA, "now": NOW, "any": ANY})
+        assert not content.strip() and [(n, json.loads(a)) for n, a in found] == [(name, arguments)]
+    for name, arguments in BAD:
+        assert not allows(made(), template(form, name, arguments)), (name, arguments)
+    assert not allows(made(), "No.") and not allows(made(), "")
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.__name__)
+def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, form: type[CallFormat]) -> None:
+    made = guide(grammars, form, free=True)
+    said, more = "Let me [see] <x {}:\n", ""
+    if form is formats.OpenAI:
+        said, more = "<|channel|>commentary<|message|>So<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    for text in ("Hello, func [1] <tool \n{} (f)", "", "a\n\n[1, 2]\n{'a'}"):
+        assert allows(made(), more + text)
+    for name, arguments in GOOD:
+        text = template(form, name, arguments)
+        assert allows(made(), said + text) and allows(made(), text), text
+    for name, arguments in BAD:
+        if name == "unknown" and isinstance(form, formats.Llama3Json | pythonic.Pythonic):
+            continue  # no mark says that it is a call
+        told = template(form, name, arguments)
+        if name in ("f", "now"):
+            assert not allows(made(), said + told), told
+    assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
+    if issubclass(form, pythonic.Pythonic | formats.Llama3Json):
+        other = '{"parameters": {"city": 1}, "name": "f"}' if form is formats.Llama3Json else "[ \nf(days=1)]"
+        assert not allows(made(), other) and not allows(made(), f"so\n{other}") and allows(made(), '{"a": 1}')
+
+
+@pytest.mark.parametrize("form", [xml.Qwen3Coder, xml.Glm45, pythonic.Pythonic], ids=lambda form: form.__name__)
+def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Grammars, form: type[CallFormat]) -> None:
+    made, draw = guide(grammars, form, free=False), random.Random(form.name)
+    for _ in range(3):
+        follow, told, left = made(), list[int](), 400
+        while True:
+            ids = [token for token in range(TOK.vocab_size) if has(follow.mask(), token)]
+            left -= 1
+            closing = [t for t in ids if TOK.spelled(t)[:1] in ("<", "/", "p", ">", "]", ")", "}", '"')]
+            token = draw.choice(closing or ids) if left < 300 else draw.choice(ids)
+            if token == END or left < 0:
+                break
+            told.append(token)
+            if follow.accept(token):
+                break
+        content, calls = parsed(
+            form, [TOK.decode(told, skip_special_tokens=False)], {"f": SCHEMA, "now": NOW, "any": ANY}
+        )
+        assert left < 0 or (calls and not content.strip())
+        for name, arguments in calls if left >= 0 else ():
+            found = json.loads(arguments)
+            assert (name == "f" and isinstance(found["city"], str)) or (name, found) == ("now", {}) or name == "any"
+            assert type(found.get("days", 1)) is int or name == "any"
+
+
+def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
+    for schema, words in (
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 1, "properties": {"a": {}}}, "minProperties"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "'b'"), ({"properties": {"a b<": {}}}, "'a b<'"),
+        ({"properties": {"x": {"type": "string", "enum": ["</parameter>"]}}}, "'x'"), ({"allOf": [{}]}, "allOf"),
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="Try: ") as told:
+            xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
+        assert told.value.param == "tools" and words in told.value.message and "qwen3_coder" in told.value.message
+        assert xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
+    with pytest.raises(ApiError, match="'a b'"):
+        pythonic.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
+    assert argued.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]
