@@ -52,7 +52,7 @@ class LLM:
 
     kv_cache_memory_bytes  of the KV cache (None: half of the free memory, of a GPU 0.9; at most what the rows can use)
     threads                of the CPU target (None: physical cores)
-    seed                   draws the seeds of requests that bring none; the same seed, the same draws
+    seed                   draws the seeds of requests that bring none; the same seed, the same draws (None: drawn)
     chat_template          a template's text, or the name of one of the model's own
     generation_config      defaults of sampling: "auto" (the model's), "vllm" (none), a folder with another such file
     override_generation_config  {name: value} that goes over these
@@ -74,7 +74,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         threads: int | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
         chat_template: str | None = None,
@@ -90,14 +90,14 @@ class LLM:
         say: Callable[[str], None] | None = None,
     ) -> None:
         from llmc_runtime.artifact import open_artifact
-        from llmc_runtime.open import Limits, open_engine, whole
+        from llmc_runtime.open import MOST_THREADS, Limits, open_engine, seed_of, whole
 
         self._say = say or to_stderr
         sizes = (max_model_len, max_num_seqs, max_num_batched_tokens)
         named = zip(("max-model-len", "max-num-seqs", "max-num-batched-tokens"), sizes)
         options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in named if v is not None}
         path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
-        artifact = open_artifact(path, verify=verify, threads=whole("threads", threads))
+        artifact = open_artifact(path, verify=verify, threads=whole("threads", threads, MOST_THREADS))
         generation = generation_of(artifact.manifest.generation, generation_config, override_generation_config)
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
@@ -107,7 +107,7 @@ class LLM:
             artifact,
             limits,
             threads=threads,
-            seeds=random.Random(seed).getrandbits,
+            seeds=random.Random(seed_of(seed)).getrandbits,
             eos=() if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
             prefix_caching=enable_prefix_caching,
             policy=scheduling_policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
+
+MOST_THREADS = 1024  # more only take turns, and a machine that starts a hundred thousand stands still
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,21 @@ def open_engine(
     return Opened(engine, summary, executor.close, stages)
 
 
-def whole(name: str, value: Any) -> int | None:
-    """`value` as an int of at least 1, or None. LlmcError E201 where it is neither."""
+def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
+    """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
     if value is None:
         return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number of at least 1")
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= value <= most:
+        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
+    return int(value)
+
+
+def seed_of(value: Any) -> int:
+    """`value` as a seed; None: one that is drawn now. LlmcError E201 where it is no integer of 64 bits."""
+    if value is None:
+        return secrets.randbits(63)
+    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= value < 1 << 64:
+        raise LlmcError("E201", f"seed = {value!r:.60} is not possible", "give seed an integer of 64 bits, or None")
     return int(value)
 
 

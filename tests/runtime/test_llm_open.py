@@ -68,7 +68,8 @@ def test_a_caller_may_ask_for_less_than_was_compiled_and_not_for_more(toy: Path)
         ({"threads": True}, "E201"), ({"kv_cache_memory_bytes": 1e6}, "E201"), ({"max_num_seqs": True}, "E204"),
         ({"kv_cache_memory_bytes": float("nan")}, "E201"), ({"kv_cache_memory_bytes": "1G"}, "E201"),
         ({"kv_cache_memory_bytes": -5}, "E202"), ({"kv_cache_memory_bytes": 0}, "E202"),
-        ({"max_num_seqs": "3"}, "E204"),
+        ({"max_num_seqs": "3"}, "E204"), ({"threads": 1025}, "E201"),
+        ({"seed": "x"}, "E201"), ({"seed": 1 << 64}, "E201"), ({"seed": True}, "E201"),
     ],
 )  # fmt: skip
 def test_sizes_that_are_none_are_refused(toy: Path, options: dict[str, Any], code: str) -> None:

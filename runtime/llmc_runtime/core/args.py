@@ -28,7 +28,7 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     threads: int | None = None
-    seed: int = 0
+    seed: int | None = 0
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     chat_template: str | None = None

@@ -26,7 +26,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.live import words_of
 from llmc_runtime.llm import resolve, to_stderr
-from llmc_runtime.open import whole
+from llmc_runtime.open import MOST_THREADS, seed_of, whole
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
@@ -280,14 +280,14 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
         max_num_seqs=whole("max_num_seqs", args.max_num_seqs),
         max_num_batched_tokens=whole("max_num_batched_tokens", args.max_num_batched_tokens),
         kv_bytes=whole("kv_cache_memory_bytes", args.kv_cache_memory_bytes),
-        threads=whole("threads", args.threads),
-        seed=args.seed,
+        threads=whole("threads", args.threads, MOST_THREADS),
+        seed=seed_of(args.seed),
         eos=[] if end is None else [end],
-        prefix_caching=args.enable_prefix_caching,
-        policy=args.scheduling_policy,
-        verify=args.verify,
-        canary=args.canary,
-        prepare=args.prepare,
+        prefix_caching=bool(args.enable_prefix_caching),
+        policy=str(args.scheduling_policy),
+        verify=bool(args.verify),
+        canary=bool(args.canary),
+        prepare=bool(args.prepare),
         trace=None if args.trace is None else quote_from_bytes(os.fsencode(Path(args.trace).resolve())),
         digest=manifest.digest,
     )
