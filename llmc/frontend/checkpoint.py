@@ -18,8 +18,10 @@ from .names import resolve
 from .parts import Part
 from .tensors import NUMPY, STORED, TensorFiles, some
 
-# What old versions of transformers saved although it can be computed: causal masks and rotary frequencies.
-HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)attn\.(masked_)?bias$|(^|\.)position_ids$")
+# What old versions of transformers saved although it can be computed: rotary frequencies, and causal masks with the
+# number that masks, which share their names with biases and are told by their shapes.
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 
 
 class Checkpoint:
@@ -118,7 +120,9 @@ class Checkpoint:
         model = self.traced.model
         ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
         known = set(model.state_dict()) | set(self.traced.tied)
-        extra = sorted(n for n in parts if n not in known and not any(r.search(n) for r in ignored))
+        extra = sorted(
+            n for n, p in parts.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, p)
+        )
         if extra:
             raise Diagnostic(
                 "E324",
@@ -148,6 +152,12 @@ def _head(model: Any) -> str:
     """The path of the module that makes logits; "" where none is known."""
     head = model.get_output_embeddings()
     return next((path for path, module in model.named_modules() if module is head), "")
+
+
+def _mask(name: str, part: Part) -> bool:
+    """Whether a tensor is a causal mask, or the number that masks."""
+    s = part.shape
+    return MASK.search(name) is not None and (s in ((), (1,)) or (len(s) == 4 and s[0] * s[1] == 1 and s[2] == s[3]))
 
 
 def _sample(rows: int) -> Iterable[int]:

@@ -74,7 +74,7 @@ HYBRID = "most of its layers are recurrent or linear attention, which keep a sta
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("bloom", "mpt"), ALIBI),
-        **dict.fromkeys(("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "xglm"), WRITTEN),
+        **dict.fromkeys(("doge", "xglm"), WRITTEN),
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
         **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
         **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),

@@ -1,11 +1,14 @@
-"""Families that pick an attention class by name, from before AttentionInterface: their flash class is taken, whose one
-call of `_flash_attention_forward` is ours while a model is traced. Which families is data; no model code is here."""
+"""Families from before AttentionInterface, whose attention is ours while a model is traced: the one call of
+`_flash_attention_forward` in their flash class, or their method `_attn`. Which families is data; no model code is here.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,17 +20,64 @@ from . import hooks
 # Whose flash class computes what their eager class does. (gpt_neo's forgets the windows of its local layers.)
 FAMILIES = frozenset({"falcon", "gptj"})
 
+
+@dataclass(frozen=True)
+class Method:
+    """A class whose `_attn(q, k, v, mask)` is its whole attention; its scale (None: d ** -0.5) and window by module."""
+
+    owner: str
+    scale: float | None = None
+    window: Callable[[Any], int] = lambda module: 0
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "codegen": Method("CodeGenAttention"),
+        "gpt_neo": Method("GPTNeoSelfAttention", 1.0, lambda m: m.attention_type == "local" and m.config.window_size),
+        "gpt_neox_japanese": Method("GPTNeoXJapaneseAttention"),
+    }
+)
+
 CALL = "_flash_attention_forward"
 
 
 @contextmanager
 def taken_in(model_type: str) -> Iterator[None]:
     """Within, such a family is built and traced with our attention; for others nothing happens."""
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES and model_type not in METHODS:
         yield
         return
     module: Any = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    classes = next(v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES"))
+    classes = next((v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES")), {})
+    with _flash(module, classes) if model_type in FAMILIES else _method(module, classes, METHODS[model_type]):
+        yield
+
+
+@contextmanager
+def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[None]:
+    """Within, the class's `_attn` is our attention."""
+
+    def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
+        """[1,H,T,D] each -> [1,H,T,D]."""
+        hooks.check_causal(method.owner, True, attention_mask)
+        scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
+        q, k = query.to(value.dtype), key.to(value.dtype)
+        out = torch.ops.llmc.attention(q, k, value, 0, scale, int(method.window(self)), 0.0, None)
+        return out.transpose(1, 2), None
+
+    owner = getattr(module, method.owner)
+    before = owner._attn
+    with ExitStack() as stack:
+        if classes:
+            stack.enter_context(replaced(classes, hooks.NAME, classes["eager"]))
+        owner._attn = attn
+        stack.callback(setattr, owner, "_attn", before)
+        yield
+
+
+@contextmanager
+def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
+    """Within, the flash class is the one that is asked for, and what it calls is our attention."""
     asked = torch.is_autocast_enabled  # refuses to answer for the meta device, where nothing is cast
     with (
         replaced(classes, hooks.NAME, classes["flash_attention_2"]),

@@ -47,7 +47,7 @@ TESTED = (
     "nanochat", "vaultgemma", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
     "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mimo_v2_flash",
     "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu", "deepseek_v2",
-    "falcon", "gptj", "granitemoehybrid",
+    "falcon", "gptj", "granitemoehybrid", "gpt-sw3", "gpt_neo", "gpt_neox_japanese", "codegen", "bitnet",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

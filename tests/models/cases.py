@@ -239,6 +239,21 @@ FURTHER = (
         "gptj",
         {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
     ),
+    Case("gpt-sw3", "gpt-sw3", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    Case(
+        "gpt_neo",
+        "gpt_neo",
+        FALCON
+        | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+        | {"intermediate_size": 96},
+    ),
+    Case("gpt_neox_japanese", "gpt_neox_japanese", FALCON | {"intermediate_multiple_size": 2}),
+    Case(
+        "codegen",
+        "codegen",
+        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256, "rotary_dim": 8},
+    ),
+    Case("bitnet", "bitnet", SMALL),
     Case("ctrl", "ctrl", {"vocab_size": 320, "n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     Case("phi3-longrope-short", "phi3", SMALL | LONG | ORIGINAL, (37,), {"max_positions": 64}),
     Case("phi3-longrope-long", "phi3", SMALL | LONG | ORIGINAL, (77,), {"max_positions": 256}),

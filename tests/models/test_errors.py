@@ -153,7 +153,7 @@ ODD = {
     "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "ALiBi"),
     "falcon": (SMALL | {"alibi": True}, "ALiBi"),
     "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "chunks"),
-    "codegen": ({**VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}, "written out"),
+    "xglm": (VOCAB, "written out"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
     "axk2": (SMALL, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
@@ -286,6 +286,16 @@ def test_a_missing_head_may_be_a_tied_one(folder: Path, saved: Traced) -> None:
 def test_unexpected_tensors(folder: Path, saved: Traced) -> None:
     change(folder, lambda t: t.update({f"model.layers.{i}.adapter.weight": np.ones(2) for i in range(5)}))
     fails("E324", "model.layers.0.adapter.weight", "5 in all", do=lambda: read_all(saved, folder))
+
+
+def test_masks_are_told_from_biases_by_their_shapes(folder: Path, saved: Traced) -> None:
+    names = ("attn.masked_bias", "attn.attention.bias", "attention.bias", "attn.causal_mask")
+    shapes = ((), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 4, 4))
+    masks = {f"model.layers.0.{n}": np.ones(s, np.float32) for n, s in zip(names, shapes, strict=True)}
+    change(folder, lambda t: t.update(masks))
+    read_all(saved, folder)
+    change(folder, lambda t: t.update({"model.layers.1.attention.bias": np.ones(64, np.float32)}))
+    fails("E324", "model.layers.1.attention.bias", "1 in all", do=lambda: read_all(saved, folder))
 
 
 def test_wrong_shape(folder: Path, saved: Traced) -> None:
