@@ -171,6 +171,26 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options
     run(refused())
 
 
+def test_what_no_message_says_is_refused_and_leaves_nothing() -> None:
+    """The engine could not read it, and would never answer."""
+    bad: list[dict[str, Any]] = [
+        {"cache_salt": None}, {"cache_salt": 5}, {"tenant": None}, {"priority": "1"}, {"priority": 1.5},
+        {"priority": None}, {"priority": True}, {"timeout": "5"}, {"timeout": -1}, {"timeout": float("nan")},
+        {"output_kind": "all"}, {"sampling_params": {"max_tokens": 5}}, {"priority": 2**80},
+    ]  # fmt: skip
+
+    async def refused() -> None:
+        async with fake() as llm:
+            for given in bad:
+                whole: dict[str, Any] = {"sampling_params": LONG, "request_id": "r"} | given
+                with pytest.raises(LlmcError, match=r"E601|E625"):
+                    async for _ in llm.generate({"prompt_token_ids": [9]}, **whole):
+                        break
+            assert not llm.open_requests() and not (await settled(llm))["num_requests_open"]
+
+    run(refused())
+
+
 def test_opening_fails_with_the_engine_s_own_error() -> None:
     async def fails() -> None:
         llm = fake(path="missing")

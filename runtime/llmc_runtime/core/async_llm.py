@@ -28,12 +28,13 @@ from llmc_runtime.live import words_of
 from llmc_runtime.llm import resolve, to_stderr
 from llmc_runtime.open import MOST_THREADS, seed_of, whole
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.prompts import TOKENIZE, Prompt, as_prompt, fitted
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, fitted
+from llmc_runtime.sched.params import SamplingParams, refused
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import Row
 
 _MOST_DEFAULTS = 16
+_LONGEST_TIMEOUT = 1_000_000  # seconds
 _INLINE = 4096  # characters that are encoded without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
 
@@ -114,18 +115,18 @@ class AsyncLLM:
         equal service where there is too little for all. Without parameters the model's defaults count.
         LlmcError: E6xx where it cannot run, E660 to E664 from the process.
         """
-        if output_kind not in KINDS:
-            raise LlmcError("E601", f"output_kind = {output_kind!r:.60} is not allowed", f"one of {', '.join(KINDS)}")
+        _check(output_kind, priority, cache_salt, tenant, timeout)
         supervisor = self._running()
         supervisor.require()
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
-        params = sampling_params or self._defaults(ready)
+        params = self._defaults(ready) if sampling_params is None else as_params(sampling_params, 1)[0]
         words = words_of(params, tokenizer)
         requests = supervisor.requests
         reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
-        loop = asyncio.get_running_loop()
-        timer = None if timeout is None else loop.call_later(timeout, requests.expire, reader, timeout)
+        timer = None
         try:
+            if timeout is not None:
+                timer = asyncio.get_running_loop().call_later(timeout, requests.expire, reader, timeout)
             supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words, tenant))
             while (output := await reader.next()) is not None:
                 yield output
@@ -293,6 +294,19 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     )
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     return Front(default_command(), opening, tokenizer, manifest.generation, step)
+
+
+def _check(kind: object, priority: object, salt: object, tenant: object, timeout: object) -> None:
+    """What a request brings beside prompt and parameters. LlmcError E601: a message of other types is no request."""
+    if kind not in KINDS:
+        raise refused("output_kind", kind, f"one of {', '.join(KINDS)}")
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise refused("priority", priority, "an integer; smaller runs first")
+    for name, value in (("cache_salt", salt), ("tenant", tenant)):
+        if not isinstance(value, str):
+            raise refused(name, value, "a string; an empty one is none")
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _LONGEST_TIMEOUT):
+        raise refused("timeout", timeout, f"none, or seconds, 0 to {_LONGEST_TIMEOUT}")
 
 
 def _tell(say: Callable[[str], None], line: str) -> None:
