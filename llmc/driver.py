@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.expr import parse as parse_size
@@ -27,6 +28,8 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MOST_LEN = 32768
+# By a target's family: what is compiled for a checkpoint's dtype. CPUs' kernels multiply bfloat16; its range is wider.
+INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
 
 
 @dataclass(frozen=True)
@@ -170,12 +173,15 @@ class Trip:
         o = self.options
         traced = trace(
             self.model,
-            wanted or self.stored(),
+            wanted,
             o.max_model_len,
             self.tokens,
             self.rows,
             o.layers,
+            INSTEAD.get(self.target.family, {}),
         )
+        if not wanted and traced.facts.dtype != traced.facts.stored_dtype:
+            self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
         if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
             self.note(
                 f"the model allows {traced.facts.max_positions} positions, compiled for {MOST_LEN}; "
@@ -191,16 +197,6 @@ class Trip:
             self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} alone; what it writes is not the model's")
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
-
-    def stored(self) -> str | None:
-        """float16 checkpoints are compiled as bfloat16 for CPUs, whose kernels multiply in it; its range is wider."""
-        from llmc.frontend.source import open_source
-
-        config = open_source(self.model).config
-        if self.target.family == "cpu" and config.get("dtype", config.get("torch_dtype")) == "float16":
-            self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
-            return "bf16"
-        return None
 
     def passes(self, max_len: int) -> list[Pass]:
         registry, target = self.registry, self.target

@@ -32,7 +32,7 @@ GENERATION_KEYS = (
 class Facts:
     """What the rest of the compiler needs of a config.
 
-    dtype: of the compiled weights and activations. stored_dtype: what config.json says. windows: the sliding window of
+    dtype: of the compiled weights and activations. stored_dtype: what config.json says, or its weights. windows: the sliding window of
     each attention layer in order (0: none). generation: the defaults that a user may override. layers: (compiled, of
     the model), where only the first ones were asked for."""
 
@@ -83,10 +83,11 @@ def trace(
     max_tokens: int = 131072,
     max_rows: int = 1024,
     layers: int | None = None,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> Traced:
     """Trace the model of a folder. No weight is read.
 
-    dtype: "f32", "bf16" or "f16" (default: config.json's). max_positions: the longest sequence to serve (default: the
+    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, or what `instead` has for it). max_positions: the longest sequence to serve (default: the
     config's own limit); it decides which frequencies a longrope model gets. max_tokens, max_rows: bounds of T and R.
     layers: trace a model of the first ones alone. Raises Diagnostic E301-E312.
     """
@@ -103,7 +104,7 @@ def trace(
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
     stored = _stored_dtype(source, text)
-    dtype = dtype or stored
+    dtype = dtype or instead.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     limit = _limit(text)

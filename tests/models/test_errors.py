@@ -124,6 +124,9 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     assert trace(config(tmp_path)).facts.dtype == "f32"
     save_file({"a": np.ones(4, ml_dtypes.bfloat16), "b": np.ones(4, np.int8)}, tmp_path / FILE)
     assert trace(tmp_path).facts.dtype == "bf16"
+    save_file({"a": np.ones(4, np.float16)}, tmp_path / FILE)
+    narrow = trace(tmp_path, instead={"f16": "bf16"}).facts
+    assert (narrow.stored_dtype, narrow.dtype, trace(tmp_path).facts.dtype) == ("f16", "bf16", "f16")
 
 
 def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
