@@ -32,9 +32,9 @@ GENERATION_KEYS = (
 class Facts:
     """What the rest of the compiler needs of a config.
 
-    dtype: of the compiled weights and activations. stored_dtype: what config.json says, or its weights. windows: the sliding window of
-    each attention layer in order (0: none). generation: the defaults that a user may override. layers: (compiled, of
-    the model), where only the first ones were asked for."""
+    dtype: of the compiled weights and activations. stored_dtype: what config.json says, or its weights. windows: the
+    sliding window of each attention layer in order (0: none). generation: the defaults that a user may override.
+    layers: (compiled, of the model), where only the first ones were asked for."""
 
     model_type: str
     architecture: str
@@ -87,8 +87,9 @@ def trace(
 ) -> Traced:
     """Trace the model of a folder. No weight is read.
 
-    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, or what `instead` has for it). max_positions: the longest sequence to serve (default: the
-    config's own limit); it decides which frequencies a longrope model gets. max_tokens, max_rows: bounds of T and R.
+    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, or what `instead` has for it). max_positions: the longest
+    sequence to serve (default: the config's own limit); it decides which frequencies a longrope model gets.
+    max_tokens, max_rows: bounds of T and R.
     layers: trace a model of the first ones alone. Raises Diagnostic E301-E312.
     """
     from . import convert, export, tokens

@@ -48,7 +48,8 @@ def taken_in(model_type: str) -> Iterator[None]:
         yield
         return
     module: Any = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    classes = next((v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES")), {})
+    tables = (v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES"))
+    classes: dict[str, Any] = next(tables, {})
     with _flash(module, classes) if model_type in FAMILIES else _method(module, classes, METHODS[model_type]):
         yield
 
