@@ -26,7 +26,10 @@ import textkit
 
 MARKS = (
     "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>", "[THINK]",
-    "[/THINK]", "<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
+    "[/THINK]", "<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
 )  # fmt: skip
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -14,11 +14,12 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 import httpx  # noqa: E402
 from llmc_runtime.server.serving import Serving  # noqa: E402
+from llmc_runtime.server.tools.history import for_template  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
+from tests.runtime.families import BEGINS, DUMPED, ENDS, FAMILIES, WRITTEN  # noqa: E402
 from tests.runtime.parrots import TOK, parrots, say  # noqa: E402
 
-CALL = {"city": "Köln", "days": [1, 2]}
 WEATHER = {
     "type": "function",
     "function": {
@@ -41,26 +42,6 @@ BOUNDED: dict[str, Any] = {
     "required": ["kind", "more"],
     "$defs": {"kind": {"enum": ["red::=", "green é", None]}},
 }
-DUMPED = json.dumps(CALL, ensure_ascii=False)
-# server: how its model writes two calls, and the reasoning in front of them
-WRITTEN: Mapping[str, tuple[str, str]] = {
-    "hermes": (
-        '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>\n'
-        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "",
-    ),
-    "llama": ('{"name": "get_weather", "parameters": %s}; {"name": "now", "parameters": {}}', ""),
-    "mistral": ('[TOOL_CALLS] [{"name": "get_weather", "arguments": %s}, {"name": "now", "arguments": {}}]', ""),
-    "args": ("[TOOL_CALLS]get_weather[ARGS]%s[TOOL_CALLS]now[ARGS]{}", "[THINK]Hm, so.[/THINK]"),
-    "think": (
-        '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call><tool_call>{"name": "now", "arguments": {}}'
-        "</tool_call>", "<think>\nHm, so.\n</think>\n\n",
-    ),
-    "opens": (
-        '<tool_call>{"arguments": %s, "name": "get_weather"}</tool_call><tool_call>{"name": "now"}</tool_call>',
-        "Hm, so.\n</think>\n",
-    ),
-}  # fmt: skip
-FAMILIES = tuple(WRITTEN)
 Servers = tuple[str, Mapping[str, Serving]]
 Ask = Callable[..., Any]
 
@@ -119,7 +100,7 @@ def simple(choice: Any) -> dict[str, Any]:
 def test_calls_and_reasoning_in_each_family_whole_and_streamed(ask: Ask, name: str) -> None:
     calls, thought = WRITTEN[name]
     for said in ("", "Let me see.\n"):
-        answer = ask(name, thought + said + calls % DUMPED, tools=TOOLS)
+        answer = ask(name, thought + said + calls.replace("%s", DUMPED), tools=TOOLS)
         (choice,) = answer.choices
         assert simple(choice) == {
             "content": said.strip(), "reasoning": thought and "Hm, so.", "finish": "tool_calls",
@@ -128,7 +109,7 @@ def test_calls_and_reasoning_in_each_family_whole_and_streamed(ask: Ask, name: s
         assert (choice.message.content is None) == (not said)
         ids = [call.id for call in choice.message.tool_calls]
         assert len(set(ids)) == 2 and all(len(i) == 9 and i.isalnum() for i in ids) == (name in ("mistral", "args"))
-        chunks = list(ask(name, thought + said + calls % DUMPED, tools=TOOLS, stream=True))
+        chunks = list(ask(name, thought + said + calls.replace("%s", DUMPED), tools=TOOLS, stream=True))
         assert joined(chunks) == simple(choice)
     plain = ask(name, thought + "Hello <|im_end|>there", tools=TOOLS)
     assert simple(plain.choices[0]) == {
@@ -147,7 +128,7 @@ def test_without_tools_calls_are_text_and_marks_stay_hidden(ask: Ask) -> None:
 
 
 def test_several_outputs_logprobs_usage_stops_and_limits(ask: Ask) -> None:
-    text = WRITTEN["think"][1] + WRITTEN["think"][0] % DUMPED
+    text = WRITTEN["think"][1] + WRITTEN["think"][0].replace("%s", DUMPED)
     answer = ask("think", text, tools=TOOLS, n=3, temperature=1, logprobs=True)
     assert [simple(choice) for choice in answer.choices] == [simple(answer.choices[0])] * 3
     ids = TOK.encode(text, add_special_tokens=False)
@@ -188,12 +169,8 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         for _ in range(2):
             text = thought + "".join(draw.choices("abc {}\n", k=draw.randrange(9)))
-            asked = {
-                "tools": tools,
-                "tool_choice": choice,
-                "parallel_tool_calls": draw.random() < 0.5,
-                "temperature": 1,
-            }
+            several = draw.random() < 0.5
+            asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": several, "temperature": 1}
             answer = ask(name, text, **asked, seed=draw.randrange(1 << 30), max_tokens=6000)
             told = simple(answer.choices[0])
             assert (
@@ -208,6 +185,21 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_strict_call_follows_its_schema_and_text_is_free(ask: Ask, name: str) -> None:
+    strict = {"type": "function", "function": {"name": "get_weather", "parameters": BOUNDED, "strict": True}}
+    thought = WRITTEN[name][1]
+    called = WRITTEN["hermes" if name == "opens" else name][0].replace("%s", DUMPED)  # without what is required
+    for said in ("Hello [1] {", "Let me see.\n" + called):
+        asked: dict[str, Any] = {"tools": [strict, NOW], "temperature": 1, "max_tokens": 4000}
+        told = simple(ask(name, thought + said, **asked).choices[0])
+        assert told == joined(list(ask(name, thought + said, **asked, stream=True)))
+        assert told["content"].startswith(said.removesuffix(called).strip()), told
+        assert told["reasoning"] == (thought and "Hm, so.") and bool(told["tool_calls"]) == (called in said)
+        for function, arguments in told["tool_calls"]:
+            assert good(json.loads(arguments)) if function == "get_weather" else function == "now"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_template_writes_is_what_the_grammar_allows(servers: Servers, ask: Ask, name: str) -> None:
     """An earlier call, as the model's own template writes it, is said again under the grammar, letter by letter."""
     if name == "opens":  # its template has no form of calls
@@ -216,10 +208,10 @@ def test_what_the_template_writes_is_what_the_grammar_allows(servers: Servers, a
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     template = serving.prompting._template(True)
+    messages = for_template(messages, template.reads, False)
     text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
     written = text[text.rindex("?") + 1 :]
-    begins = {"hermes": "<tool_call>", "think": "<tool_call>", "llama": '{"name"'}.get(name, "[TOOL_CALLS]")
-    ends = {"hermes": "</tool_call>", "think": "</tool_call>", "mistral": "]"}.get(name, "}")
+    begins, ends = BEGINS.get(name, "[TOOL_CALLS]"), ENDS.get(name, "}")
     written = written[written.index(begins) : written.rindex(ends) + len(ends)].replace(', "id": "abcdefghi"', "")
     answer = ask(name, WRITTEN[name][1] + written, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert simple(answer.choices[0])["tool_calls"] == [["get_weather", json.dumps(arguments, ensure_ascii=False)]]
@@ -245,7 +237,10 @@ def test_a_form_holds_behind_reasoning_and_beside_calls(ask: Ask, name: str) -> 
     assert json.loads(simple(answer.choices[0])["content"]) == value
     written = WRITTEN["think"][0].replace("</tool_call><tool_call>", "</tool_call>\n<tool_call>\n")
     written = calls if name in ("hermes", "args") else written.replace("{}}</tool", "{}}\n</tool")
-    assert simple(ask(name, thought + written % DUMPED, **both).choices[0])["tool_calls"][0] == ["get_weather", DUMPED]
+    assert simple(ask(name, thought + written.replace("%s", DUMPED), **both).choices[0])["tool_calls"][0] == [
+        "get_weather",
+        DUMPED,
+    ]
     for form in ({"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"grammar": 'start: "yes" | "no"'}):
         answer = ask(name, thought + "perhaps", extra_body={"structured_outputs": form})
         assert simple(answer.choices[0])["content"] in ("yes", "no")
@@ -265,6 +260,19 @@ def test_reasoning_is_switched_by_the_template_and_left_out_on_request(ask: Ask)
         assert (told["content"], told["reasoning"]) == ("Hello", "")
     cut = ask("opens", "all of it is thought", max_tokens=9)
     assert cut.choices[0].message.content is None and cut.usage.completion_tokens_details.reasoning_tokens == 9
+
+
+def test_templates_switch_reasoning_by_what_the_prompt_opens(ask: Ask) -> None:
+    on, off = ({"extra_body": {"chat_template_kwargs": {"thinking": value}}} for value in (True, False))
+    for stream in (False, True):
+        for name, said, more, want in (
+            ("deepseek", "Hm, so.</think>Hello", on, ("Hello", "Hm, so.")), ("deepseek", "Hello", off, ("Hello", "")),
+            ("deepseek", "Hello", {}, ("Hello", "")), ("glm", "Hello", {"reasoning_effort": "none"}, ("Hello", "")),
+            ("glm", "<think>Hm, so.</think>\nHello", {}, ("Hello", "Hm, so.")), ("glm", "Hello", {}, ("Hello", "")),
+        ):  # fmt: skip
+            answer = ask(name, said, **more, stream=stream)
+            told = joined(list(answer)) if stream else simple(answer.choices[0])
+            assert (told["content"], told["reasoning"]) == want, (name, said)
 
 
 class Meal(BaseModel):
@@ -327,7 +335,7 @@ def test_openais_own_helpers_read_them(servers: Servers) -> None:
 def test_the_answer_and_results_go_back_to_the_model(ask: Ask, name: str) -> None:
     calls, thought = WRITTEN[name]
     calls = calls.partition("; ")[0]  # the template of Llama 3 has one call a message
-    message = ask(name, thought + calls % DUMPED, tools=TOOLS).choices[0].message.to_dict()
+    message = ask(name, thought + calls.replace("%s", DUMPED), tools=TOOLS).choices[0].message.to_dict()
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "21"} for call in message["tool_calls"]]
     history = [{"role": "user", "content": "?"}, message, *results]
     after = {"role": "assistant", "content": "It is 21."}

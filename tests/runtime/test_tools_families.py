@@ -21,6 +21,7 @@ from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.dialect import dialect_of
 from llmc_runtime.server.tools.families import ALIASES, FORMATS
 from llmc_runtime.server.tools.python import python_json
+from llmc_runtime.server.tools.reasoning import FORMATS as REASONING
 from llmc_runtime.server.tools.scan import JsonText
 from llmc_runtime.server.tools.values import json_of, types_of
 
@@ -351,9 +352,10 @@ def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> 
 
 
 def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
-    (calls,) = [one for one in serve_parser()._actions if "--tool-call-parser" in one.option_strings]
+    flags = {one.option_strings[0]: one.choices for one in serve_parser()._actions if one.option_strings}
+    assert set(flags["--reasoning-parser"] or ()) == {"auto", "none", *REASONING}
     names = {"auto", "none", *ALIASES, *(form.name for form in FORMATS)}
-    assert set(calls.choices or ()) == names
+    assert set(flags["--tool-call-parser"] or ()) == names
     for name in names - {"none"}:
         found = dialect_of(None, None, name).calls
         assert (found is None) == (name == "auto") and (found is None or found.name == ALIASES.get(name, name))

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.tools.calls import MAX_SPACE, CallFormat, CallPiece
 from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral, OpenAI
-from llmc_runtime.server.tools.reasoning import BRACKETS, THINK, ReasoningFormat, Splitter
+from llmc_runtime.server.tools.reasoning import FORMATS as FORMATS_OF_REASONING
+from llmc_runtime.server.tools.reasoning import THINK, ReasoningFormat, Splitter
 from llmc_runtime.server.tools.scan import JsonText
 
 FORMATS = (Hermes, Llama3Json, Mistral)
@@ -182,26 +183,50 @@ def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, 
     return "".join(a for a, _ in told), "".join(b for _, b in told)
 
 
-@settings(max_examples=250, deadline=None)
-@given(
-    st.lists(st.sampled_from((*MARKS, "<th", "</th", "\n", " ", " " * 70, "hm", "[THINK]", "[/THINK]")), max_size=9),
-    st.booleans(), st.booleans(), st.integers(0, 1 << 30),
-)  # fmt: skip
-def test_reasoning_is_told_apart_however_it_is_cut(parts: list[str], opened: bool, think: bool, seed: int) -> None:
-    form, text = THINK if think else BRACKETS, "".join(parts)
+def trimmed(text: str) -> str:
+    return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+
+
+def told_apart(form: ReasoningFormat, opened: bool, text: str) -> tuple[str, str]:
+    """The same by another way."""
+    bare = text.lstrip()
+    begin = next((one for one in form.begins if bare.startswith(one)), "")
+    if not opened and (not begin or len(text) - len(bare) > MAX_SPACE):
+        return "", text
+    inside = bare.removeprefix(begin)
+    found = re.search("|".join(map(re.escape, (*form.ends, *form.until))), inside)
+    if found is None:
+        return trimmed(inside).lstrip(), ""
+    rest = inside[found.start() if found[0] in form.until else found.end() :].lstrip()
+    if form.frame is not None and rest.startswith(form.frame[0]):
+        said, mark, more = rest.removeprefix(form.frame[0]).lstrip().partition(form.frame[1])
+        rest = trimmed(said) + more if mark else said
+    return trimmed(inside[: found.start()]).lstrip(), rest
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from([*FORMATS_OF_REASONING.values()]), st.booleans(), st.integers(0, 1 << 30))
+def test_reasoning_is_told_apart_however_it_is_cut(data: Any, form: ReasoningFormat, opened: bool, seed: int) -> None:
+    marks = (*form.marks, *form.until)
+    parts = (
+        *marks,
+        *(mark[: len(mark) // 2] for mark in marks),
+        "\n",
+        " ",
+        " " * 70,
+        "hm",
+        "Here is my ",
+        "<think>",
+        "</",
+    )
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=9)))
     reasoning, answer = split(form, opened, [text])
     assert split(form, opened, cut(text, random.Random(seed))) == split(form, opened, list(text)) == (reasoning, answer)
-    bare = text.lstrip()
-    if not opened and (not bare.startswith(form.begin) or len(text) - len(bare) > MAX_SPACE):
-        assert (reasoning, answer) == ("", text)
-        return
-    thought, _, rest = bare.removeprefix(form.begin).partition(form.end)
-    kept = thought[: max(len(thought.rstrip()), len(thought) - MAX_SPACE)].lstrip()
-    assert (reasoning, answer) == (kept, rest.lstrip())
+    assert (reasoning, answer) == told_apart(form, opened, text), text
 
 
 def test_where_reasoning_begins() -> None:
-    always = ReasoningFormat("<think>", "</think>", always=True)
+    always = ReasoningFormat(("<think>",), ("</think>",), always=True)
     for form, prompt, final, opened in (
         (THINK, "<|assistant|><think>\n", None, True), (THINK, "<|assistant|>", None, False),
         (THINK, "say <think> twice<|assistant|>", None, False), (always, "<|assistant|>", None, True),

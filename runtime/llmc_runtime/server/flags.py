@@ -94,7 +94,13 @@ def _chats(add: Any) -> None:
         "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json", "pythonic",
         "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
     )  # fmt: skip
-    marks = ("auto", "qwen3", "deepseek_r1", "mistral", "openai_gptoss", "none")
+    marks = (
+        "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
+        "kimi_k2",
+        "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3", "holo2",
+        "mimo",
+        "none",
+    )  # fmt: skip
     add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     generation_flags(add)
     add("--tool-call-parser", default="auto", choices=formats, help="how the model writes calls (by its template)")

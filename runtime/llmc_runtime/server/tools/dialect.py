@@ -17,7 +17,14 @@ from llmc_runtime.text.chat import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
-_MARKS = (reasoning.THINK, reasoning.BRACKETS)
+# Reasoning, and what a template or a vocabulary shows of it; the first that fits.
+_SHOWN = (
+    (reasoning.ANALYSIS, reasoning.ANALYSIS.begins), (reasoning.GRANITE, ("my thought process:",)),
+    (reasoning.GRANITE, ("</think>", "<response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
+    (reasoning.SEED, ("</seed:think>",)), (reasoning.FORMATS["kimi_k2"], ("</think>", "<|tool_calls_section_begin|>")),
+    (reasoning.THINK, ("</think>",)), (reasoning.BRACKETS, ("[/THINK]",)),
+)  # fmt: skip
+_MARKS = (reasoning.THINK, reasoning.BRACKETS, reasoning.SEED)
 _TOKENS = (
     ("[ARGS]", formats.MistralArgs), ("[TOOL_CALLS]", formats.Mistral), ("<tool_call>", formats.Hermes),
     ("<|python_tag|>", formats.Llama3Json),
@@ -67,7 +74,7 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # it shows no call at all
         fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
     named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
-    marked = [reasoning.ANALYSIS] if reasoning.ANALYSIS.begin in text else [one for one in _MARKS if one.end in text]
+    marked = [form for form, words in _SHOWN if all(word in text for word in words)]
     marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     lines = list(_lines(named, thought, calls, thoughts))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import Any
-
-import msgspec
 
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.parse import document
@@ -76,7 +75,7 @@ def _arguments(given: Any, where: str, as_text: bool) -> Any:
         where = f"{where}.function.arguments"
         raise ApiError(f"{where}: the JSON of an object", param=where)
     if as_text:
-        return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+        return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
     if not isinstance(given, str):
         return given or {}
     try:

@@ -45,9 +45,7 @@ class Plan:
     def visible(self) -> frozenset[int]:
         """The special tokens that the text of an output has to show."""
         marks = () if self.form is None else tuple(self.form.markers)
-        return self.dialect.special(
-            marks if self.thoughts is None else (*marks, self.thoughts.begin, self.thoughts.end)
-        )
+        return self.dialect.special(marks if self.thoughts is None else (*marks, *self.thoughts.marks))
 
     def behind(self, prompt: Prompt, asked: ChatRequest) -> Plan:
         """The same for an output behind this prompt: it may have closed the reasoning, or be within."""
@@ -57,7 +55,7 @@ class Plan:
         content = asked.messages[-1].get("content") if asked.continue_final_message else None
         if asked.continue_final_message and isinstance(content, str):
             return replace(self, opened=thoughts.opened(text, content))
-        if text.rstrip().endswith(thoughts.end):
+        if thoughts.closed(text):
             return replace(self, thoughts=None)
         return replace(self, opened=thoughts.opened(text, None))
 

@@ -6,42 +6,82 @@ A text gives the same two in pieces of any size; they lack the marks, and up to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from llmc_runtime.server.tools.calls import MAX_SPACE
-from llmc_runtime.server.tools.lark import Marker, regex
+from llmc_runtime.server.tools.lark import ANY, Marker, regex
 from llmc_runtime.text.stream import Detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER = range(5)
+_BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER, _FRAMED = range(6)
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Reasoning stands between `begin` and `end`, at the beginning of an output. Where the prompt opens it, or
-    `always`, the output begins within, with or without `begin`; else without `begin` there is none."""
+    """Reasoning stands between one of `begins` and one of `ends`, at the beginning of an output. Where the prompt opens
+    it, or `always`, the output begins within, with or without such a mark; else without one there is none.
 
-    begin: str
-    end: str
+    `until`: marks of what follows that end reasoning too, and are part of the answer. `frame`: marks that may stand
+    around an answer behind reasoning.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
     always: bool = False
+    until: tuple[str, ...] = ()
+    frame: tuple[str, str] | None = None
+
+    @property
+    def begin(self) -> str:
+        """The usual one."""
+        return self.begins[0]
+
+    @property
+    def end(self) -> str:
+        """The usual one."""
+        return self.ends[0]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that stand around reasoning and answers."""
+        return (*self.begins, *self.ends, *(self.frame or ()))
 
     def opened(self, prompt: str, final: str | None) -> bool:
         """Whether the output behind this prompt begins within the reasoning; `final`: the message that it continues."""
         if final is not None:
-            return final.rfind(self.begin) > final.rfind(self.end) or (self.always and self.end not in final)
+            last, closed = (max(map(final.rfind, marks)) for marks in (self.begins, self.ends))
+            return last > closed or (self.always and closed < 0)
         prompt = prompt.rstrip()
-        return prompt.endswith(self.begin) or (self.always and not prompt.endswith(self.end))
+        return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
+
+    def closed(self, prompt: str) -> bool:
+        """Whether the prompt has ended the reasoning."""
+        return prompt.rstrip().endswith(self.ends)
 
 
-THINK = ReasoningFormat("<think>", "</think>")
-BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
-ANALYSIS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
+THINK = ReasoningFormat(("<think>",), ("</think>",))
+BRACKETS = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
+ANSWER = replace(THINK, frame=("<answer>", "</answer>"))
+GRANITE = ReasoningFormat(
+    ("Here is my thought process:", "Here's my thought process:", "<think>"),
+    ("Here is my response:", "Here's my response:", "</think>"), frame=("<response>", "</response>"),
+)  # fmt: skip
+ANALYSIS = ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
+_WITHIN = replace(THINK, always=True)
+_PLAIN = ("qwen3", "deepseek_v3", "glm45", "glm47", "holo2", "mimo", "nemotron_v3", "olmo3", "step3p5")
+# By the names that vLLM has for its parsers.
 FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
-        "qwen3": THINK,
-        "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+        **dict.fromkeys(_PLAIN, THINK),
+        **dict.fromkeys(("deepseek_r1", "minimax_m2", "step3"), _WITHIN),
+        "kimi_k2": replace(THINK, until=("<|tool_calls_section_begin|>",)),
+        "ernie45": replace(_WITHIN, frame=GRANITE.frame),
+        "granite": GRANITE,
+        "hunyuan_a13b": ANSWER,
         "mistral": BRACKETS,
+        "seed_oss": SEED,
         "openai_gptoss": ANALYSIS,
     }
 )
@@ -75,8 +115,9 @@ class Splitter:
         if self._state == _INSIDE:
             reasoning = self._reasoning(final)
         if self._state == _BEHIND:
-            self._text = self._text.lstrip()
-            self._state = _AFTER if self._text else _BEHIND
+            self._behind(final)
+        if self._state == _FRAMED:
+            return reasoning, self._framed(final)
         if self._state != _AFTER:
             return reasoning, ""
         answer, self._text = self._text, ""
@@ -84,35 +125,63 @@ class Splitter:
 
     def _begin(self, final: bool) -> bool:
         """Whether it is known if there is reasoning."""
-        bare, begin = self._text.lstrip(), self._form.begin
+        bare, begins = self._text.lstrip(), self._form.begins
         near = len(self._text) - len(bare) <= MAX_SPACE
-        if not final and near and begin.startswith(bare) and bare != begin:
+        self._thought = near and bare.startswith(begins)
+        if not final and near and not self._thought and any(one.startswith(bare) for one in begins):
             return False
-        self._thought = near and bare.startswith(begin)
         self._state = _OPENING if self._thought else _AFTER
         return True
 
     def _open(self, final: bool) -> bool:
         """Whether the first mark, which may be left out, and the white space behind it are read."""
-        bare, begin = self._text.lstrip(), self._form.begin
-        rest = bare.removeprefix(begin).lstrip()
-        if not final and (not rest or begin.startswith(bare)):
-            self._text = begin if bare.startswith(begin) else bare
+        bare, begins = self._text.lstrip(), self._form.begins
+        mark = next((one for one in begins if bare.startswith(one)), "")
+        rest = bare.removeprefix(mark).lstrip()
+        if not final and (not rest or (not mark and any(one.startswith(bare) for one in begins))):
+            self._text = mark or bare
             return False
         self._text, self._state = rest, _INSIDE
         return True
 
     def _reasoning(self, final: bool) -> str:
         """What is certainly reasoning; white space at its end is not told."""
-        text, end = self._text, self._form.end
-        at = text.find(end)
-        if at >= 0:
-            self._text, self._state = text[at + len(end) :], _BEHIND
+        text, form = self._text, self._form
+        found = min(((at, mark) for mark in (*form.ends, *form.until) if (at := text.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _BEHIND
             return _trimmed(text[:at])
-        keep = next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if end.startswith(text[-n:])), 0)
-        sure = _trimmed(text if final else text[: len(text) - keep])
+        sure = _trimmed(text if final else text[: len(text) - _begun(text, (*form.ends, *form.until))])
         self._text = "" if final else text[len(sure) :]
         return sure
+
+    def _behind(self, final: bool) -> None:
+        """The white space in front of the answer, and its first mark, which may be there."""
+        frame, self._text = self._form.frame, self._text.lstrip()
+        if frame is not None and self._text.startswith(frame[0]):
+            rest = self._text.removeprefix(frame[0]).lstrip()
+            self._text, self._state = rest or frame[0], _FRAMED if rest else _BEHIND
+        elif self._text and (final or frame is None or not frame[0].startswith(self._text)):
+            self._state = _AFTER
+
+    def _framed(self, final: bool) -> str:
+        """What is certainly part of an answer that ends with a mark; what follows the mark is an answer, too."""
+        text, mark = self._text, (self._form.frame or ("", ""))[1]
+        at = text.find(mark)
+        if at >= 0:
+            self._text, self._state = "", _AFTER
+            return _trimmed(text[:at]) + text[at + len(mark) :]
+        bare = text[: len(text) - (0 if final else _begun(text, (mark,)))]
+        sure = text if final else _trimmed(bare)
+        self._text = text[len(sure) :]
+        return sure
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest beginning of one of `marks` that the text ends with."""
+    longest = min(max(map(len, marks)) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(one.startswith(text[-n:]) for one in marks)), 0)
 
 
 def _trimmed(text: str) -> str:
@@ -122,25 +191,32 @@ def _trimmed(text: str) -> str:
 
 def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:
     """How many of `ids`, which begin with the reasoning, belong to it with its marks; `whole`: it ends among them."""
-    end = tokenizer.token_id(form.end)
     if not whole:
         return len(ids)
-    if end is not None and end in ids:
-        return list(ids).index(end) + 1
+    marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
+    found = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
     stream, text = Detokenizer(tokenizer, skip_special_tokens=False), ""
+    longest = max(map(len, (*form.ends, *form.until)))
     for count, token in enumerate(ids, 1):
-        text = text[-len(form.end) :] + stream.push(token)
-        if form.end in text:
+        if found is not None and count == found[0] + 1:
+            return found[0] + found[1]
+        text = text[-longest:] + stream.push(token)
+        if any(mark in text for mark in form.ends):
             return count
     return len(ids)
 
 
 def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
     """Lark rules of which `thought` is reasoning with its marks; `marker`: how Lark has them."""
-    begin, end = marker(form.begin), marker(form.end)
-    if end.startswith('"'):
-        rules = f"inside: closed WS?\nclosed[lazy]: /(?s:.*){regex(form.end)}/"
-    else:
-        rules = f"inside: ANYTHING? {end} WS?\nANYTHING: /(?s:.*)/"
+    begin = f"({' | '.join(map(marker, form.begins))})"
+    plain = [one for one in form.ends if marker(one).startswith('"')]
+    tokens = [marker(one) for one in form.ends if one not in plain]
+    ways, rules = [], []
+    if plain:
+        ways.append("closed WS?")
+        rules.append(f"closed[lazy]: /{ANY}({'|'.join(map(regex, plain))})/")
+    if tokens:
+        ways.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
+        rules.append(f"ANYTHING: /{ANY}/")
     first = f"{begin}? inside" if opened else f"({begin} inside)?"
-    return f"thought: {first}\n{rules}\nWS: /[ \\n]{{1,4}}/"
+    return "\n".join([f"thought: {first}", f"inside: {' | '.join(ways)}", *rules, "WS: /[ \\n]{1,4}/"])
