@@ -29,6 +29,7 @@ def main_run(argv: Sequence[str] | None = None) -> int:
 def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> int:
     """The command `llmc-serve`: serves until a signal ends it. Answers the exit code: 0, 1, 2 usage, 3, 130."""
     verbose = False
+    _open_standard_files()
     try:
         from llmc_runtime.server.elsewhere import judge
         from llmc_runtime.server.given import options_of, read
@@ -114,6 +115,7 @@ def run_command(argv: Sequence[str], prog: str = "llmc-run", *, compiles: bool =
 
     The text goes to stdout, everything else to stderr. Answers the exit code: 0, 1 error, 2 usage, 3 environment, 130.
     """
+    _open_standard_files()
     args = parser(prog, compiles).parse_args(list(argv))
     try:
         return _run(args, compiles)
@@ -139,6 +141,16 @@ def _report(e: Exception, verbose: bool) -> int:
         _forget_output()
     inner = error.code == "E641" and "LLMC-E5" in error.cause  # the compiler's own complaint about this machine
     return ENVIRONMENT if error.of_environment or inner else FAILED
+
+
+def _open_standard_files() -> None:
+    """Descriptors 0 to 2 that are closed lead nowhere: else a socket would be one of them. So does what is told on a
+    closed standard error, which Python would print on standard output."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
 
 
 def _forget_output() -> None:
@@ -262,11 +274,11 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
     if not compiles and not (Path(args.model) / "manifest.json").is_file():
         _refuse_sources(args.model)
     from llmc_runtime.defaults import described
-    from llmc_runtime.llm import LLM
+    from llmc_runtime.llm import LLM, to_stderr
 
     def say(line: str) -> None:
         if not args.quiet:
-            print(f"llmc: {line}", file=sys.stderr, flush=True)
+            to_stderr(line)
 
     clock.stage("imports")
     options: dict[str, Any] = {}

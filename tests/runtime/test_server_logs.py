@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -17,7 +18,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.logs import MOST_WAITING, Json, Lines, Text
+from llmc_runtime.server.logs import MOST_WAITING, Json, Lines, Text, teller
 
 from tests.runtime.test_server_load import LONG, Command, until
 
@@ -99,6 +100,33 @@ def test_a_reader_that_stalls_holds_nobody_and_is_told_what_it_lost() -> None:
     stream.close()
     lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, "to nobody", None, None))
     lines.flush()
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full, for a while."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_loses_lines_for_a_while_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Full()
+    lines = Lines(stream)
+    for i in range(4):
+        if i == 3:
+            stream.full = False
+        lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, f"line {i}", None, None))
+        lines.flush()
+    assert stream.getvalue().splitlines()[0] == "line 3" and "3 lines were lost" in stream.getvalue()
+    for form in ("text", "json"):
+        for place in (Full(), None):
+            monkeypatch.setattr(sys, "stderr", place)
+            teller(form)("nobody hears it")
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("form", [Text(), Json()])

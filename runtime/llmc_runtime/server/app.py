@@ -27,6 +27,7 @@ from llmc_runtime.server.openapi import description
 from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
+from llmc_runtime.server.rooted import Rooted, tidy
 from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.tools.definitions import tools_of
 
@@ -42,14 +43,15 @@ def application(
     admin_keys: Sequence[str] = (),
 ) -> ASGIApp:
     """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
-    proxy in front takes off the path; without `admin_keys` there is nothing under /admin/."""
-    limits = limits or Limits()
+    proxy in front takes off the path, or not; without `admin_keys` there is nothing under /admin/."""
+    limits, root_path = limits or Limits(), tidy(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
     if admin_keys:
         routes += Admin(serving, limits).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return Guard(app, Keys(keys), limits, hosts, Keys(admin_keys))
+    guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys))
+    return Rooted(guarded, root_path) if root_path else guarded
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -71,18 +73,22 @@ class Endpoints:
         )
 
     def routes(self) -> list[Route]:
-        """Every route there is."""
+        """Every route there is, also with a slash behind it."""
         get: dict[str, Any] = {
             "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
             "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models,
-            "/v1/models/{name:path}": self.one_model,
         }  # fmt: skip
         post: dict[str, Any] = {
             "/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/tokenize": self.tokenize,
             "/detokenize": self.detokenize, "/v1/embeddings": self.embeddings,
         }  # fmt: skip
-        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()]
-        return routes + [Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()]
+        routes = [
+            Route(path + end, endpoint, methods=[method])
+            for method, endpoints in (("GET", get), ("POST", post))
+            for path, endpoint in endpoints.items()
+            for end in ("", "/")
+        ]
+        return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
 
     @told
     async def completions(self, request: Request) -> Response:

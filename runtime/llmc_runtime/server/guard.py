@@ -25,7 +25,7 @@ from llmc_runtime.server.replies import as_error
 
 OPEN = frozenset({"/health", "/ready"})
 PAGE = b"/"
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # the last one is this machine, too, to who asks from it
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
@@ -106,7 +106,8 @@ class Guard:
         if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may see another end of the body
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
-        self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        if b"host" in headers:  # HTTP/1.1 has one; checks of old load balancers have none, and no browser's page is so
+            self._check_host(headers[b"host"].decode("latin-1"))
         scope["llmc.key"], scope["llmc.admin"] = "", False
         authorization = headers.get(b"authorization", b"")
         if len(self._admin) and scope["path"].startswith("/admin/"):  # as the router will see it
@@ -136,7 +137,8 @@ class Guard:
         if match is None:
             raise ApiError("the Host header is none", code="invalid_host")
         if self._hosts is not None and match[1] not in self._hosts:
-            raise ApiError("this server is not known by the name in the Host header", status=421, code="invalid_host")
+            cause = "this server is not known by the name in the Host header; --allowed-hosts makes it known"
+            raise ApiError(cause, status=421, code="invalid_host")
 
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:

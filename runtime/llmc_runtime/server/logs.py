@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import queue
@@ -14,6 +16,7 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmc_runtime.llm import to_stderr as say_on_stderr
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.replies import place
@@ -21,6 +24,7 @@ from llmc_runtime.server.replies import place
 log = logging.getLogger("llmc.request")
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # told at "debug" alone: they are asked all the time
 MOST_WAITING = 10_000  # lines
+_FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # a disk that is full may have room again
 _GONE = 499  # the client went before its answer ended
 _MOST_PATH, _MOST_TEXT, _MOST_LINE = 200, 2000, 8000  # characters
 
@@ -38,8 +42,14 @@ def to_stderr(level: str, form: str) -> None:
 def teller(form: str) -> Callable[[str], None]:
     """Says what a person who starts the server wants to know, whatever the level of the log."""
     if form != "json":
-        return lambda line: print(f"llmc: {line}", file=sys.stderr, flush=True)
-    return lambda line: print(Json().format(_told(line)), file=sys.stderr, flush=True)
+        return say_on_stderr
+
+    def say(line: str) -> None:
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed, full, read by nobody: no failure of a server
+                print(Json().format(_told(line)), file=sys.stderr, flush=True)
+
+    return say
 
 
 def _told(line: str) -> logging.LogRecord:
@@ -79,8 +89,11 @@ class Lines(logging.Handler):
                     if lost:
                         self._stream.write(f"{self.format(_told(f'{lost} lines were lost, as nobody read them'))}\n")
                     self._stream.flush()
-            except (OSError, ValueError):  # nobody will ever read it
-                self._stream = None
+            except (OSError, ValueError) as e:
+                if getattr(e, "errno", None) in _FOR_NOW:
+                    self._lost += lost + 1
+                else:  # nobody will ever read it
+                    self._stream = None
             finally:
                 self._waiting.task_done()
 
