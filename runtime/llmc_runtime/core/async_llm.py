@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,12 @@ class AsyncLLM:
         self = cls("", say=say, **options)
         self._front = front
         return self
+
+    def compile(self) -> None:
+        """Have a model that is no artifact compiled now, not at the start: in the main thread a signal ends that, and
+        leaves nothing of it. LlmcError as LLM's."""
+        if self._front is None:
+            self.args = replace(self.args, model=_artifact(self.args, self._say))
 
     async def start(self) -> Ready:
         """Open the model; the limits in force. LlmcError as LLM's, E660 to E664. Once."""
@@ -265,9 +271,13 @@ class AsyncLLM:
         return fitted(self.get_default_sampling_params(), room)
 
 
+def _artifact(args: EngineArgs, say: Callable[[str], None]) -> Path:
+    return resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
+
+
 def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     """The text side of the artifact, and what its engine is told. LlmcError E1xx, E64x from compiling."""
-    path = resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
+    path = _artifact(args, say)
     folder = Folder(path)
     manifest = folder.manifest()
     for error in folder.check_small(manifest.files):

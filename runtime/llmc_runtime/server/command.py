@@ -77,9 +77,7 @@ def serve(options: Options) -> int:
     """Serve until a signal ends it. The exit code: 0 after SIGTERM. SystemExit where it comes before the server is
     there; LlmcError E646, E649, E665, those of opening."""
     require_packages()
-    from llmc_runtime.core.args import EngineArgs
     from llmc_runtime.core.async_llm import AsyncLLM
-    from llmc_runtime.llm import resolve
     from llmc_runtime.server.logs import teller
 
     tls = context_of(options.tls)
@@ -87,10 +85,8 @@ def serve(options: Options) -> int:
         say = teller(options.log_format)
         for note in options.notes:
             say(note)
-        args = EngineArgs(options.model, **options.engine)
-        # In this thread, or a signal would leave the compiler behind.
-        model = resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
-        llm = AsyncLLM(model, say=say, **options.engine)
+        llm = AsyncLLM(options.model, say=say, **options.engine)
+        llm.compile()
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(serve_over(llm, options, bound, tls))
     return 0
