@@ -106,7 +106,7 @@ def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
     """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
     if value is None:
         return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= value <= most:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
         raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
     return int(value)
 
@@ -115,7 +115,7 @@ def seed_of(value: Any) -> int:
     """`value` as a seed; None: one that is drawn now. LlmcError E201 where it is no integer of 64 bits."""
     if value is None:
         return secrets.randbits(63)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= value < 1 << 64:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
         raise LlmcError("E201", f"seed = {value!r:.60} is not possible", "give seed an integer of 64 bits, or None")
     return int(value)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime import LlmcError, SamplingParams
-from llmc_runtime.sched.guide import Banned, both, empty, mask_of, without
+from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, without
 from llmc_runtime.sched.request import Request
 from llmc_runtime.text.words import bad_word_ids
 
@@ -33,7 +33,7 @@ def test_masks(vocab: int) -> None:
 
 def test_a_banned_sequence_needs_its_beginning() -> None:
     whole = mask_of(None, 50)
-    guide = Banned(whole, [[4, 5, 6], [5, 7]], whole)
+    guide = Banned(Bans(whole, [[4, 5, 6], [5, 7]], whole))
     told = []
     for token in (4, 5, 6, 5, 4, 4, 5):
         assert not guide.accept(token)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from llmc_runtime import SamplingParams
 from llmc_runtime.live import one_of
+from llmc_runtime.sched import config
+from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request
 
+from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig
 from tests.runtime.test_llm import device, make
 
@@ -35,6 +39,35 @@ def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
     assert len({tuple(o.token_ids) for o in got.outputs}) == 3
 
 
+def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 outputs under 65,536 allowed ids held the engine for seconds."""
+    made: list[object] = []
+    monkeypatch.setattr(config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
+    monkeypatch.setattr(SamplingParams, "_check_bans", lambda params: made.append(params))
+    rng = random.Random()
+    ids = tuple(sorted(rng.sample(range(400), 90)))
+    words = [[rng.choice(ids) for _ in range(3)] for _ in range(20)] + [[rng.choice(ids)]]
+    params = several(8, allowed_token_ids=ids, max_tokens=30)
+    made.clear()
+    rig = Rig(1, max_num_seqs=16)
+    requests: list[Request] = []
+    for i in range(8):
+        leader = requests[0] if i else None
+        requests.append(Request(f"r{i}", [1, 2], one_of(params, i), bad_words=words, leader=leader))
+        rig.engine.add(requests[-1])
+        rig.expected[f"r{i}"] = Expected(requests[-1], rig.config)
+    assert made == [None, ids]
+    rig.drain()  # each token as it has to be
+    assert len({tuple(r.output_token_ids) for r in requests}) == 8
+    other = Request(
+        "o", [1, 2], several(1, allowed_token_ids=[5, 6], max_tokens=3), bad_words=words, leader=requests[0]
+    )
+    rig.engine.add(other)  # a leader of other bans shares none
+    while rig.engine.has_work():
+        rig.engine.step()
+    assert set(other.output_token_ids) <= {5, 6}
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prompt", [3, 4, 5, 41, 90])
 def test_the_prompt_is_computed_once(depth: int, prompt: int) -> None:
@@ -50,6 +83,9 @@ def test_the_prompt_is_computed_once(depth: int, prompt: int) -> None:
         rig.engine.step()
     work = sum(w.num_tokens for plan in rig.plans for w in plan.work)
     shared = (prompt - 1) // 4 * 4
+    for r in requests[1:]:  # nor are the pages hashed again
+        assert all(a is b for a, b in zip(requests[0].chain[1 : 1 + shared // 4], r.chain[1:]))
+    assert all(len(r.chain) > shared // 4 for r in requests)
     assert work == 4 * (prompt + 2) - 3 * shared
     assert [r.num_cached for r in requests] == [0, shared, shared, shared]
 

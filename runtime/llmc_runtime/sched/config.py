@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guide import Banned, both, empty, mask_of, without
+from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, without
 from llmc_runtime.sched.params import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import STOPS, RowParams
@@ -79,7 +79,8 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         raise refused("priority", request.priority, "an integer; smaller runs first")
     if not isinstance(request.cache_salt, str):
         raise refused("cache_salt", request.cache_salt, "a string")
-    _check_prompt(prompt, config)
+    if request.leader is None or request.leader.prompt_token_ids is not prompt:
+        _check_prompt(prompt, config)
     _check_stops(request, config)
     limit = _limit(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids or ())
@@ -115,23 +116,36 @@ def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig)
     params, top = request.params, config.vocab_size - 1
     if params.logit_bias and max(params.logit_bias) > top:
         raise refused("logit_bias", params.logit_bias, f"ids of the vocabulary, 0 to {top}")
-    ids = params.allowed_token_ids
+    if params.allowed_token_ids is None and not request.bad_words:
+        return b""
+    bans = request.bans = _shared(request) or _bans(request, masked, config)
+    if request.guide is None and bans.fixed:
+        return bans.mask
+    request.guide = Banned(bans, request.guide)
+    return b""
+
+
+def _shared(request: Request) -> Bans | None:
+    """The bans of the leader, where they are this one's too."""
+    leader, params = request.leader, request.params
+    if leader is None or leader.bad_words is not request.bad_words:
+        return None
+    names = ("allowed_token_ids", "stop_token_ids", "min_tokens")
+    same = all(getattr(leader.params, name) is getattr(params, name) for name in names)
+    return leader.bans if same else None
+
+
+def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> Bans:
+    ids, top = request.params.allowed_token_ids, config.vocab_size - 1
     if ids is not None and max(ids) > top:
         raise refused("allowed_token_ids", ids, f"ids of the vocabulary, 0 to {top}")
-    if ids is None and not request.bad_words:
-        return b""
     if any(not word or min(word) < 0 or max(word) > top for word in request.bad_words):
-        raise refused("bad_words", params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
-    singles = [word[0] for word in request.bad_words if len(word) == 1]
-    mask = without(mask_of(ids, config.vocab_size), singles)
+        raise refused("bad_words", request.params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
     needed = without(mask_of(None, config.vocab_size), masked)
-    if empty(both(mask, needed)):
+    bans = Bans(mask_of(ids, config.vocab_size), request.bad_words, needed)
+    if empty(both(bans.mask, needed)):
         raise refused("allowed_token_ids", ids, "at least one id that neither bad_words nor min_tokens excludes")
-    words = [word for word in request.bad_words if len(word) > 1]
-    if request.guide is None and not words:
-        return mask
-    request.guide = Banned(mask, words, needed, request.guide)
-    return b""
+    return bans
 
 
 def _check_prompt(prompt: object, config: SchedulerConfig) -> None:

@@ -51,17 +51,37 @@ def empty(mask: bytes) -> bool:
     return mask.count(0) == len(mask)
 
 
-class Banned:
-    """A mask less the last ids of sequences whose beginning the output ends with; within another guide where there is
-    one. `needed`: of these ids one must stay allowed (the stop ids that min_tokens masks are none of them)."""
+class Bans:
+    """The ids that are never allowed, and sequences whose last id is not, behind the others; made once for all outputs
+    of a request, which share it. `needed`: of these ids one must stay allowed (the stop ids that min_tokens masks are
+    none of them)."""
 
-    def __init__(
-        self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes, inner: Guide | None = None
-    ) -> None:
-        self._allowed, self._needed, self._inner = allowed, needed, inner
-        self._sequences = [tuple(s) for s in sequences]
+    def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
+        self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
+        self.keep = max(map(len, sequences), default=1) - 1  # tokens that matter for the next
+        self._behind: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by the token right before the banned one
+        for s in sequences:
+            if len(s) > 1:
+                self._behind.setdefault(s[-2], []).append((tuple(s[:-1]), s[-1]))
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the tokens so far do not matter."""
+        return not self._behind
+
+    def after(self, past: Sequence[int]) -> bytes:
+        """The mask behind these tokens, the last `keep` of an output."""
+        found = self._behind.get(past[-1], ()) if past else ()
+        hits = [last for begin, last in found if tuple(past[-len(begin) :]) == begin]
+        return without(self.mask, hits) if hits else self.mask
+
+
+class Banned:
+    """Follows one output under its request's bans; within another guide where there is one."""
+
+    def __init__(self, bans: Bans, inner: Guide | None = None) -> None:
+        self._bans, self._inner = bans, inner
         self._past: list[int] = []
-        self._keep = max(map(len, self._sequences), default=1) - 1
         self._mask = self._next()
 
     def mask(self) -> bytes:
@@ -72,16 +92,17 @@ class Banned:
         """See Guide. LlmcError E610 where the token that may follow is banned."""
         if self._inner is not None and self._inner.accept(token):
             return True
-        self._past = [*self._past, token][-self._keep :] if self._keep else []
+        keep = self._bans.keep
+        self._past = [*self._past, token][-keep:] if keep else []
         self._mask = self._next()
         return False
 
     def _next(self) -> bytes:
-        mask = self._allowed if self._inner is None else both(self._inner.mask(), self._allowed)
-        past = tuple(self._past)
-        hits = [s[-1] for s in self._sequences if past[len(past) - len(s) + 1 :] == s[:-1] and len(past) >= len(s) - 1]
-        mask = without(mask, hits) if hits else mask
-        if empty(both(mask, self._needed)):
+        bans = self._bans
+        mask = bans.after(self._past)
+        if self._inner is not None:
+            mask = both(self._inner.mask(), mask)
+        if mask is not bans.mask and empty(both(mask, bans.needed)):
             cause = "no token may come next: bad_words, allowed_token_ids and structured_outputs leave none"
             raise LlmcError("E610", cause, "ban fewer words, or allow more ids")
         return mask

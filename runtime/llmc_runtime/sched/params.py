@@ -6,7 +6,7 @@ request is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -129,7 +129,7 @@ class SamplingParams:
             raise refused("detokenize", False, "true where stop strings are given: they are looked for in the text")
         allowed = f"up to {STOPS} token ids, each 0 or more"
         ids = _tuple("stop_token_ids", self.stop_token_ids, allowed)
-        if len(ids) > STOPS or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
+        if len(ids) > STOPS or not _are_ids(ids):
             raise refused("stop_token_ids", self.stop_token_ids, allowed)
         self._set(stop=stop, stop_token_ids=tuple(map(int, ids)))
 
@@ -143,7 +143,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = f"1 to {MAX_ALLOWED} token ids, each 0 or more"
             ids = _tuple("allowed_token_ids", self.allowed_token_ids, allowed)
-            if not 0 < len(ids) <= MAX_ALLOWED or not all(_is_int(token) and 0 <= token <= MAX_INT for token in ids):
+            if not 0 < len(ids) <= MAX_ALLOWED or not _are_ids(ids):
                 raise refused("allowed_token_ids", self.allowed_token_ids, allowed)
             self._set(allowed_token_ids=tuple(sorted(set(map(int, ids)))))
         allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes"
@@ -182,6 +182,12 @@ def refused(name: str, value: object, allowed: str) -> LlmcError:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    if set(map(type, values)) <= {int}:  # as mostly: of many one by one takes its time
+        return not values or (min(values) >= 0 and max(values) <= MAX_INT)
+    return all(_is_int(value) and 0 <= value <= MAX_INT for value in values)
 
 
 def _is_stop(text: object) -> bool:

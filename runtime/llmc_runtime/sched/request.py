@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guide import Guide
+from llmc_runtime.sched.guide import Bans, Guide
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.step import RowParams, TokenLogprobs, Work
 
@@ -60,6 +60,7 @@ class Request:
     row: int = field(default=-1, init=False)
     decode: Work = field(default_factory=lambda: Work(-1, 1, True), init=False)  # one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
+    bans: Bans | None = field(default=None, init=False)
     account: Account = field(default_factory=Account, init=False)  # its tenant's
     silent: bool = field(default=True, init=False)  # nothing was generated yet
     arrived: float = field(default=0.0, init=False)  # when it was added, by the scheduler's clock
@@ -76,6 +77,13 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[self.num_prompt :]
+
+    def inherit(self, page_size: int) -> None:
+        """Take the prefix digests of the prompt from the leader, as far as they are known there."""
+        leader = self.leader
+        if leader is not None and len(self.chain) == 1 and leader.chain[:1] == self.chain:
+            if leader.prompt_token_ids is self.prompt_token_ids:
+                self.chain += leader.chain[1 : 1 + self.num_prompt // page_size]
 
     def finish_of(self, token: int) -> tuple[str, int | None] | None:
         """(finish reason, stop reason) if `token`, the last of `tokens`, ends the request; else None.

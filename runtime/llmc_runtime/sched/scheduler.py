@@ -255,6 +255,7 @@ class Scheduler:
                 break
             if request.leader is not None and self._computes(request.leader, request):
                 break
+            request.inherit(config.page_size)
             known = request.tokens if request.scores is None else request.tokens[: len(request.scores) + 1]
             hits = self.prefix.match(request.chain, known)
             fresh = config.pages_for(len(request.tokens)) - len(hits)
@@ -295,9 +296,8 @@ class Scheduler:
 
     def _computes(self, leader: Request, request: Request) -> bool:
         """Whether the leader will soon have published full pages of the prompt that the other one can share."""
-        full = (request.num_prompt - 1) // self.config.page_size
-        ahead = request.status is Status.WAITING and leader.status is _RUNNING
-        return ahead and self.prefix.enabled and leader.num_published < full
+        ahead = request.status is Status.WAITING and leader.status is _RUNNING and self.prefix.enabled
+        return ahead and leader.num_published < (request.num_prompt - 1) // self.config.page_size
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """A waiting request becomes a running one, `hits` of its pages already computed."""
