@@ -6,7 +6,9 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import logging
+import re
 import traceback
 import types
 import warnings
@@ -145,6 +147,7 @@ def _build(config: Any, dtype: str) -> Any:
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
+    _keep_wide(model, TORCH[dtype])
     model.eval()
     model.config.use_cache = False
     _check_positions(model)
@@ -156,6 +159,15 @@ def _build(config: Any, dtype: str) -> Any:
             KNOWN_TO_WORK,
         )
     return model
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """What transformers loads in a dtype of its own, whatever the model's is (a router's corrections in float32)."""
+    plan = {re.compile(pattern.replace("*", ".*")): wide for pattern, wide in model._get_dtype_plan(dtype).items()}
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        wide = next((wide for pattern, wide in plan.items() if pattern.search(name)), None)
+        if wide is not None and x.is_floating_point():
+            x.data = x.data.to(wide)
 
 
 def _check_positions(model: Any) -> None:

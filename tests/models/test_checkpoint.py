@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models.cases import LISTED, UNLISTED, Case
-from models.kit import eager_logits, ir_logits, prompts, relative_error, save
+from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error, save
 from safetensors.numpy import load_file, save_file
 
 from llmc.frontend.checkpoint import Checkpoint
@@ -107,6 +107,17 @@ def test_rows_come_in_the_graphs_dtype(low: tuple[Any, Traced]) -> None:
         got = checkpoint.read(name)
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_have_the_dtypes_that_transformers_gives_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A router's corrections stay in float32; in float16 alone gpt_oss's norms do, too."""
+    case = BY_NAME["deepseek_v3" if dtype is torch.bfloat16 else "gpt_oss"]
+    save(case, tmp_path, dtype=dtype)
+    want = {k: str(v.dtype) for k, v in loaded(tmp_path, dtype).state_dict().items()}
+    names = {"f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
+    got = {k: names[w.type.dtype] for k, w in trace(tmp_path).weights.items() if k in want}
+    assert got == {k: want[k] for k in got} and len(set(got.values())) == 2
 
 
 def test_computed_buffers_are_weights_too(low: tuple[Any, Traced]) -> None:
