@@ -163,7 +163,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     return f"{mark}[{', '.join(dumped(*call, draw) for call in calls)}]"
 
 
-XMLS = (xml.Qwen3Coder, xml.SeedOss, xml.MiniMaxM2, xml.Glm45, xml.Glm47)
+XMLS = (xml.Qwen3Coder, xml.SeedOss, xml.MiniMaxM2, xml.Glm45)
 PYTHONS = (pythonic.Pythonic, pythonic.Llama4Pythonic, pythonic.Lfm2)
 FORMS = (
     *XMLS, *PYTHONS, marked.DeepSeekV3, marked.DeepSeekV31, marked.KimiK2, marked.Granite, marked.Granite20b,
@@ -260,6 +260,9 @@ def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> No
         (CODER, "<tool_call><function=f><parameter=text>\na\n</parameter><parameter=size>\n1", (
             "<parameter=size>\n1", [("f", '{"text": "a"')])),
         (CODER, "<function=f>\n<parameter=size>\n3\n</parameter>\n</function> then", (" then", [("f", '{"size": 3}')])),
+        (CODER, "<tool_call><function=f><parameter=text>\na</function>\n\n</function>\n</tool_call>b", (
+            "b", [("f", '{"text": "a</function>\\n"}')])),
+        (CODER, "<tool_call><function=f><parameter=size>\n1\n</function></tool_call>", ("", [("f", '{"size": 1}')])),
         (GLM, "<tool_call>f<arg_key>size</arg_key><arg_value>1</arg_value>oh</tool_call>", (
             "oh</tool_call>", [("f", '{"size": 1')])),
         (GLM, "<tool_call>g<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", ("", [("g", '{"x": 1}')])),

@@ -101,8 +101,9 @@ def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) ->
     """A call as the family's chat template writes it."""
     marks, items = form.markers, arguments.items()
     if issubclass(form, xml.Glm45):
-        pairs = (f"<arg_key>{k}</arg_key>{form.line}<arg_value>{bare(v)}</arg_value>{form.line}" for k, v in items)
-        return f"<tool_call>{name}{form.line}{''.join(pairs)}</tool_call>"
+        line = "\n" if len(arguments) % 2 else ""
+        pairs = (f"<arg_key>{k}</arg_key>{line}<arg_value>{bare(v)}</arg_value>{line}" for k, v in items)
+        return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
     if issubclass(form, xml.Xml):
         (head, tail, end), (first, middle, last), line = form.call, form.field, "\n" if form.framed else ""
         fields = (f"{first}{k}{middle}{line}{bare(v)}{line}{last}\n" for k, v in items)

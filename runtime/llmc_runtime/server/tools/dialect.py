@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.tools import formats, reasoning
+from llmc_runtime.server.tools import formats, marked, pythonic, reasoning
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.families import ALIASES, FORMATS
 from llmc_runtime.server.tools.lark import lark
@@ -20,14 +20,15 @@ AUTO, NONE = "auto", "none"
 # Reasoning, and what a template or a vocabulary shows of it; the first that fits.
 _SHOWN = (
     (reasoning.ANALYSIS, reasoning.ANALYSIS.begins), (reasoning.GRANITE, ("my thought process:",)),
-    (reasoning.GRANITE, ("</think>", "<response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
+    (reasoning.GRANITE, ("</think>", "<response></response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
     (reasoning.SEED, ("</seed:think>",)), (reasoning.FORMATS["kimi_k2"], ("</think>", "<|tool_calls_section_begin|>")),
     (reasoning.THINK, ("</think>",)), (reasoning.BRACKETS, ("[/THINK]",)),
 )  # fmt: skip
 _MARKS = (reasoning.THINK, reasoning.BRACKETS, reasoning.SEED)
 _TOKENS = (
     ("[ARGS]", formats.MistralArgs), ("[TOOL_CALLS]", formats.Mistral), ("<tool_call>", formats.Hermes),
-    ("<|python_tag|>", formats.Llama3Json),
+    ("<|python_tag|>", formats.Llama3Json), ("<|tool_calls_section_begin|>", marked.KimiK2),
+    ("<|tool_call_start|>", pythonic.Lfm2),
 )  # fmt: skip
 T = TypeVar("T")
 

@@ -13,10 +13,11 @@ from typing import ClassVar
 from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, patterns_of, whole
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
-from llmc_runtime.server.tools.lark import Marker, json_rule, lark, text_until
+from llmc_runtime.server.tools.lark import Marker, json_rule, lark, repeated, text_until
 from llmc_runtime.server.tools.values import STRING, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
+_LINE = '"\\n"?'  # of a grammar
 _MOST_FIELDS = 64  # of any arguments
 
 
@@ -55,33 +56,33 @@ class Xml(ArguedFormat):
             raise Malformed
         self._open(name)
         while (tag := (yield from self._either(self.field[0], self.call[2]))) == self.field[0]:
-            yield from self._field_value(name, (yield from self._raw(self.field[1])), self.field[2])
+            yield from self._field_value(name, (yield from self._raw(self.field[1])), self._ends())
         if tag is None:
             raise Malformed
         self._close()
 
-    def _field_value(self, name: str, key: str, end: str) -> Steps[None]:
-        """The argument `key` up to the mark `end`."""
+    def _field_value(self, name: str, key: str, ends: Sequence[str]) -> Steps[None]:
+        """The argument `key` up to the first of `ends`, or another of them."""
         schema = self._tools.get(name, {})
         types = types_of(property_of(schema, key), schema)
         if self.framed and (yield from self._next(solid=False)) == "\n":
             self._at += 1
         if types == STRING:
-            yield from self._text_value(key, end)
+            yield from self._text_value(key, ends)
             return
-        text = yield from self._raw(end, most=None)
+        text = yield from self._raw(*ends, most=None)
         value = json_of(text.removesuffix("\n") if self.framed else text, types)
         self._key(key)
         self._argue(value)
         self._mark = self._at
 
-    def _text_value(self, key: str, end: str) -> Steps[None]:
+    def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
         """A string as it comes."""
         begun, held = False, ""
         while True:
             rest = self._text[self._at :]
-            at = rest.find(end)
-            text = held + rest[: at if at >= 0 else len(rest) - self._partial(rest, (end,))]
+            found = _first(rest, ends, 0)
+            text = held + rest[: len(rest) - self._partial(rest, ends) if found is None else found[0]]
             self._at += len(text) - len(held)
             held = "\n" if self.framed and text.endswith("\n") else ""
             if not begun:
@@ -90,8 +91,8 @@ class Xml(ArguedFormat):
                 begun = True
             self._argue(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
             self._mark = self._at - len(held)
-            if at >= 0:
-                self._at += len(end)
+            if found is not None:
+                self._at += len(ends[0]) if found[1] == ends[0] else 0
                 self._argue('"')
                 self._mark = self._at
                 return
@@ -99,20 +100,27 @@ class Xml(ArguedFormat):
                 raise Malformed
             yield
 
-    def _raw(self, end: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
-        """The text in front of `end`, which is read too."""
-        looked = self._at
+    def _raw(self, *ends: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
+        """The text in front of `ends`, of which the first is read too."""
+        looked, longest = self._at, max(map(len, ends))
         while True:
-            at = self._text.find(end, looked)
-            if at >= 0:
-                text, self._at = self._text[self._at : at], at + len(end)
+            found = _first(self._text, ends, looked)
+            if found is not None:
+                at, end = found
+                text, self._at = self._text[self._at : at], at + (len(end) if end == ends[0] else 0)
                 return text
             if self._ended or (most is not None and len(self._text) - self._at > most):
                 self._at = len(self._text) if self._ended else self._at
                 raise Malformed
-            before = max(len(self._text) - len(end) + 1, self._at) - self._at
+            before = max(len(self._text) - longest + 1, self._at) - self._at
             yield
             looked = self._at + before
+
+    @classmethod
+    def _ends(cls) -> Sequence[str]:
+        """What a value ends with: its mark; or, where that was left out, those of the call and of all."""
+        end = cls.markers[1]
+        return cls.field[2], f"{cls.call[2]}\n{end}", cls.call[2] + end
 
     # --- grammars
 
@@ -121,13 +129,15 @@ class Xml(ArguedFormat):
         """See CallFormat."""
         before, middle, end = cls.call
         calls = " | ".join(f"{lark(f'{before}{name}{middle}{chr(10)}')} {rule}" for name, rule in tools.items())
-        return f'behind: "\\n" (call) {marker(end)} "\\n" {marker(cls.markers[1])}\ncall: {calls}'
+        ones = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
+        one = f"one_call: (call) {marker(end)}"
+        return f'behind: "\\n" {ones} "\\n" {marker(cls.markers[1])}\n{one}\ncall: {calls}'
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
         before, middle, end = cls.field
         line = lark("\n") if cls.framed else ""
-        text = text_until(f"{rule}_text", end, marker, before="\n" if cls.framed else "")
+        text = text_until(f"{rule}_text", end, marker, before="\n" if cls.framed else "", never=cls._ends())
         one = f'{rule}_one: {lark(before)} /{NAME.pattern}/ {lark(middle)} {line} {rule}_text "\\n"'
         return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{one}\n{text}"
 
@@ -138,25 +148,25 @@ class Xml(ArguedFormat):
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
-        before, middle, end = cls.field
+        before, middle, _ = cls.field
         head = lark(before + field.key + middle + ("\n" if cls.framed else ""))
-        return cls._valued(field, head, end, lark("\n"), marker)
+        return cls._valued(field, head, lark("\n"), marker)
 
     @classmethod
-    def _valued(cls, field: Field, head: str, end: str, tail: str, marker: Marker) -> Sequence[str]:
-        """Rules of the value behind `head`, with the mark `end` and `tail`."""
+    def _valued(cls, field: Field, head: str, tail: str, marker: Marker) -> Sequence[str]:
+        """Rules of the value behind `head`, with its end and `tail`."""
         if not _sayable(field.key):
             raise cls._unsaid(f"the property {field.key[:60]!r}")
-        frame = "\n" if cls.framed else ""
-        close = f"{lark(frame)} {marker(end)}" if frame else marker(end)
+        frame, ends = "\n" if cls.framed else "", cls._ends()
+        close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
         lines, values = [], []
         for i, one in enumerate(alternatives(field.schema, field.root)):
             rule, types = f"{field.rule}_{i}", types_of(one, field.root)
             if "enum" in one or "const" in one:
                 given = [one["const"]] if "const" in one else one["enum"]
-                values += [f"{lark(text)} {close}" for text in cls._texts(field, given, end)]
+                values += [f"{lark(text)} {close}" for text in cls._texts(field, given)]
             elif not types or "string" in types:
-                lines.append(text_until(rule, end, marker, patterns_of(one), frame))
+                lines.append(text_until(rule, ends[0], marker, patterns_of(one), frame, ends))
                 values.append(rule)
             else:
                 values.append(f"{rule} {close}")
@@ -164,14 +174,20 @@ class Xml(ArguedFormat):
         return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
 
     @classmethod
-    def _texts(cls, field: Field, given: Sequence[object], end: str) -> list[str]:
+    def _texts(cls, field: Field, given: Sequence[object]) -> list[str]:
         """How the values that an enum allows are written; those that would be read as others are left out."""
         types = types_of(field.schema, field.root)
         said = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in given]
-        texts = [t for one, t in said if end not in t and _read(t, types) == (type(one), one)]
+        told = [(one, text) for one, text in said if _first(text, cls._ends(), 0) is None]
+        texts = [text for one, text in told if _read(text, types) == (type(one), one)]
         if not texts:
             raise cls._unsaid(f"values of {field.key[:60]!r} that cannot be told from others")
         return texts
+
+
+def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
+    """Where the first of the marks is, from `start`, and which."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
 
 
 def _read(text: str, types: frozenset[str]) -> tuple[type, object]:
@@ -222,6 +238,7 @@ class MiniMaxM2(Xml):
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
     call = ('<invoke name="', '">', "</invoke>")
     field = ('<parameter name="', '">', "</parameter>")
+    between = None
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -230,12 +247,12 @@ class MiniMaxM2(Xml):
 
 
 class Glm45(Xml):
-    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, </tool_call>, as
-    GLM-4.5 writes it, on lines of their own."""
+    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, </tool_call>, on
+    lines of their own, as GLM-4.5 writes it, or not, as GLM-4.7."""
 
     name = "glm45"
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    line: ClassVar[str] = "\n"
+    between = ""
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -243,12 +260,16 @@ class Glm45(Xml):
         return "<tool_call>" in template and "<arg_key>" in template
 
     @classmethod
+    def _ends(cls) -> Sequence[str]:
+        return cls.markers[5:]
+
+    @classmethod
     def openers(cls) -> Sequence[str]:
         """See CallFormat."""
         return cls.markers[:1]
 
     def _calls(self, opener: str) -> Steps[None]:
-        _, end, key, key_end, value, value_end = self.markers
+        _, end, key, key_end, value, _ = self.markers
         yield from self._next()
         name = yield from self._word()
         if not self._is_name(name):
@@ -260,7 +281,7 @@ class Glm45(Xml):
         while (yield from self._optional(key)):
             found = (yield from self._raw(key_end)).strip()
             yield from self._expect(value)
-            yield from self._field_value(name, found, value_end)
+            yield from self._field_value(name, found, self._ends())
         if not (yield from self._optional(end)):
             raise Malformed
         self._close()
@@ -268,32 +289,21 @@ class Glm45(Xml):
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        calls = " | ".join(f"{lark(name + cls.line)} {rule}" for name, rule in tools.items())
-        return f"behind: (call) {marker(cls.markers[1])}\ncall: {calls}"
+        calls = " | ".join(f"{lark(name)} {_LINE} {rule}" for name, rule in tools.items())
+        return f"behind: (call) {marker(cls.markers[1])} {_LINE}\ncall: {calls}"
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        _, _, key, key_end, value, value_end = cls.markers
-        text, line = text_until(f"{rule}_text", value_end, marker), lark(cls.line)
-        head = f"{marker(key)} /{NAME.pattern}/ {marker(key_end)} {line} {marker(value)}"
-        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{rule}_one: {head} {rule}_text {line}\n{text}"
+        text = text_until(f"{rule}_text", cls.markers[5], marker)
+        one = f"{rule}_one: {cls._head(f'/{NAME.pattern}/', marker)} {rule}_text {_LINE}"
+        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{one}\n{text}"
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
-        _, _, key, key_end, value, value_end = cls.markers
-        name, line = lark(field.key), lark(cls.line)
-        head = f"{marker(key)} {name} {marker(key_end)} {line} {marker(value)}"
-        return cls._valued(field, head, value_end, line, marker)
-
-
-class Glm47(Glm45):
-    """The same without line ends where calls are enforced, as GLM-4.7 writes it; both are read."""
-
-    name = "glm47"
-    between = ""
-    line = ""
+        return cls._valued(field, cls._head(lark(field.key), marker), _LINE, marker)
 
     @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return super().fits(template) and "</arg_key><arg_value>" in template
+    def _head(cls, key: str, marker: Marker) -> str:
+        """A key, in Lark, and the mark of its value."""
+        begin, end, value = map(marker, cls.markers[2:5])
+        return f"{begin} {key} {end} {_LINE} {value}"
