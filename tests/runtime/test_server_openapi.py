@@ -34,9 +34,9 @@ def resolved(document: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 def test_references_lead_somewhere_and_headers_are_in_every_answer() -> None:
     told = description()
     for path, item in told["paths"].items():
-        assert [resolved(told, one)["name"] for one in item["parameters"]] == ["X-Request-Id"]
-        for method in ("get", "post"):
-            for status, answer in item.get(method, {}).get("responses", {}).items():
+        for method, operation in item.items():
+            assert "X-Request-Id" in [resolved(told, one)["name"] for one in operation["parameters"]]
+            for status, answer in operation["responses"].items():
                 assert answer["headers"], f"{method} {path} {status}"
                 assert all(resolved(told, one)["schema"] for one in answer["headers"].values())
 
@@ -69,8 +69,8 @@ def test_every_header_of_an_answer_is_described() -> None:
 @pytest.mark.parametrize(("given", "good"), [("1000000", 1), ("30.5", 1), ("0", 0), ("1e7", 0), ("-1", 0), ("soon", 0)])
 def test_the_range_of_a_timeout_is_the_servers(given: str, good: int) -> None:
     told = description()
-    (one,) = told["paths"]["/v1/completions"]["post"]["parameters"]
-    schema = resolved(told, one)["schema"]
+    found = [resolved(told, one) for one in told["paths"]["/v1/completions"]["post"]["parameters"]]
+    schema = next(one["schema"] for one in found if one["name"] == "X-Request-Timeout")
     try:
         described = schema["exclusiveMinimum"] < float(given) <= schema["maximum"]
     except ValueError:

@@ -54,7 +54,8 @@ def description() -> dict[str, Any]:
     del told["200"]
     paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": told}}
     for methods in paths.values():  # every route takes one
-        methods["parameters"] = [{"$ref": "#/components/parameters/X-Request-Id"}]
+        for operation in methods.values():
+            operation.setdefault("parameters", []).append({"$ref": "#/components/parameters/X-Request-Id"})
     bearer = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
     return {
         "openapi": "3.1.0",
