@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import SamplingParams
@@ -13,8 +14,7 @@ from llmc_runtime.text.output import OutputText
 from llmc_runtime.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """One candidate at one position: natural-log probability, rank (1 is the likeliest), its vocabulary entry."""
 
     logprob: float
@@ -89,7 +89,6 @@ class Collector:
     stop_reason: int | str | None = None
     error: LlmcError | None = None
     num_cached: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     times: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +104,8 @@ class Collector:
         )
         self._given = 0
         self._total = 0.0  # log-probability of all tokens
+        self._scores: list[dict[int, Logprob] | None] | None = None
+        self._scored: Sequence[TokenLogprobs] | None = None  # of the prompt, as the engine told them
 
     @property
     def finished(self) -> bool:
@@ -116,6 +117,20 @@ class Collector:
         """Whether there are tokens that no piece has told of yet."""
         return len(self.token_ids) > self._given
 
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens whose log-probabilities came and were not asked for yet."""
+        return 0 if self._scored is None else len(self._scored)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of each prompt token, see RequestOutput. Made when first asked for, which a thread may do: of a long prompt
+        they are a million objects."""
+        if self._scored is not None:
+            pairs = zip(self.prompt_ids[1:], self._scored, strict=True)
+            self._scores, self._scored = [None, *(self._candidates(token, row) for token, row in pairs)], None
+        return self._scores
+
     def take(self, delta: RequestDelta) -> bool:
         """Add a delta; True if a stop string ended the request, which the engine then has to be told."""
         if self.finished:
@@ -124,8 +139,7 @@ class Collector:
         if delta.times is not None:
             self.times = delta.times
         if delta.prompt_logprobs is not None:
-            scored = zip(self.prompt_ids[1:], delta.prompt_logprobs, strict=True)
-            self.prompt_logprobs = [None, *(self._candidates(token, row) for token, row in scored)]
+            self._scored = delta.prompt_logprobs
         rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)

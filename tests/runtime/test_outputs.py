@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 
 import pytest
 import textkit
 from llmc_runtime import SamplingParams
-from llmc_runtime.outputs import Collector
+from llmc_runtime.core.messages import Delta
+from llmc_runtime.core.requests import Requests
+from llmc_runtime.outputs import Collector, Logprob
+from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -30,3 +35,32 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
         assert len(part._text._told) + len(part._text._fresh) < 5 + i - sum(len(one.token_ids) for one in said)
     assert whole.text == "".join(one.text for one in said) == tok.decode(ids)
+
+
+@pytest.mark.parametrize(("length", "apart"), [(2, False), (200, False), (202, True), (1500, True)])
+def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tok = Tokenizer(textkit.byte_level(), {}, {})
+    rng = random.Random()
+    ids = [rng.randrange(10, 300) for _ in range(length)]
+    scores = [TokenLogprobs(-rng.random(), 3, [7], [-0.1]) for _ in ids[1:]]
+    where: set[bool] = set()
+    inner = Collector._candidates
+
+    def watched(part: Collector, token: int, row: TokenLogprobs) -> dict[int, Logprob]:
+        where.add(threading.current_thread() is threading.main_thread())
+        return inner(part, token, row)
+
+    monkeypatch.setattr(Collector, "_candidates", watched)
+
+    async def asked() -> None:
+        requests = Requests(lambda numbers: None)
+        reader = requests.open("r", Prompt(ids), SamplingParams(prompt_logprobs=1, max_tokens=1), tok, "cumulative")
+        requests.take([Delta(reader.first, [50], "length", None, None, 0, None, scores, False)])
+        assert not where
+        output = await reader.next()
+        assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        for token, row, told in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
+            assert told is not None and told[token] == Logprob(row.logprob, 3, tok.spelled(token))
+
+    asyncio.run(asked())
+    assert where == {not apart}

@@ -18,6 +18,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
+_INLINE = 200  # prompt tokens whose log-probabilities are told without a thread
 KINDS = ("cumulative", "delta", "final_only")
 
 
@@ -53,6 +54,8 @@ class Reader:
                 self._waiting = asyncio.get_running_loop().create_future()
                 await self._waiting
             self._changed = False
+            if self.answer.parts[0].num_scored > _INLINE:  # others go on meanwhile
+                await asyncio.to_thread(getattr, self.answer.parts[0], "prompt_logprobs")
             if self.error is not None:
                 raise self.error
             if self._kind == "final_only":
