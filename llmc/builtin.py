@@ -20,6 +20,7 @@ PASSES = MappingProxyType(
         "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
         "fuse-qkv": "llmc.passes.fuse_qkv:FuseQkv",
         "split-k": "llmc.passes.split_k:SplitK",
+        "split-single": "llmc.passes.split_single:SplitSingle",
         "split-kv": "llmc.passes.split_kv:SplitKv",
         "fuse-rows": "llmc.passes.fuse_rows:FuseRows",
         "split-sample": "llmc.passes.split_sample:SplitSample",

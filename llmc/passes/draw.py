@@ -14,7 +14,11 @@ from llmc.ir.types import Type
 
 ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
 THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
-PAGES = ("row_slots.pages", "row_begin.pages", "paged_attention.pages", "paged_attention_split.pages")
+PAGES = (
+    "row_slots.pages",
+    "row_begin.pages",
+    *(f"paged_attention{kind}.pages" for kind in ("", "_split", "_single")),
+)
 SPANS = ("row_spans", "row_begin")
 BLOCKS = ("row_block_max", "row_sample_blocks", "row_finish")
 Array = np.ndarray

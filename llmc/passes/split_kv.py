@@ -38,7 +38,8 @@ class SplitKv(Pass):
         if parts < 2 or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, splits=parts, **n.attrs)
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, splits=parts, **attrs)
         substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
         return True
 

@@ -68,6 +68,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
     ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
+    ours |= {"paged_attention_single"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine"}
     without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
     assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}
@@ -112,6 +113,22 @@ def test_paged_attention_is_attention_over_pages() -> None:
     got = OPS["paged_attention"].ref(q, kv, pages, rows, starts, np.arange(7), scale=0.3, window=4, softcap=5.0)
     want = OPS["attention"].ref(q, k, v, np.arange(7), layer=0, scale=0.3, window=4, softcap=5.0)
     np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:
+    rng = np.random.default_rng()
+    q, kv = rng.standard_normal((11, 4, 8)), rng.standard_normal((9, 2, 2, 3, 8))
+    pages = rng.permutation(9).reshape(3, 3)
+    rows, starts = np.array([1, 0, -1, 2], np.int32), np.array([0, 1, 7, 8, 9], np.int32)
+    positions = np.array([6, 0, 1, 2, 3, 4, 5, 0, 8, -1, -1])
+    given = (q, kv, pages, rows, starts, positions)
+    attrs = {"scale": 0.3, "window": 4, "softcap": 5.0}
+    many = OPS["paged_attention"].ref(*given, **attrs, least=2)
+    assert not many[[0, 7, 8, 9, 10]].any() and many[1:7].all()
+    got = OPS["paged_attention_single"].ref(*given, many, **attrs)
+    np.testing.assert_array_equal(got, OPS["paged_attention"].ref(*given, **attrs))
+    kept = OPS["paged_attention_single"].ref(*given, np.full_like(q, 3.0), **attrs)
+    assert (kept[[1, 2, 3, 4, 5, 6, 7, 9, 10]] == 3.0).all() and (kept[[0, 8]] != 3.0).all()
 
 
 def test_interpreter_rounds_at_op_boundaries() -> None:

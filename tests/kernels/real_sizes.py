@@ -41,6 +41,12 @@ _ATTENTION = {
             "bf16[T, 32, 128]",
         ),
     ),
+    "single": (
+        Text(
+            f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]; bf16[T, 32, 128]",
+            "paged_attention_single {scale=0.088}", "bf16[T, 32, 128]",
+        ),
+    ),
     "parts": (
         Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
     ),

@@ -16,6 +16,7 @@ from llmc.codegen.kernel import SETTLED
 from llmc.codegen.triton.attention import COMBINE, DECODE
 from llmc.codegen.triton.base import TritonKernel
 from llmc.codegen.triton.prefill import PREFILL, PROMPT
+from llmc.codegen.triton.single import SINGLE
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -81,17 +82,23 @@ class Paged:
         schedule: int = 0,
         splits: int = 0,
         on: Target = INTERPRETED,
+        least: int = 1,
     ) -> Case:
-        """The step on a kernel; with `splits`, one token a row, and no sinks."""
+        """The step on a kernel; with `splits`, one token a row, and no sinks; rows of one token alone on SINGLE."""
         arrays = self.inputs(rng)
         attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
         if splits:
             rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
             arrays, attrs = [*arrays[:3], rows, arrays[5]], attrs | {"splits": splits}
-        op = OPS["paged_attention_split" if splits else "paged_attention"]
+        if kernel is SINGLE:
+            arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
+        elif least > 1:
+            attrs["least"] = least
+        kind = "_split" if splits else "_single" if kernel is SINGLE else ""
+        op = OPS[f"paged_attention{kind}"]
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
-        first = {"q": t, "rows": t if splits else r, "starts": r + 1, "positions": t}
+        first = {"q": t, "y": t, "rows": t if splits else r, "starts": r + 1, "positions": t}
         for slot, x in zip(op.operands, arrays, strict=False):
             dtype = "i32" if x.dtype.kind == "i" else self.pool or self.dtype if slot.name == "kv" else self.dtype
             shape = (first.get(slot.name, D(len(x))), *map(D, x.shape[1:]))
@@ -99,7 +106,7 @@ class Paged:
         g.outputs = list(g.add(op, g.inputs, attrs).results)
         plan = kernel.schedules(g.nodes.head, on)  # type: ignore[arg-type]
         plan = plan[schedule % len(plan)]
-        name = f"{op.name}-{self}-{plan}"
+        name = f"{op.name}-{self}-{plan}-{least}"
         return Case(name, g, kernel, plan, arrays, rtol=2e-5, atol=max(ATOL[self.dtype], ATOL[self.pool or self.dtype]))
 
 
@@ -160,10 +167,21 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
+@pytest.mark.parametrize("i", range(len(MIXED)))
+def test_rows_of_one_token_apart(i: int) -> None:
+    """The others' attention leaves zeros; that of single tokens keeps what is not its own."""
+    _, rng = fresh()
+    run_case(MIXED[i].case(PREFILL, rng, i, least=2))
+    for schedule in range(2):
+        run_case(MIXED[i].case(SINGLE, rng, schedule))
+
+
 @pytest.mark.parametrize("_", range(5))
 def test_drawn(_: int) -> None:
     _, rng = fresh()
     at = int(rng.integers(8))
+    run_case(drawn(rng, False).case(SINGLE, rng, at))
+    run_case(drawn(rng, False).case(PREFILL, rng, at, least=int(rng.integers(2, 20))))
     for splits in (0, int(rng.integers(1, 9))):
         run_case(drawn(rng, True).case(DECODE, rng, at, splits))
     run_case(drawn(rng, False).case(PREFILL, rng, at))
@@ -269,6 +287,17 @@ def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> 
     assert "q = tl.load(x0" in after and "k = tl.load(kv" in after and "tl.load(kv" not in before
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
+    """The launch in front may be writing y; all that is read but y may be there before it ends."""
+    target = next(t for t in TARGETS if t.has("pdl"))
+    case = MIXED[0].case(SINGLE, fresh()[1], 0, on=target)
+    text = SINGLE.emit(case.node, {**case.schedule, **({SETTLED: 1} if settled else {})}, target).text
+    before, wait, after = text.partition("gdc_wait")
+    assert wait and "gdc_wait" not in after and "tl.store" not in before and "x6" not in before.partition("):")[2]
+    assert ("tl.load(x0" in before and "tl.dot(" in before) == settled
+
+
 def gpu_cases(target: Target) -> Iterator[Case]:
     """What a GPU runs: the cases above, and more of those that are drawn."""
     rng = np.random.default_rng()
@@ -279,7 +308,11 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         for schedule in range(6):
             yield p.case(PREFILL, rng, schedule, on=target)
         yield p.case(DECODE, rng, 0, on=target)
+        yield p.case(PREFILL, rng, 1, on=target, least=2)
+        for schedule in range(3):
+            yield p.case(SINGLE, rng, schedule, on=target)
     for i in range(24):
+        yield drawn(rng, False).case(SINGLE, rng, i, on=target)
         yield drawn(rng, True).case(DECODE, rng, i, i % 9, target)
         yield drawn(rng, False).case(PREFILL, rng, i, on=target)
     yield from prompts(rng, target)
@@ -295,6 +328,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
         MIXED[1].case(PREFILL, rng, int(rng.integers(6)), on=target),
         drawn(rng, False).case(PREFILL, rng, int(rng.integers(6)), on=target),
         drawn(rng, True).case(DECODE, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False).case(SINGLE, rng, int(rng.integers(6)), on=target),
         list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]

@@ -29,6 +29,8 @@ class PagedAttention(CppKernel):
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]
         if bad := next((t for t in floats if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
+        if node.attrs["least"] > 1:
+            return "it leaves no rows out"
         sizes = heads(node)
         if None in sizes:
             return "heads, page and head size must be constant"

@@ -174,7 +174,7 @@ class Decode(TritonKernel):
     """Tokens one by one, each over the pages of its row, or over its part of them; right for any mixture of rows."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unfit(node, (0, 1, 6))
+        return "it leaves no rows out" if node.attrs.get("least", 1) > 1 else unfit(node, (0, 1, 6))
 
     def early(self, node: Node) -> tuple[int, ...]:
         """The tables: where the row's keys are is then known before the queries are."""

@@ -109,6 +109,7 @@ class Prefill(TritonKernel):
         """begin .. stop: the program's tokens, all of one row. Row j's tiles begin at program starts[j] // tokens + j,
         which leaves enough for any starts. What is behind the last row is a row, too: one of padding."""
         count, total = u.sizes(u.node.operands[3].type.shape[0]), u.sizes(u.node.operands[0].type.shape[0])
+        least = u.node.attrs["least"]
         search = (
             f"j = t + tl.arange(0, {ROWS})\n"
             f"starts = tl.load(x4 + j, mask=j <= {count}, other={FAR})\n"
@@ -121,6 +122,7 @@ class Prefill(TritonKernel):
             "start = tl.load(x4 + i)",
             f"row = tl.load(x3 + i, mask=i < {count}, other=-1)",
             f"stop = tl.load(x4 + 1 + i, mask=i < {count}, other=0)",
+            f"row = tl.where(stop - start < {least}, -1, row)" if least > 1 else "",
             f"stop = tl.where(i < {count}, stop, {total})",
             f"begin = start + (tile - start // {tokens} - i) * {tokens}",
             "if begin >= stop:\n    return",

@@ -45,6 +45,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_tokens": f"{_HERE}.state:OF_TOKEN",
         "triton/row_last": f"{_HERE}.state:LAST",
         "triton/row_commit": f"{_HERE}.state:COMMIT",
+        "triton/single": f"{_HERE}.single:SINGLE",
         "triton/parts": f"{_HERE}.split:PARTS",
         "triton/linear_combine": f"{_HERE}.split:SUM",
         "triton/stream": f"{_HERE}.stream:STREAM",

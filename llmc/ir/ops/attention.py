@@ -1,5 +1,6 @@
 """Attention is one op with attributes, over a prompt (`attention`) or over pages of a KV pool (`paged_attention`),
-whole or in parts that are combined afterwards (`paged_attention_split`, `attention_combine`)."""
+whole or in parts that are combined afterwards (`paged_attention_split`, `attention_combine`); rows of one token may be
+left to an op of their own (`paged_attention_single`)."""
 
 from __future__ import annotations
 
@@ -85,17 +86,26 @@ def _paged_example(rng: Any) -> Any:
 )  # fmt: skip
 def paged_attention(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
-    window: int = 0, softcap: float = 0.0,
+    window: int = 0, softcap: float = 0.0, least: int = 1,
 ) -> Any:  # fmt: skip
     """Causal attention of row i's tokens starts[i] .. starts[i+1] over the pages of its device row. A token at position
     p sees positions 0 .. p (p - window + 1 .. p with a window), its own included: append first. Rows of -1 and tokens
-    at position -1 are padding; their result is zero. The cost takes every page of the pool to be in use."""
+    at position -1 are padding; their result is zero, as is that of rows of fewer than `least` tokens. The cost takes
+    every page of the pool to be in use."""
+    some = np.diff(starts) >= least
+    return _over_pages(np.zeros_like(q), some, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
+
+
+def _over_pages(
+    out: Any, some: Any, q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any,
+    scale: float, window: int, softcap: float,
+) -> Any:  # fmt: skip
+    """`out` with the attention of `some` rows in it."""
     page = kv.shape[3]
-    out = np.zeros_like(q)
     for i, row in enumerate(rows):
         span = np.s_[starts[i] : starts[i + 1]]
         pos = positions[span]
-        if row < 0 or not len(pos):
+        if row < 0 or not some[i] or not len(pos):
             continue
         n = int(pos.max()) + 1
         held = kv[pages[row, : -(-n // page)]]  # [pages, 2, g, page, d]
@@ -103,6 +113,27 @@ def paged_attention(
         out[span] = attend(q[span], k, v, visible(pos, np.arange(n), True, window), scale, softcap, sinks)
         out[span][pos < 0] = 0
     return out
+
+
+def _single_example(rng: Any) -> Any:
+    (*given, sinks), attrs = _paged_example(rng)
+    return [*given, rng.standard_normal(given[0].shape).astype(np.float32), sinks], attrs
+
+
+@op(
+    "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
+    " positions: i32[t], y: q[t, h, d], sinks?: f[h]) -> q[t, h, d]",
+    flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", example=_single_example,
+)  # fmt: skip
+def paged_attention_single(
+    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, *, scale: float,
+    window: int = 0, softcap: float = 0.0,
+) -> Any:  # fmt: skip
+    """y, with the attention of rows that have one token, and are not -1, in that token's place: what paged_attention of
+    `least` 2 has left out. Rows that decode beside prompts then need no tiles of many queries."""
+    return _over_pages(
+        y.copy(), np.diff(starts) == 1, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap
+    )
 
 
 def _split_example(rng: Any) -> Any:
