@@ -101,6 +101,6 @@ def clamped(one: Logprob) -> float:
     return max(one.logprob, LEAST)
 
 
-def spelled(token: int, one: Logprob) -> str:
-    """The text of a candidate; its id where the model has no text."""
-    return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
+def spelled(token: int, one: Logprob, as_id: bool | None = False) -> str:
+    """The text of a candidate; its id where the model has no text, or where that was asked for."""
+    return f"token_id:{token}" if as_id or one.decoded_token is None else one.decoded_token

@@ -36,6 +36,8 @@ class Chat:
         told = {**self._head, "object": "chat.completion", "choices": choices, "usage": whole.usage.told()}
         if self._asked.prompt_logprobs is not None:
             told["prompt_logprobs"] = told_scores(whole.prompt_logprobs[0])
+        if self._asked.return_token_ids:
+            told["prompt_token_ids"] = prompt.ids
         return told
 
     async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
@@ -80,6 +82,7 @@ class Chat:
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
             "finish_reason": turn.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
+            **({"token_ids": choice.token_ids} if self._asked.return_token_ids else {}),
         }
 
     async def _chunks(
@@ -93,10 +96,17 @@ class Chat:
         head = {**self._head, "object": "chat.completion.chunk"}
         extra: dict[str, Any] = {"usage": None} if last else {}
         plain = None
-        if plan.plain and not always and not self._asked.logprobs:
+        ids = {"prompt_token_ids": prompt.ids} if self._asked.return_token_ids else {}
+        if plan.plain and not always and not self._asked.logprobs and not ids:
             plain = Plain({**head, "choices": [_choice(0, {"content": ""})], **extra}, "content")
+        extra = {"usage": usage.told()} if always else extra
         for i in range(params.n):
-            yield {**head, "choices": [_choice(i, {"role": "assistant", "content": ""})], **extra}
+            yield {
+                **head,
+                "choices": [_choice(i, {"role": "assistant", "content": ""})],
+                **extra,
+                **(ids if i == 0 else {}),
+            }
         async with aclosing(news) as items:  # type: ignore[type-var]
             async for index, output in items:
                 usage.take(index, output)
@@ -123,10 +133,13 @@ class Chat:
         else:
             delta = turn.take(one.text, one.token_ids, finish is not None).delta()
             finish = turn.finish_reason(finish)
-        if not delta and finish is None and logprobs is None:
+        ids = self._asked.return_token_ids and one.token_ids
+        if not delta and finish is None and logprobs is None and not ids:
             return []
         choices = [_choice(one.index, delta or ({"content": ""} if logprobs else {}))]
         choices[0]["logprobs"] = logprobs
+        if self._asked.return_token_ids:
+            choices[0]["token_ids"] = one.token_ids
         if finish is not None:
             if "tool_calls" in delta:
                 choices.append(_choice(one.index, {}))
@@ -136,12 +149,12 @@ class Chat:
     def _logprobs(self, tokens: list[int], rows: list[Row]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
-        most = self._asked.top_logprobs or 0
+        most, as_id = self._asked.top_logprobs or 0, bool(self._asked.return_tokens_as_token_ids)
         content = []
         for token, row in zip(tokens, rows, strict=True):
             ranked = sorted(row.items(), key=lambda item: item[1].rank)
-            top = [_told(t, row) for t, one in ranked if one.rank <= most][:most]
-            content.append({**_told(token, row), "top_logprobs": top})
+            top = [_told(t, row, as_id) for t, one in ranked if one.rank <= most][:most]
+            content.append({**_told(token, row, as_id), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
@@ -149,6 +162,10 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _told(token: int, row: Row) -> dict[str, Any]:
+def _told(token: int, row: Row, as_id: bool) -> dict[str, Any]:
     text = spelled(token, row[token])
-    return {"token": text, "logprob": clamped(row[token]), "bytes": list(text.encode(errors="replace"))}
+    return {
+        "token": spelled(token, row[token], as_id),
+        "logprob": clamped(row[token]),
+        "bytes": list(text.encode(errors="replace")),
+    }

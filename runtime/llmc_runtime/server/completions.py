@@ -104,7 +104,8 @@ class Completion:
 
     def _plain(self, usage: bool) -> Plain | None:
         """The chunks in the midst of a stream, where all that they tell is a text."""
-        if self._silent or self._asked.echo or self._asked.logprobs is not None:
+        asked = self._asked
+        if self._silent or asked.echo or asked.logprobs is not None or asked.return_token_ids:
             return None
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
         return Plain({**self._head, "choices": [choice], **({"usage": None} if usage else {})}, "text")
@@ -125,13 +126,15 @@ class Completion:
         if not told["text"] and not choice.token_ids and told["finish_reason"] is None:
             return None
         silent = not told["text"] and told["finish_reason"] is None and logprobs is None
-        return None if silent else told
+        return None if silent and not self._asked.return_token_ids else told
 
     def _choice(
         self, index: int, prompt: Prompt | None, choice: Choice, scores: Scores, offset: int = 0
     ) -> dict[str, Any]:
         """The JSON of an output; `prompt` is echoed where that was asked for."""
-        asked = self._asked
+        asked, ids = self._asked, {}
+        if asked.return_token_ids:
+            ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
         tokens, rows = list(choice.token_ids), list[Row | None](choice.logprobs)
         text = "".join(choice.text)
         if asked.echo and prompt is not None:
@@ -143,7 +146,7 @@ class Completion:
             logprobs = self._logprobs(tokens, rows, offset)
         return {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.stop_reason, **ids,
         }  # fmt: skip
 
     def _logprobs(self, tokens: list[int], rows: list[Row | None], offset: int) -> dict[str, Any]:
@@ -151,7 +154,7 @@ class Completion:
         for token, row in zip(tokens, rows, strict=True):
             text = self._serving.prompting.spelled(token) if row is None else spelled(token, row[token])
             out["text_offset"].append(offset)
-            out["tokens"].append(text)
+            out["tokens"].append(f"token_id:{token}" if self._asked.return_tokens_as_token_ids else text)
             out["token_logprobs"].append(None if row is None else clamped(row[token]))
             out["top_logprobs"].append(None if row is None else self._top(token, row))
             offset += len(text)
@@ -159,8 +162,8 @@ class Completion:
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
         """The likeliest candidates and the token itself by their texts; of two with one text the likelier."""
-        most = self._asked.logprobs or 0
+        most, as_id = self._asked.logprobs or 0, self._asked.return_tokens_as_token_ids
         kept = [(t, one) for t, one in row.items() if t == token or one.rank <= most]
         return {
-            spelled(t, one): clamped(one) for t, one in sorted(kept, key=lambda item: item[1].logprob)
+            spelled(t, one, as_id): clamped(one) for t, one in sorted(kept, key=lambda item: item[1].logprob)
         }  # the likelier of two overwrites

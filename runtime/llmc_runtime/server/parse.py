@@ -11,6 +11,7 @@ import msgspec
 from llmc_runtime.server.errors import ApiError
 
 MAX_DEPTH = 64
+_WHOLE = 2.0**63  # what is over is no integer that a field could have
 # Known, and of no effect here.
 _IGNORED = frozenset(
     {
@@ -48,7 +49,7 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
         raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
     if fields.get("modalities") not in (None, ["text"]):
         raise ApiError("modalities: models here are of text alone", param="modalities", code="unsupported_parameter")
-    given = {name: fields[name] for name in known if fields.get(name) is not None}
+    given = {name: _whole(fields[name]) for name in known if fields.get(name) is not None}
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as e:
@@ -85,6 +86,15 @@ def _check_depth(value: Any) -> None:
 
 def _deep() -> ApiError:
     return ApiError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 3.0 is 3, and so in a list."""
+    if type(value) is float and value.is_integer() and abs(value) < _WHOLE:
+        return int(value)
+    if type(value) is list and float in set(map(type, value)):
+        return list(map(_whole, value))
+    return value
 
 
 def _missing(words: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -17,6 +18,8 @@ from llmc_runtime.text.tokenizer import Tokenizer
 MAX_PROMPTS = 128  # of one request
 MAX_MESSAGES = 4096
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
+# Types of parts that are text, and where it is.
+_TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
 _FORMS = "prompt: a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
 
@@ -132,14 +135,28 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation, if its size is allowed and it is text alone."""
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise ApiError(f"messages: 1 to {MAX_MESSAGES} of them, not {len(messages)}", param="messages")
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            cause = f'messages[{i}].content: parts of the form {{"type": "text", "text": TEXT}} alone'
-            raise ApiError(cause, param=f"messages[{i}].content")
-    return messages
+    return [_with_text(message, i) for i, message in enumerate(messages)]
+
+
+def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
+    """The message; content that is not there is empty, unless there are calls in its place, and its parts are texts."""
+    content = message.get("content")
+    if content is None:
+        return message if message.get("tool_calls") else {**message, "content": ""}
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else _part(part) for part in content]
+    if None in parts:
+        cause = f'messages[{i}].content: parts of the form {{"type": "text", "text": TEXT}} alone'
+        raise ApiError(cause, param=f"messages[{i}].content")
+    return {**message, "content": parts}
+
+
+def _part(part: Any) -> dict[str, Any] | None:
+    """A part that is text under one of its names; None for any other."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    return {**part, "type": "text", "text": text} if isinstance(text, str) else None
 
 
 def _variables(given: dict[str, Any]) -> dict[str, Any]:

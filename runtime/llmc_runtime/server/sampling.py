@@ -49,7 +49,7 @@ def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
     most = next((value for value in both if value is not None), None)
     default = llm.get_default_sampling_params(max_tokens=None)
     more: dict[str, Any] = {"max_tokens": default.max_tokens if most is None else most}
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     if asked.logprobs:
         more["logprobs"] = asked.top_logprobs or 0

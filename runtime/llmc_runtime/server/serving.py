@@ -94,8 +94,8 @@ class Serving:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
-        """ApiError 404 where it is not served here."""
-        if name is not None and name not in self.names:
+        """ApiError 404 where it is not served here; no name means the first one."""
+        if name and name not in self.names:
             raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
 
     def check_ready(self) -> None:

@@ -1,0 +1,126 @@
+"""What clients of other servers send: whole numbers as floats, contents that are null, parts by other names."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+
+from tests.runtime.served import TOK, Served, served
+
+CHAT = [{"role": "user", "content": "What is a river?"}]
+FIXED: dict[str, Any] = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+        one.rest()
+
+
+def ask(server: Served, path: str = "/v1/completions", **body: Any) -> Any:
+    reply = httpx.post(server.url + path, json=body, timeout=30)
+    return reply.json() if reply.status_code == 200 else reply.json()["error"]
+
+
+def chat(server: Served, messages: Any, **body: Any) -> Any:
+    return ask(server, "/v1/chat/completions", messages=messages, **(FIXED | body))
+
+
+def stream(server: Served, path: str, **body: Any) -> list[Any]:
+    text = httpx.post(server.url + path, json={**body, "stream": True}, timeout=30).text
+    events = [line[6:] for line in text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_whole_numbers_may_be_written_as_floats(server: Served) -> None:
+    ids = [random.randrange(10, 400) for _ in range(5)]
+    usual = ask(server, prompt=ids, **FIXED, n=1, seed=3, stop_token_ids=[0])["choices"]
+    floats = {"max_tokens": 9.0, "temperature": 0, "ignore_eos": True, "n": 1.0, "seed": 3.0, "stop_token_ids": [0.0]}
+    assert ask(server, prompt=[float(i) for i in ids], **floats)["choices"] == usual
+    for name, value in (("max_tokens", 9.5), ("max_tokens", 1e300), ("seed", 2.0**70), ("stop_token_ids", [1.5])):
+        assert ask(server, **{"prompt": ids, **FIXED, name: value})["param"].startswith(name)
+    assert ask(server, prompt=[20.5, 30])["param"] == "prompt"
+
+
+def test_no_name_of_a_model_is_the_first_one(server: Served) -> None:
+    assert ask(server, prompt="x", model="", **FIXED)["model"] == "toy"
+    assert ask(server, prompt="x", model=" ", **FIXED)["code"] == "model_not_found"
+
+
+def test_contents_that_are_not_there_are_empty(server: Served) -> None:
+    for role in ("user", "assistant", "system"):
+        empty = chat(server, [{"role": role, "content": ""}, *CHAT])
+        for message in ({"role": role, "content": None}, {"role": role}):
+            told = chat(server, [message, *CHAT])
+            assert told["choices"] == empty["choices"]
+    assert chat(server, [{"content": None}])["param"] == "messages"
+
+
+def test_parts_that_are_text_under_any_name(server: Served) -> None:
+    usual = chat(server, [{"role": "user", "content": [{"type": "text", "text": "a river"}]}])["choices"]
+    parts: list[Any] = ["a river", {"type": "input_text", "text": "a river"}, {"type": "refusal", "refusal": "a river"}]
+    for part in [*parts, {"type": "output_text", "text": "a river", "annotations": []}]:
+        assert chat(server, [{"role": "user", "content": [part]}])["choices"] == usual
+    parts = [None, 3, {}, {"type": "text"}, {"type": "text", "text": None}, {"type": ["text"]}, {"text": "x"}]
+    for part in [*parts, {"type": "refusal", "text": "x"}, {"type": "image_url", "image_url": {"url": "file:///etc"}}]:
+        assert chat(server, [*CHAT, {"role": "user", "content": ["x", part]}])["param"] == "messages[1].content"
+
+
+def test_defaults_that_clients_spell_out(server: Served) -> None:
+    assert "choices" in chat(server, CHAT, top_logprobs=0, logprobs=False, n=1, stop=[], logit_bias={}, tools=[])
+    assert chat(server, CHAT, top_logprobs=1)["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"echo": True, "logprobs": 0}])
+def test_token_ids_of_completions(server: Served, more: dict[str, Any]) -> None:
+    prompts = ["a river", "the sea of"]
+    body = {"prompt": prompts, **FIXED, **more, "return_token_ids": True}
+    whole = ask(server, **body)["choices"]
+    found: list[list[int]] = [[], []]
+    for chunk in stream(server, "/v1/completions", **body):
+        (choice,) = chunk["choices"]
+        assert ("prompt_token_ids" in choice) == (not found[choice["index"]])
+        found[choice["index"]] += choice["token_ids"]
+    for one, prompt, ids in zip(whole, prompts, found):
+        assert one["prompt_token_ids"] == TOK.encode(prompt) and one["token_ids"] == ids and len(ids) == 9
+    assert "token_ids" not in ask(server, **(body | {"return_token_ids": None}))["choices"][0]
+
+
+def test_token_ids_of_chats(server: Served) -> None:
+    whole = chat(server, CHAT, n=2, temperature=1, seed=5, return_token_ids=True)
+    prompt = ask(server, "/tokenize", messages=CHAT)["tokens"]
+    assert whole["prompt_token_ids"] == prompt and len(whole["choices"][0]["token_ids"]) == 9
+    chunks = stream(
+        server, "/v1/chat/completions", messages=CHAT, **(FIXED | {"n": 2, "temperature": 1, "seed": 5}),
+        return_token_ids=True, stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
+    for choice in whole["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert [i for one in mine for i in one.get("token_ids", [])] == choice["token_ids"]
+    assert chunks[0]["usage"]["completion_tokens"] == 0 and chunks[-1]["usage"]["completion_tokens"] == 18
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids(server: Served) -> None:
+    body = {"prompt": [20, 30], **FIXED, "logprobs": 2, "return_token_ids": True, "echo": True}
+    told, plain = (ask(server, **body, return_tokens_as_token_ids=wish)["choices"][0] for wish in (True, False))
+    assert told["logprobs"]["tokens"] == [f"token_id:{i}" for i in [20, 30, *told["token_ids"]]]
+    assert told["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    assert all(name.startswith("token_id:") for row in told["logprobs"]["top_logprobs"][1:] for name in row)
+    one = chat(server, CHAT, logprobs=True, top_logprobs=2, return_token_ids=True, return_tokens_as_token_ids=True)
+    content = one["choices"][0]["logprobs"]["content"]
+    assert [row["token"] for row in content] == [f"token_id:{i}" for i in one["choices"][0]["token_ids"]]
+    assert all(
+        top["token"].startswith("token_id:") and top["bytes"] is not None
+        for row in content
+        for top in row["top_logprobs"]
+    )
