@@ -159,6 +159,12 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
     assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
     if issubclass(form, pythonic.Pythonic | formats.Llama3Json):
         other = '{"parameters": {"city": 1}, "name": "f"}' if form is formats.Llama3Json else "[ \nf(days=1)]"
+        some = tools_of(
+            given(True), {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given(True)[1:]}}, None
+        )
+        assert some is not None and "f" not in some.schemas
+        text = answer([calls_of(some, form, json.dumps, True)], "calls", None, "tools")
+        assert not allows(grammars.wait(grammars.submit(text)).guide(), template(form, "f", {"city": "a"}))
         assert not allows(made(), other) and not allows(made(), f"so\n{other}") and allows(made(), '{"a": 1}')
 
 

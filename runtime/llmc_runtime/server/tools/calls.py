@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -117,8 +117,9 @@ class CallFormat(ABC):
         return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """Lark rules of which `calls` is a text with up to `most` calls in it, each whole once its mark is there."""
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
+        """Lark rules of which `calls` is a text with up to `most` calls in it, each whole once its mark is there;
+        `known`: the names of all tools, of which `tools` may be called."""
         begin, openers = cls.markers[0], cls.openers()
         times = most if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from llmc_runtime.server.tools.calls import CallFormat, Malformed, Steps
-from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, led, repeated
+from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, led, regex, repeated
 
-NAMED = r'\{(?s:.*)"name"[ \n\t\r]*:[ \n\t\r]*"(NAMES)"'  # an object that names a tool
 _HEADER = 256  # characters of the longest
 
 
@@ -63,16 +62,19 @@ class Llama3Json(CallFormat):
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
         """See CallFormat."""
         key = r'\{[ \n]*("type" ?: ?"function", ?)?"name" ?: ?'
+        never = (
+            rf'\{{(?s:.*)"name"[ \n\t\r]*:[ \n\t\r]*"({"|".join(map(regex, known))})"'  # an object that names a tool
+        )
         spaced = {name: f'" "? {rule}' for name, rule in tools.items()}
 
         def opening(name: str) -> str:
             return f'{key}"{name}" ?,[ \\n]*"parameters" ?:'
 
         return (
-            f"{led(spaced, opening, lark('}'), NAMED, cls.markers[0], marker, '')}\n{cls.behind(tools, marker, most)}"
+            f"{led(spaced, opening, lark('}'), never, cls.markers[0], marker, '')}\n{cls.behind(tools, marker, most)}"
         )
 
     def _reading(self) -> Steps[None]:
@@ -183,7 +185,7 @@ class OpenAI(CallFormat):
         return f'calls: ({start} "assistant")? {channel} behind\n{cls.behind(tools, marker, most)}'
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
         """See CallFormat: messages to the user, then the answer or a call."""
         start, channel, _, message = map(marker, cls.markers)
         head, said = f'({start} "assistant")? {channel}', f"{message} FREE?"

@@ -20,7 +20,7 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
     follow their schemas. ApiError 400 where the form has no grammar for a schema."""
     rules = {name: f"arguments_{i}" for i, name in enumerate(tools.schemas)}
     most = MAX_CALLS if tools.several and form.several else 1
-    texts = [(form.free_rules if free else form.rules)(rules, marker, most)]
+    texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
     for name, schema in tools.schemas.items():
         texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
     return "\n".join(texts)

@@ -95,7 +95,6 @@ def led(
     `never`: how a call could begin otherwise."""
     leads = [f"lead_{i}[lazy]: /{_LINE}{opening(regex(name))}/" for i, name in enumerate(tools)]
     ones = [f"lead_{i} {rule} {closing}" for i, rule in enumerate(tools.values())]
-    names = "|".join(map(regex, tools))
-    free = f"FREE: {without([begin])} & ~/{_LINE}{never.replace('NAMES', names)}{ANY}/"
+    free = f"FREE: {without([begin])} & ~/{_LINE}{never}{ANY}/"
     tagged, rules = after_text(begin, marker, [])
     return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])

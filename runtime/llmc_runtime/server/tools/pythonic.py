@@ -4,14 +4,14 @@ argued.ArguedFormat. There is no mark that has to be there, so that the name has
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
 from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, whole
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
-from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, repeated
+from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, regex, repeated
 from llmc_runtime.server.tools.python import PythonText
 from llmc_runtime.server.tools.values import types_of
 
@@ -99,9 +99,9 @@ class Pythonic(ArguedFormat):
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
         """See CallFormat."""
-        (begin, end), never = cls.markers, r"\[[ \t\r\n]*(NAMES)\("
+        (begin, end), never = cls.markers, rf"\[[ \t\r\n]*({'|'.join(map(regex, known))})\("
         closing = '")" "]"' if most == 1 else f'")" (", " call){{0,{most - 1}}} "]"'
         whole = led(tools, lambda name: rf"\[ ?{name}\(", closing, never, begin, marker, f"{marker(end)}?")
         return f"{whole}\n{cls.behind(tools, marker, most)}"
