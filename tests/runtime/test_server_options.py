@@ -58,7 +58,7 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
     ("text", "words"),
     [
         ("prot: 8000", "did you mean port"),
-        ("port: many", "port: invalid literal"),
+        ("port: many", "port: 'many' is no port"),
         ("port: true", "text or a number"),
         ("port: [1, 2]", "not a list"),
         ("port:", "text or a number"),
@@ -95,6 +95,13 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Capture
         ([], "the model is missing"),
         (["m", "--port", "x"], "--port"),
         (["m", "--max-num-seqs", "0"], "at least 1"),
+        (["m", "--max-model-len", "1.5"], "at least 1"),
+        (["m", "--max-model-len", "1.0001k"], "at least 1"),
+        (["m", "--max-model-len", "-1k"], "at least 1"),
+        (["m", "--max-model-len", "infk"], "at least 1"),
+        (["m", "--port", "65536"], "0 to 65535"),
+        (["m", "--port", "-1"], "0 to 65535"),
+        (["--model", "m"], "without a flag"),
     ],
 )
 def test_wrong_usage_ends_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +139,14 @@ def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
     file = config(tmp_path, "tensor-parallel-size: 2\n")
     with pytest.raises(LlmcError):
         judge(read(["m", "--config", file]).args.elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1k", 1000), ("1K", 1024), ("25.6k", 25600), ("2M", 2 << 20), ("77", 77)]
+)
+def test_tokens_may_have_a_unit(text: str, tokens: int, tmp_path: Path) -> None:
+    args = read(["m", "--max-model-len", text, "--config", config(tmp_path, f"max-num-batched-tokens: {text}")]).args
+    assert args.max_model_len == args.max_num_batched_tokens == tokens
 
 
 def test_underscores_are_dashes() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime import __version__
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.server.elsewhere import add_elsewhere
 
+_DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9})
+_BINARY = MappingProxyType({"K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
 NOT_IN_FILE = frozenset({"help", "version", "config", "print_config", "dry_run", "json", "elsewhere"})
 
@@ -44,7 +48,7 @@ def _configuration(add: Any) -> None:
 
 def _server(add: Any) -> None:
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes any that is free (8000)")
+    add("--port", type=_port, default=8000, help="0 takes any that is free (8000)")
     add("--uds", type=Path, metavar="PATH", help="listen on a Unix socket, for this user alone, instead of an address")
     add("--root-path", default="", metavar="PATH", help="what a proxy in front takes off the path; for /openapi.json")
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (the folder's)")
@@ -108,9 +112,9 @@ def _chats(add: Any) -> None:
 
 
 def _engine(add: Any) -> None:
-    add("--max-model-len", type=positive, metavar="N", help="tokens of the longest sequence")
+    add("--max-model-len", type=count, metavar="N", help="tokens of the longest sequence")
     add("--max-num-seqs", type=positive, metavar="N", help="sequences that run at a time")
-    add("--max-num-batched-tokens", type=positive, metavar="N", help="tokens of one step")
+    add("--max-num-batched-tokens", type=count, metavar="N", help="tokens of one step")
     add("--kv-cache-memory-bytes", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 2GiB")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
     add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
@@ -142,6 +146,25 @@ def parse_bytes(text: str) -> int:
                 return int(value)
             break
     raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1; as in vLLM 32k is 32000, and 32K 32768."""
+    head, last = text.strip()[:-1], text.strip()[-1:]
+    scale = _DECIMAL.get(last) or _BINARY.get(last)
+    if scale is None:
+        return positive(text)
+    try:
+        value = Decimal(head) * scale
+    except ArithmeticError:
+        return positive(text)
+    return positive(str(int(value)) if value.is_finite() and value == int(value) else text)
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 1 << 16:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r:.40} is no port, 0 to 65535")
 
 
 def positive(text: str) -> int:

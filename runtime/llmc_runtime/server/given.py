@@ -138,6 +138,8 @@ def _check_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
+    if name == "--model":
+        return "; the model is named without a flag: llmc-serve MODEL"
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else "; --help lists all"
 
