@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Capture
         (["m", "--max-num-seqs", "0"], "at least 1"),
         (["m", "--max-model-len", "1.5"], "at least 1"),
         (["m", "--max-model-len", "1.0001k"], "at least 1"),
-        (["m", "--max-model-len", "-1k"], "at least 1"),
+        (["m", "--max-model-len=-1k"], "at least 1"),
         (["m", "--max-model-len", "infk"], "at least 1"),
         (["m", "--port", "65536"], "0 to 65535"),
         (["m", "--port", "-1"], "0 to 65535"),
