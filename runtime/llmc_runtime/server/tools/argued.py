@@ -14,10 +14,11 @@ from typing import Any
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.definitions import enforced
-from llmc_runtime.server.tools.lark import ANY, Marker, slashed
+from llmc_runtime.server.tools.lark import ANY, Marker, json_rule, slashed
 from llmc_runtime.server.tools.values import resolved
 
 _APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
+KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
 
@@ -86,6 +87,18 @@ class ArguedFormat(CallFormat):
         cause = f"tools: a schema of arguments has {what}, which no grammar of the form {cls.name} can say"
         remedy = "leave it out, or use tool_choice auto, without strict"
         return ApiError(f"{cause}. Try: {remedy}", param="tools")
+
+    @classmethod
+    def _shared(cls, marker: Marker) -> Sequence[str]:
+        """Rules that the values of many arguments have in common."""
+        return [f"any_{kind}: {json_rule({'type': kind})}" for kind in KINDS]
+
+    @classmethod
+    def _json(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """The rule of JSON of this schema, which may be `rule`, and what it needs."""
+        if set(schema) == {"type"} and schema["type"] in KINDS:
+            return f"any_{schema['type']}", []
+        return rule, [f"{rule}: {json_rule(whole(schema, root))}"]
 
     @classmethod
     @abstractmethod

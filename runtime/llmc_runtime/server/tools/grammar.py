@@ -18,7 +18,7 @@ from llmc_runtime.server.tools.lark import Marker, json_rule, slashed
 def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:
     """Rules of which `calls` is what the tools allow; `free`: text with calls in it, of which those of strict tools
     follow their schemas. ApiError 400 where the form has no grammar for a schema."""
-    rules = {name: f"arguments_{i}" for i, name in enumerate(tools.schemas)}
+    rules = {name: f"a{i}" for i, name in enumerate(tools.schemas)}
     most = MAX_CALLS if tools.several and form.several else 1
     texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
     for name, schema in tools.schemas.items():

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
-from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, whole
+from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, regex, repeated
@@ -91,7 +91,8 @@ class Pythonic(ArguedFormat):
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
         calls = " | ".join(f'{lark(name + "(")} {rule} ")"' for name, rule in tools.items())
-        return f'behind: "[" {repeated("call", lark(", "), most)} "]"\ncall: {calls}'
+        whole = f'behind: "[" {repeated("call", lark(", "), most)} "]"'
+        return "\n".join([whole, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
@@ -131,9 +132,9 @@ class Pythonic(ArguedFormat):
             word = (
                 _WORDS.get(next(iter(types))) if len(types) == 1 and "enum" not in one and "const" not in one else None
             )
-            values.append(word or rule)
-            if word is None:
-                lines.append(f"{rule}: {json_rule(whole(one, field.root))}")
+            found, more = (word, []) if word else cls._json(rule, one, field.root)
+            values.append(found)
+            lines += more
         return [f"{field.rule}: {lark(field.key + '=')} ({' | '.join(values)})", *lines]
 
 

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, patterns_of, whole
+from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, patterns_of
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
-from llmc_runtime.server.tools.lark import Marker, json_rule, lark, repeated, text_until
+from llmc_runtime.server.tools.lark import ANY, Marker, lark, repeated, text_until
 from llmc_runtime.server.tools.values import STRING, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
@@ -131,15 +131,21 @@ class Xml(ArguedFormat):
         calls = " | ".join(f"{lark(f'{before}{name}{middle}{chr(10)}')} {rule}" for name, rule in tools.items())
         ones = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
         one = f"one_call: (call) {marker(end)}"
-        return f'behind: "\\n" {ones} "\\n" {marker(cls.markers[1])}\n{one}\ncall: {calls}'
+        whole = f'behind: "\\n" {ones} "\\n" {marker(cls.markers[1])}'
+        return "\n".join([whole, one, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        before, middle, end = cls.field
+        before, middle, _ = cls.field
         line = lark("\n") if cls.framed else ""
-        text = text_until(f"{rule}_text", end, marker, before="\n" if cls.framed else "", never=cls._ends())
-        one = f'{rule}_one: {lark(before)} /{NAME.pattern}/ {lark(middle)} {line} {rule}_text "\\n"'
-        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{one}\n{text}"
+        one = f'{lark(before)} /{NAME.pattern}/ {lark(middle)} {line} any_text "\\n"'
+        return f"{rule}: ({one}){{0,{_MOST_FIELDS}}}"
+
+    @classmethod
+    def _shared(cls, marker: Marker) -> Sequence[str]:
+        ends = cls._ends()
+        text = text_until("any_text", ends[0], marker, before="\n" if cls.framed else "", never=ends)
+        return [*super()._shared(marker), text]
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
@@ -165,12 +171,15 @@ class Xml(ArguedFormat):
             if "enum" in one or "const" in one:
                 given = [one["const"]] if "const" in one else one["enum"]
                 values += [f"{lark(text)} {close}" for text in cls._texts(field, given)]
+            elif (not types or "string" in types) and (patterns := patterns_of(one)) == [ANY]:
+                values.append("any_text")
             elif not types or "string" in types:
-                lines.append(text_until(rule, ends[0], marker, patterns_of(one), frame, ends))
+                lines.append(text_until(rule, ends[0], marker, patterns, frame, ends))
                 values.append(rule)
             else:
-                values.append(f"{rule} {close}")
-                lines.append(f"{rule}: {json_rule(whole(one, field.root))}")
+                found, more = cls._json(rule, one, field.root)
+                values.append(f"{found} {close}")
+                lines += more
         return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
 
     @classmethod
@@ -290,13 +299,12 @@ class Glm45(Xml):
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
         calls = " | ".join(f"{lark(name)} {_LINE} {rule}" for name, rule in tools.items())
-        return f"behind: (call) {marker(cls.markers[1])} {_LINE}\ncall: {calls}"
+        return "\n".join([f"behind: (call) {marker(cls.markers[1])} {_LINE}", f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        text = text_until(f"{rule}_text", cls.markers[5], marker)
-        one = f"{rule}_one: {cls._head(f'/{NAME.pattern}/', marker)} {rule}_text {_LINE}"
-        return f"{rule}: {rule}_one{{0,{_MOST_FIELDS}}}\n{one}\n{text}"
+        one = f"{cls._head(f'/{NAME.pattern}/', marker)} any_text {_LINE}"
+        return f"{rule}: ({one}){{0,{_MOST_FIELDS}}}"
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
