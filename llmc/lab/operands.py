@@ -16,8 +16,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scene:
-    """A step of `rows` rows with `tokens` tokens in all, each row behind `context` tokens, over `pages` KV pages of
-    `page` tokens; `bound`: what indices stay below."""
+    """A step of `rows` rows with `tokens` tokens in all, over `pages` KV pages of `page` tokens: the last row has a
+    prompt's next tokens, the others one each, and each row ends at token `context`, or later where it has more.
+    `bound`: what indices stay below."""
 
     rows: int
     tokens: int
@@ -27,18 +28,29 @@ class Scene:
     bound: int
 
     @property
-    def each(self) -> int:
-        """Tokens a row."""
-        return max(1, self.tokens // max(1, self.rows))
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        ones = np.ones(max(1, self.rows), np.int64)
+        ones[-1] = max(1, self.tokens - len(ones) + 1)
+        return ones
 
-    def tokens_of(self, shape: Shape) -> int:
-        """Tokens a row where the values lie along `shape`, one for each token."""
-        return self.each if shape[0] == self.tokens else 1
+    @property
+    def befores(self) -> np.ndarray:
+        """Tokens of each row before this step."""
+        return np.maximum(self.context - self.lengths, 0)
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+
+def _token_row(s: Scene, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    return np.repeat(np.arange(len(s.lengths)), s.lengths) if shape[0] == s.tokens else np.arange(shape[0])
 
 
 def _positions(s: Scene, shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    each = s.tokens_of(shape)
-    return s.context - each + np.arange(shape[0]) % each
+    row = _token_row(s, shape, rng)
+    return s.befores[row] + (np.arange(shape[0]) - s.starts[row] if shape[0] == s.tokens else 0)
 
 
 def _pages(s: Scene, shape: Shape, rng: np.random.Generator) -> np.ndarray:
@@ -52,14 +64,14 @@ Maker = Callable[[Scene, Shape, np.random.Generator], np.ndarray]
 MAKERS: Mapping[str, Maker] = MappingProxyType(
     {
         "rows": lambda s, shape, rng: np.arange(shape[0]),
-        "qlens": lambda s, shape, rng: np.full(shape, s.each),
-        "starts": lambda s, shape, rng: np.minimum(np.arange(shape[0]) * s.each, s.tokens),
-        "token_row": lambda s, shape, rng: np.minimum(np.arange(shape[0]) // s.tokens_of(shape), s.rows - 1),
+        "qlens": lambda s, shape, rng: s.lengths[: shape[0]],
+        "starts": lambda s, shape, rng: s.starts[: shape[0]],
+        "token_row": _token_row,
         "positions": _positions,
         "pos": _positions,
         "slots": lambda s, shape, rng: rng.permutation(s.pages * s.page)[: shape[0]],
         "pages": _pages,
-        "length": lambda s, shape, rng: np.full(shape, s.context - s.each),
+        "length": lambda s, shape, rng: np.resize(s.befores, shape),
         "tokens": lambda s, shape, rng: rng.integers(0, s.bound, shape),
         "idx": lambda s, shape, rng: rng.integers(0, s.bound, shape),
         "ids": lambda s, shape, rng: np.broadcast_to(np.arange(shape[-1]) % s.bound, shape),
