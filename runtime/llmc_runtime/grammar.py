@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -40,8 +41,11 @@ LIMITS: Mapping[str, Any] = MappingProxyType(
 class Grammars:
     """The grammars of one vocabulary, each compiled once while it is remembered. Any thread may ask."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int]) -> None:
+        """A tokenizer that has to be opened first is opened with the first grammar, in its thread. `alone` is entered
+        while the vocabulary is built: for large ones that takes seconds in which no other thread of Python runs."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self._lock = threading.Lock()  # of what is remembered
         self._building = threading.Lock()  # of the vocabulary
         self._found: OrderedDict[Any, Future[Any]] = OrderedDict()
@@ -96,13 +100,18 @@ class Grammars:
         """The vocabulary as llguidance has it."""
         with self._building:
             if self._vocabulary is None:
-                text, eos = self._tokenizer.backend.to_str(), self._eos or None
-                try:
-                    self._vocabulary = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
-                except Exception as e:  # llguidance raises what it likes for a tokenizer of a kind that it lacks
-                    cause = f"llguidance cannot use the model's tokenizer: {_first_line(str(e))}"
-                    raise LlmcError("E651", cause, "use another model for structured outputs") from None
+                with self.alone():
+                    self._vocabulary = self._build(llguidance)
             return self._vocabulary
+
+    def _build(self, llguidance: Any) -> Any:
+        tokenizer = self._tokenizer if isinstance(self._tokenizer, Tokenizer) else self._tokenizer()
+        try:
+            text, eos = tokenizer.backend.to_str(), self._eos or None
+            return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        except Exception as e:  # llguidance raises what it likes for a tokenizer of a kind that it lacks
+            cause = f"llguidance cannot use the model's tokenizer: {_first_line(str(e))}"
+            raise LlmcError("E651", cause, "use another model for structured outputs") from None
 
 
 class Grammar:

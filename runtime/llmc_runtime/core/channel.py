@@ -176,7 +176,7 @@ class Channel:
             return error
         self._silence += min(seconds, 2 * TICK)
         remedy = "send the request again; if it happens again, report it"
-        patience = heartbeat_timeout
+        patience = max(heartbeat_timeout, self.pulse.quiet)
         if self._silence > patience and wants_processor(self.process.pid):
             patience *= _STARVED
         if self._silence > patience:

@@ -168,11 +168,12 @@ class Outputs(_Message):
 
 class Pulse(_Message):
     """A sign of life: seconds that the step under way has taken so far (0: none is), messages that made no sense, and
-    the engine's counters and gauges."""
+    the engine's counters and gauges. `quiet`: seconds in which the next one may come, where it is known to be late."""
 
     age: float
     nonsense: int
     stats: dict[str, float | dict[str, int] | list[float]]
+    quiet: float = 0.0
 
 
 class Reply(_Message):

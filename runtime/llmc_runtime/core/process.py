@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from llmc_runtime.metrics import Stat
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 _DRAIN = 0.002  # seconds between two steps for new requests, at least
 _DRAIN_SHARE = 0.15  # of the last step's, at most: while a long one runs, the next may gather more
+_ALONE = 60.0  # seconds that the vocabulary of grammars may take
 _LINGER = 2000  # milliseconds for the last words
 _SENSELESS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
@@ -102,7 +104,7 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
         if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
             return None
         config = opened.engine.scheduler.config
-        return Grammars(Tokenizer.open(artifact.tokenizer_dir), config.vocab_size, config.eos_token_ids)
+        return Grammars(lambda: Tokenizer.open(artifact.tokenizer_dir), config.vocab_size, config.eos_token_ids)
 
     def close() -> None:
         opened.close()
@@ -147,7 +149,10 @@ class _Pulses(threading.Thread):
             if os.getppid() != process.parent:  # whoever is the parent now, the front has gone
                 shutil.rmtree(process.folder, ignore_errors=True)
                 os._exit(0)
-            socket.send(msgspec.msgpack.encode(process.pulse()))
+            pulse = process.pulse()
+            socket.send(msgspec.msgpack.encode(pulse))
+            if pulse.quiet:
+                process.told.set()
             if self.ended.wait(process.heartbeat):
                 break
         socket.close()
@@ -164,6 +169,7 @@ class CoreProcess:
         self._loop: Loop | None = None
         self._nonsense = 0
         self._age = Age(2 * heartbeat)
+        self._quiet, self.told = 0.0, threading.Event()  # whether the front knows that
         self._idle = (0.0, 0.0)  # seconds without work, and since when there is none; 0: there is some
         self._encode = msgspec.msgpack.Encoder().encode
         self._add_of, self._control_of = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
@@ -186,7 +192,24 @@ class CoreProcess:
             idle = total + (time.monotonic() - since if since else 0.0)
             stats = {**loop.stats(), "scheduler_idle_seconds": idle}
         nonsense = self._nonsense + (0 if loop is None else loop.nonsense)
-        return Pulse(self._age.of(self._began), nonsense, stats)
+        return Pulse(self._age.of(self._began), nonsense, stats, self._quiet)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile no other thread may run, and no sign of life be given: the front is told before."""
+        self.told.clear()
+        self._quiet = _ALONE
+        self.told.wait(5 * self.heartbeat)
+        try:
+            yield
+        finally:
+            self._quiet = 0.0
+
+    def _grammars(self, opened: Callable[[], Grammars | None]) -> Grammars | None:
+        found = opened()
+        if found is not None:
+            found.alone = self.alone
+        return found
 
     def run(self) -> int:
         """Serve until told to stop, or until the engine has ended. The exit code."""
@@ -223,7 +246,7 @@ class CoreProcess:
         config = session.engine.scheduler.config
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         pool = (config.num_pages, config.page_size, config.vocab_size)
-        self._loop = Loop(session.engine, session.grammars)
+        self._loop = Loop(session.engine, lambda: self._grammars(session.grammars))
         gc.collect()
         gc.freeze()  # what is there stays: no collection, which no step can hide, looks at it again
         self._say(Ready(*sizes, *pool, session.summary, config.prefix_caching, dict(session.stages)))
