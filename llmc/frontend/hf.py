@@ -104,7 +104,7 @@ def trace(
     text = config.get_text_config()
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
-    stored = _stored_dtype(source, text)
+    stored = _stored_dtype(source, config)
     dtype = dtype or instead.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
@@ -135,10 +135,11 @@ def trace(
 
 
 def _stored_dtype(source: Source, config: Any) -> str:
-    """What config.json says, else what most stored tensors are, else f32."""
+    """What config.json says (of the whole model before its text half), else what most stored tensors are, else f32."""
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-    if said := names.get(str(config.dtype).removeprefix("torch.")):
-        return said
+    for part in (config, config.get_text_config()):
+        if said := names.get(str(part.dtype).removeprefix("torch.")):
+            return said
     from .tensors import STORED, TensorFiles
 
     if not any(source.folder.glob("*.safetensors")):

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from models.cases import EXPERTS, FURTHER, LISTED, ROPES, SEED, SMALL, UNLISTED, rope
+from models.cases import EXPERTS, FURTHER, LISTED, ROPES, SEED, SMALL, TINY_VISION, UNLISTED, rope
 from models.kit import save
 from safetensors.numpy import load_file, save_file
 
@@ -127,6 +127,12 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     save_file({"a": np.ones(4, np.float16)}, tmp_path / FILE)
     narrow = trace(tmp_path, instead={"f16": "bf16"}).facts
     assert (narrow.stored_dtype, narrow.dtype, trace(tmp_path).facts.dtype) == ("f16", "bf16", "f16")
+
+
+def test_a_models_dtype_outranks_its_text_halfs(tmp_path: Path) -> None:
+    inner = {"text_config": {**SMALL, "head_dim": 16, "dtype": "float32"}, **TINY_VISION}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "dtype": "bfloat16", **inner}))
+    assert trace(tmp_path).facts.dtype == "bf16"
 
 
 def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
