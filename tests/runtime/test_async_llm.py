@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import textkit
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
+from llmc_runtime.core import async_llm
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
@@ -189,6 +191,26 @@ def test_what_no_message_says_is_refused_and_leaves_nothing() -> None:
             assert not llm.open_requests() and not (await settled(llm))["num_requests_open"]
 
     run(refused())
+
+
+def test_many_bad_words_are_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[bool] = []
+    inner = async_llm.words_of
+
+    def watched(params: SamplingParams, tok: Tokenizer | None) -> list[list[int]]:
+        where.append(threading.current_thread() is threading.main_thread())
+        return inner(params, tok)
+
+    monkeypatch.setattr(async_llm, "words_of", watched)
+
+    async def asks() -> None:
+        async with fake(tok=TOK) as llm:
+            for words in (["ab"], ["ab", *(f"{i} " * 100 for i in range(50))]):
+                params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, bad_words=words)
+                assert "ab" not in (await last(llm, "abc", params)).outputs[0].text
+
+    run(asks())
+    assert where == [True, False]
 
 
 def test_opening_fails_with_the_engine_s_own_error() -> None:

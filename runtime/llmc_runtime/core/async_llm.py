@@ -126,7 +126,7 @@ class AsyncLLM:
         supervisor.require()
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = self._defaults(ready) if sampling_params is None else as_params(sampling_params, 1)[0]
-        words = words_of(params, tokenizer)
+        words = await self._words(params)
         requests = supervisor.requests
         reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
         timer = None
@@ -264,6 +264,11 @@ class AsyncLLM:
         if isinstance(text, str) and len(text) > _INLINE:
             return await asyncio.to_thread(as_prompt, given, self.tokenizer)
         return as_prompt(given, self.tokenizer)
+
+    async def _words(self, params: SamplingParams) -> list[list[int]]:
+        if sum(map(len, params.bad_words or ())) > _INLINE:
+            return await asyncio.to_thread(words_of, params, self.tokenizer)
+        return words_of(params, self.tokenizer)
 
     def _defaults(self, prompt: Prompt) -> SamplingParams:
         config = self.config
