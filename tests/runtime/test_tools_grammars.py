@@ -29,9 +29,11 @@ SCHEMA: dict[str, Any] = {
         "city": {"type": "string"}, "days": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"},
         "kind": {"enum": ["red", "blue", 1, None]}, "maybe": {"anyOf": [{"type": "string", "maxLength": 3},
         {"type": "null"}]},
-        "more": {"$ref": "#/$defs/more"}, "code": {"type": "string", "pattern": "^[A-Z]{2}-", "title": "A code"},
+        "more": {"$ref": "#/$defs/more"}, "code": {"type": "string",
+        "pattern": "^[A-Z]{2}-", "title": "A code"},
     },
-    "$defs": {"more": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}},
+    "$defs": {"more": {"type": "object", "properties": {"a": {"type": "array",
+    "items": {"type": "integer"}}}}},
 }  # fmt: skip
 NOW: dict[str, Any] = {}
 ANY: dict[str, Any] = {"type": "object"}
@@ -41,11 +43,10 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("any", {"x": "y", "size": 1}), ("any", {}),
 )  # fmt: skip
 BAD: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("f", {}), ("f", {"days": 3}), ("f", {"city": "a", "days": 10}), ("f", {"city": "a", "days": "3 "}), ("f",
-    {"city": "a", "kind": "green"}),
-    ("f", {"city": "a", "maybe": "long"}), ("f", {"city": "a", "more": {"a": ["b"]}}), ("f", {"city": "a",
-    "code": "ab-1"}),
-    ("f", {"city": "a", "other": 1}), ("f", {"city": "a", "on": "maybe"}), ("now", {"x": 1}), ("unknown", {}),
+    ("f", {}), ("f", {"days": 3}), ("f", {"city": "a", "days": 10}), ("f", {"city": "a", "days": "3 "}),
+    ("f", {"city": "a", "kind": "green"}), ("f", {"city": "a", "maybe": "long"}), ("f", {"city": "a", "code": "ab-1"}),
+    ("f", {"city": "a", "more": {"a": ["b"]}}), ("f", {"city": "a", "other": 1}), ("f", {"city": "a", "on": "maybe"}),
+    ("now", {"x": 1}), ("unknown", {}),
 )  # fmt: skip
 
 
@@ -198,11 +199,14 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
         ({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 1, "properties": {"a": {}}}, "minProperties"),
         ({"properties": {"a": {}}, "required": ["b"]}, "'b'"), ({"properties": {"a b<": {}}}, "'a b<'"),
         ({"properties": {"x": {"type": "string", "enum": ["</parameter>"]}}}, "'x'"), ({"allOf": [{}]}, "allOf"),
+        ({"properties": {"x": {"type": "string", "anyOf": [{"pattern": "a"}]}}}, "anyOf for the property 'x'"),
     ):  # fmt: skip
         with pytest.raises(ApiError, match="Try: ") as told:
             xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
         assert told.value.param == "tools" and words in told.value.message and "qwen3_coder" in told.value.message
         assert xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
+    one = {"allOf": [{"$ref": "#/$defs/one"}]}
+    assert argued.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]
     with pytest.raises(ApiError, match="'a b'"):
         pythonic.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
     assert argued.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]

@@ -101,6 +101,14 @@ class ArguedFormat(CallFormat):
         return rule, [f"{rule}: {json_rule(whole(schema, root))}"]
 
     @classmethod
+    def _patterns(cls, field: Field, schema: Mapping[str, Any]) -> list[str]:
+        """Regular expressions for all of a string of this schema. ApiError 400 where they do not say all of it."""
+        bad = next((key for key in _APART if key in schema), None)
+        if bad is not None:
+            raise cls._unsaid(f"{bad} for the property {field.key[:60]!r}")
+        return patterns_of(schema)
+
+    @classmethod
     @abstractmethod
     def _any(cls, rule: str, marker: Marker) -> str:
         """Rules of which `rule` is any arguments."""
@@ -119,6 +127,8 @@ class ArguedFormat(CallFormat):
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The schemas of which a value fits one, without references, types told apart."""
     schema = resolved(schema, root) or {}
+    if list(schema) == ["allOf"] and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
+        return alternatives(schema["allOf"][0], root)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list) and not set(schema) - {key}:
             return [one for part in schema[key] for one in alternatives(part, root)]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives, patterns_of
+from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.server.tools.lark import ANY, Marker, lark, repeated, text_until
@@ -171,7 +171,7 @@ class Xml(ArguedFormat):
             if "enum" in one or "const" in one:
                 given = [one["const"]] if "const" in one else one["enum"]
                 values += [f"{lark(text)} {close}" for text in cls._texts(field, given)]
-            elif (not types or "string" in types) and (patterns := patterns_of(one)) == [ANY]:
+            elif (not types or "string" in types) and (patterns := cls._patterns(field, one)) == [ANY]:
                 values.append("any_text")
             elif not types or "string" in types:
                 lines.append(text_until(rule, ends[0], marker, patterns, frame, ends))
