@@ -124,3 +124,17 @@ def test_log_probabilities_may_name_tokens_by_their_ids(server: Served) -> None:
         for row in content
         for top in row["top_logprobs"]
     )
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
+    words = f"a river of {random.randrange(1000)} boats"
+    body = {"prompt": words, **FIXED, "logprobs": 0, "echo": True, "return_tokens_as_token_ids": as_ids}
+    (whole,) = ask(server, **body)["choices"]
+    offsets, ids = whole["logprobs"]["text_offset"], TOK.encode(words)
+    assert ids[0] == TOK.bos_token_id and offsets[:2] == [0, 0]  # the text begins behind what the tokenizer put there
+    for token, place in list(zip(ids, offsets))[1:]:
+        assert whole["text"].startswith(TOK.spelled(token), place)
+    assert offsets[len(ids)] == len(words)
+    chunks = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(server, "/v1/completions", **body)]
+    assert [place for chunk in chunks for place in chunk] == offsets

@@ -42,7 +42,7 @@ class Completion:
             for k, choice in enumerate(outputs):
                 if self._silent:
                     choice = Choice(finish_reason="length")
-                told = self._choice(i * params.n + k, prompt, choice, scores)
+                told = self._choice(i * params.n + k, prompt, choice, scores, {})
                 if self._asked.prompt_logprobs is not None:
                     told["prompt_logprobs"] = told_scores(scores)
                 choices.append(told)
@@ -118,47 +118,50 @@ class Completion:
         if not self._silent:
             choice.take(one)
         choice.finish_reason = "length" if self._silent and one.finish_reason else one.finish_reason
-        begins = index not in offsets
-        offset = offsets.get(index, 0)
-        told = self._choice(index, prompt if begins else None, choice, scores, offset)
+        told = self._choice(index, None if index in offsets else prompt, choice, scores, offsets)
         logprobs = told["logprobs"]
-        offsets[index] = offset + (sum(map(len, logprobs["tokens"])) if logprobs else 0)
         if not told["text"] and not choice.token_ids and told["finish_reason"] is None:
             return None
         silent = not told["text"] and told["finish_reason"] is None and logprobs is None
         return None if silent and not self._asked.return_token_ids else told
 
     def _choice(
-        self, index: int, prompt: Prompt | None, choice: Choice, scores: Scores, offset: int = 0
+        self, index: int, prompt: Prompt | None, choice: Choice, scores: Scores, offsets: dict[int, int]
     ) -> dict[str, Any]:
-        """The JSON of an output; `prompt` is echoed where that was asked for."""
+        """The JSON of an output, its text's length so far in `offsets`; `prompt` is echoed where that was asked for."""
         asked, ids = self._asked, {}
         if asked.return_token_ids:
             ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
         tokens, rows = list(choice.token_ids), list[Row | None](choice.logprobs)
-        text = "".join(choice.text)
+        text, prompting = "".join(choice.text), self._serving.prompting
+        shown = [asked.skip_special_tokens is False or not prompting.is_special(token) for token in tokens]
         if asked.echo and prompt is not None:
             text = (prompt.text or "") + text
             tokens = prompt.ids + tokens
+            unseen = prompting.unseen(prompt)
+            shown = [False] * unseen + [True] * (len(prompt.ids) - unseen) + shown
             rows = (scores or [None] * len(prompt.ids)) + rows
-        logprobs = None
+        logprobs, begin = None, offsets.setdefault(index, 0)
         if asked.logprobs is not None:
-            logprobs = self._logprobs(tokens, rows, offset)
+            logprobs, offsets[index] = self._logprobs(tokens, rows, shown, begin)
         return {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason, **ids,
         }  # fmt: skip
 
-    def _logprobs(self, tokens: list[int], rows: list[Row | None], offset: int) -> dict[str, Any]:
+    def _logprobs(
+        self, tokens: list[int], rows: list[Row | None], shown: list[bool], offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """OpenAI's object, and where in the text the next token begins; those that are not `shown` take no room."""
         out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token, row in zip(tokens, rows, strict=True):
+        for token, row, seen in zip(tokens, rows, shown, strict=True):
             text = self._serving.prompting.spelled(token) if row is None else spelled(token, row[token])
             out["text_offset"].append(offset)
             out["tokens"].append(f"token_id:{token}" if self._asked.return_tokens_as_token_ids else text)
             out["token_logprobs"].append(None if row is None else clamped(row[token]))
             out["top_logprobs"].append(None if row is None else self._top(token, row))
-            offset += len(text)
-        return out
+            offset += len(text) * seen
+        return out, offset
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
         """The likeliest candidates and the token itself by their texts; of two with one text the likelier."""

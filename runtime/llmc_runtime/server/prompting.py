@@ -43,6 +43,19 @@ class Prompting:
         """The text of one id; the id where the model has no text."""
         return f"token_id:{token}" if self._given is None else self._given.spelled(token)
 
+    def is_special(self, token: int) -> bool:
+        """Whether texts leave it out unless asked."""
+        return self._given is not None and token in self._given.special_ids
+
+    def unseen(self, prompt: Prompt) -> int:
+        """How many ids the tokenizer has put in front of the prompt's text."""
+        text, count = prompt.text or "", 0
+        for token in prompt.ids:
+            if not self.is_special(token) or text.startswith(self.spelled(token)):
+                break
+            count += 1
+        return count
+
     async def of_completion(self, asked: CompletionRequest) -> list[Prompt]:
         """The prompts of a completion, each with its text where texts can be had. ApiError 400."""
         given = _listed(asked.prompt)
