@@ -17,16 +17,24 @@ from .lower import IR_DTYPE, Call
 def attention(
     c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None
 ) -> Value:
-    """[1,H,T,D] -> the op's [T,H,D] and back to [1,T,H,E]."""
+    """[1,H,T,D] -> the op's [T,H,D] and back to [1,T,H,E]; queries and keys narrower than values are filled with zeros,
+    since pages hold values of at most a key's width."""
 
     def tokens_first(x: Value) -> Value:
         y = c.transpose(x, (0, 2, 1, 3))
         return c.reshape(y, y.type.shape[1:])
 
+    def filled(x: Value) -> Value:
+        if lack <= 0:
+            return x
+        zeros = c.broadcast(c.b.constant(0.0, x.type.dtype), (*x.type.shape[:-1], Dim.of(lack)))
+        return c.b.concat(x, zeros, axis=2)
+
     extra = () if sinks is None else (sinks,)
+    lack = (v.type.shape[-1] - k.type.shape[-1]).const or 0
     out = c.b.attention(
-        tokens_first(q),
-        tokens_first(k),
+        filled(tokens_first(q)),
+        filled(tokens_first(k)),
         tokens_first(v),
         c.positions,
         *extra,

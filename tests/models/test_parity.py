@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,18 @@ def test_packing_matters(case: Case, tmp_path: Path) -> None:
         packed = ir_logits(traced.module, traced, checkpoint, tokens, positions, last)
         joined = ir_logits(traced.module, traced, checkpoint, tokens, np.arange(len(tokens), dtype=np.int32), last)
     assert relative_error(packed, joined) > 1e-2
+
+
+def test_values_wider_than_keys(tmp_path: Path) -> None:
+    """Pages hold values of at most a key's width, so keys and queries are filled."""
+    case = next(c for c in UNLISTED if c.name == "minicpm3")
+    model = save(dataclasses.replace(case, config=case.config | {"v_head_dim": 40, "num_hidden_layers": 1}), tmp_path)
+    traced = trace(tmp_path)
+    assert traced.facts.heads == ((4, 4, 40, 40),)
+    tokens, positions = prompts(case.lengths, 320)
+    with Checkpoint(traced) as checkpoint:
+        got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(len(tokens)))
+    assert relative_error(got, eager_logits(model, tokens, case.lengths)) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2"])
