@@ -11,6 +11,9 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from llmc_runtime.grammar import GrammarGuide, Grammars
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools import argued, formats, marked, pythonic, xml
@@ -24,6 +27,20 @@ from tests.runtime.parrots import TOK
 from tests.runtime.test_tools_text import parsed
 
 END = TOK.eos_token_id or 0
+KEYS = (
+    "type",
+    "anyOf",
+    "allOf",
+    "enum",
+    "const",
+    "required",
+    "properties",
+    "$ref",
+    "minLength",
+    "pattern",
+    "a",
+    "nullable",
+)
 SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["city"], "properties": {
         "city": {"type": "string"}, "days": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"},
@@ -210,3 +227,25 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
     with pytest.raises(ApiError, match="'a b'"):
         pythonic.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
     assert argued.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]
+
+
+PART = st.recursive(
+    st.sampled_from([True, None, 3, -1, "string", "x", {"$ref": "#/$defs/a"}, {"$ref": "#"}, {"type": "string"},
+    "#/$defs/a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4), max_leaves=9,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@drawn(st.dictionaries(st.sampled_from(KEYS), PART, max_size=4), PART, PART)
+def test_any_schema_has_a_grammar_or_is_refused_and_types_its_values(schema: Any, one: Any, other: Any) -> None:
+    circle = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, other]}
+    schema = {**schema, "$defs": {"a": circle}, "properties": {"a": one, "b": {"$ref": "#/$defs/a"}}}
+    for form in (xml.Qwen3Coder, pythonic.Pythonic):
+        try:
+            assert form.arguments("r", schema, json.dumps, True)
+        except ApiError as e:
+            assert e.param == "tools"
+    text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter></function></tool_call>"
+    content, [(name, arguments)] = parsed(xml.Qwen3Coder, [text], {"f": schema})
+    assert (content, name) == ("", "f") and json.loads(arguments).keys() == {"a", "b"}

@@ -54,6 +54,13 @@ def _server(add: Any) -> None:
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (the folder's)")
     add("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="names that a Host header may have")
     add("--max-body-bytes", type=parse_bytes, default=8 << 20, metavar="BYTES", help="of one request (8M)")
+    add(
+        "--timeout-keep-alive",
+        type=positive,
+        default=15,
+        metavar="SECONDS",
+        help="for a connection's next request (15)",
+    )
     add("--shutdown-timeout", type=positive, default=30, metavar="SECONDS", help="to drain after SIGTERM (30)")
 
 
@@ -94,16 +101,13 @@ def _logs(add: Any) -> None:
 def _chats(add: Any) -> None:
     formats = (
         "auto", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2",
-        "glm45",
-        "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json", "pythonic",
-        "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
+        "glm45", "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json",
+        "pythonic", "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
     )  # fmt: skip
     marks = (
         "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
-        "kimi_k2",
-        "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3", "holo2",
-        "mimo",
-        "none",
+        "kimi_k2", "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3",
+        "holo2", "mimo", "none",
     )  # fmt: skip
     add("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     generation_flags(add)

@@ -15,7 +15,7 @@ from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.definitions import enforced
 from llmc_runtime.server.tools.lark import ANY, Marker, json_rule, slashed
-from llmc_runtime.server.tools.values import resolved
+from llmc_runtime.server.tools.values import MOST_PARTS, resolved
 
 _APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
@@ -73,7 +73,7 @@ class ArguedFormat(CallFormat):
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
             raise cls._unsaid(bad or "properties")
-        if lost := [name for name in required if name not in properties]:
+        if lost := [name for name in required if name not in list(properties)]:
             raise cls._unsaid(f"required: {str(lost[0])[:60]!r}, which is none of its properties")
         fields = [
             Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
@@ -104,9 +104,20 @@ class ArguedFormat(CallFormat):
     def _patterns(cls, field: Field, schema: Mapping[str, Any]) -> list[str]:
         """Regular expressions for all of a string of this schema. ApiError 400 where they do not say all of it."""
         bad = next((key for key in _APART if key in schema), None)
-        if bad is not None:
-            raise cls._unsaid(f"{bad} for the property {field.key[:60]!r}")
-        return patterns_of(schema)
+        try:
+            if bad is None:
+                return patterns_of(schema)
+        except Unsayable as e:
+            bad = str(e)
+        raise cls._unsaid(f"{bad} for the property {field.key[:60]!r}")
+
+    @classmethod
+    def _alternatives(cls, field: Field) -> list[dict[str, Any]]:
+        """Schemas of which the value of an argument fits one. ApiError 400 where that cannot be told."""
+        try:
+            return alternatives(field.schema, field.root)
+        except Unsayable as e:
+            raise cls._unsaid(f"{e} for the property {field.key[:60]!r}") from None
 
     @classmethod
     @abstractmethod
@@ -124,17 +135,26 @@ class ArguedFormat(CallFormat):
         """Rules of which `rule` is those of `fields` that are required, with any of the others."""
 
 
-def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which a value fits one, without references, types told apart."""
-    schema = resolved(schema, root) or {}
-    if list(schema) == ["allOf"] and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
-        return alternatives(schema["allOf"][0], root)
+class Unsayable(Exception):
+    """No grammar of bare values says this part of a schema, which it names."""
+
+
+def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> list[dict[str, Any]]:
+    """The schemas of which a value fits one, without references, types told apart. Unsayable where there are more than
+    `left`."""
+    left = [MOST_PARTS] if left is None else left
+    left[0] -= 1
+    found = {} if schema is True else resolved(schema, root)
+    if found is None or left[0] < 0 or (found is not schema and isinstance(schema, dict) and len(schema) > 1):
+        raise Unsayable("$ref that leads nowhere, in a circle, or beside others")
+    if list(found) == ["allOf"] and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
+        return alternatives(found["allOf"][0], root, left)
     for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and not set(schema) - {key}:
-            return [one for part in schema[key] for one in alternatives(part, root)]
-    if isinstance(schema.get("type"), list):
-        return [{**schema, "type": one} for one in schema["type"]]
-    return [schema]
+        if isinstance(found.get(key), list) and not set(found) - {key}:
+            return [one for part in found[key] for one in alternatives(part, root, left)]
+    if isinstance(found.get("type"), list):
+        return [{**found, "type": one} for one in found["type"]]
+    return [found]
 
 
 def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,12 +163,13 @@ def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def patterns_of(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions for all of a string of this schema: its length, its pattern."""
-    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
-    found = []
-    if isinstance(least, int) and isinstance(most, int | None) and (least or most is not None):
-        found.append(f"(?s:.{{{least},{'' if most is None else most}}})")
-    if isinstance(pattern, str):
+    """Regular expressions for all of a string of this schema: its length, its pattern. Unsayable where they are
+    none."""
+    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
+    if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
+        raise Unsayable("minLength, maxLength or pattern of another type")
+    found = [f"(?s:.{{{least},{'' if most is None else most}}})"] if least or most is not None else []
+    if pattern:
         body = pattern.removeprefix("^")
         begin = ANY if body == pattern else ""
         end = "" if body.endswith("$") and not body.endswith("\\$") else ANY

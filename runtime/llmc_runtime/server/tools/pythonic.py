@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
-from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives
+from llmc_runtime.server.tools.argued import ArguedFormat, Field
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, regex, repeated
@@ -127,7 +127,7 @@ class Pythonic(ArguedFormat):
         if not NAME.fullmatch(field.key):
             raise cls._unsaid(f"the property {field.key[:60]!r}")
         lines, values = [], []
-        for i, one in enumerate(alternatives(field.schema, field.root)):
+        for i, one in enumerate(cls._alternatives(field)):
             rule, types = f"{field.rule}_{i}", types_of(one, field.root)
             word = (
                 _WORDS.get(next(iter(types))) if len(types) == 1 and "enum" not in one and "const" not in one else None

@@ -13,6 +13,7 @@ from llmc_runtime.server.tools.scan import JsonText
 STRING = frozenset({"string"})
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
+MOST_PARTS = 256
 # Python's names for them, which tools of some clients have.
 _TYPES = MappingProxyType(
     {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
@@ -30,10 +31,13 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
     return more if isinstance(more, dict) else None
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a part of the schema `root` allows; none at all: it does not say."""
+def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> frozenset[str]:
+    """The JSON types that a part of the schema `root` allows; none at all: it does not say, or has more than `left`
+    parts, references followed."""
+    left = [MOST_PARTS] if left is None else left
+    left[0] -= 1
     schema = resolved(schema, root)
-    if schema is None:
+    if schema is None or left[0] < 0:
         return frozenset()
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
@@ -43,10 +47,10 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     found = {_TYPES[one] for one in names if isinstance(one, str) and one in _TYPES}
     for key in ("anyOf", "oneOf"):
         if not found and isinstance(schema.get(key), list):
-            parts = [types_of(one, root) for one in schema[key]]
+            parts = [types_of(one, root, left) for one in schema[key]]
             found = set[str]().union(*parts) if all(parts) else set()
     if not found and isinstance(schema.get("allOf"), list):
-        found = set(next((types for one in schema["allOf"] if (types := types_of(one, root))), ()))
+        found = set(next((types for one in schema["allOf"] if (types := types_of(one, root, left))), ()))
     found |= {kind for key, kind in (("properties", "object"), ("items", "array")) if not found and key in schema}
     if found and schema.get("nullable") is True:
         found.add("null")
@@ -65,7 +69,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
             return None
         schema = root
         for step in path[2:].split("/"):
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
+            key = step.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
     return None
 
 

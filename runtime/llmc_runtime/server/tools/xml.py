@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llmc_runtime.server.tools.argued import ArguedFormat, Field, alternatives
+from llmc_runtime.server.tools.argued import ArguedFormat, Field
 from llmc_runtime.server.tools.calls import Malformed, Steps
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.server.tools.lark import ANY, Marker, lark, repeated, text_until
@@ -166,10 +166,12 @@ class Xml(ArguedFormat):
         frame, ends = "\n" if cls.framed else "", cls._ends()
         close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
         lines, values = [], []
-        for i, one in enumerate(alternatives(field.schema, field.root)):
+        for i, one in enumerate(cls._alternatives(field)):
             rule, types = f"{field.rule}_{i}", types_of(one, field.root)
             if "enum" in one or "const" in one:
                 given = [one["const"]] if "const" in one else one["enum"]
+                if not isinstance(given, list):
+                    raise cls._unsaid(f"an enum that is no list for the property {field.key[:60]!r}")
                 values += [f"{lark(text)} {close}" for text in cls._texts(field, given)]
             elif (not types or "string" in types) and (patterns := cls._patterns(field, one)) == [ANY]:
                 values.append("any_text")
