@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from llmc_runtime.server.rooted import tidy
 from tests.runtime.served import Served, served
 
 KEY = "first-secret-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
 
 
 def raw(server: Served, text: str) -> bytes:
@@ -44,14 +51,13 @@ def test_a_slash_at_the_end_changes_nothing() -> None:
         assert httpx.get(f"{server.url}/v1/completions/", headers=head).status_code == 405
 
 
-def test_who_has_no_host_may_be_an_old_check_and_a_wrong_one_is_refused() -> None:
-    with served() as server:
-        assert raw(server, "GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
-        assert raw(server, "OPTIONS / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 405")
-        for host, status in (("localhost:8000", 200), ("evil.test", 421), ("", 400)):
-            said = raw(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
-            assert said.startswith(f"HTTP/1.1 {status}".encode()), said
-            assert status != 421 or b"--allowed-hosts" in said
+def test_who_has_no_host_may_be_an_old_check_and_a_wrong_one_is_refused(server: Served) -> None:
+    assert raw(server, "GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert raw(server, "OPTIONS / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 405")
+    for host, status in (("localhost:8000", 200), ("evil.test", 421), ("", 400)):
+        said = raw(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
+        assert said.startswith(f"HTTP/1.1 {status}".encode()), said
+        assert status != 421 or b"--allowed-hosts" in said
 
 
 def get(app: Any, path: str, raw_path: bytes | None = None, host: bytes = b"localhost") -> tuple[int, bytes]:
@@ -73,24 +79,21 @@ def get(app: Any, path: str, raw_path: bytes | None = None, host: bytes = b"loca
 
 
 @pytest.mark.parametrize("root", ["/llm", "llm/", "/a/b"])
-def test_a_path_in_front_may_be_there_or_not(root: str) -> None:
-    with served() as server:
-        app = application(server.serving, (KEY,), None, LOOPBACK, root)
-        assert get(app, "/health", host=b"0.0.0.0:8000")[0] == 200 and get(app, "/health", host=b"evil")[0] == 421
-        under = tidy(root)
-        for path in ("/health", "/ready"):
-            assert get(app, path)[0] == get(app, under + path)[0] == 200
-        assert (
-            f'"servers":[{{"url":"{under}"}}]'.encode()
-            in get(application(server.serving, root_path=root), "/openapi.json")[1]
-        )
-        for path in ("/v1/models", "/v1/models/toy", "/"):
-            assert get(app, under + path)[0] == get(app, path)[0] == 401
-        open_app = application(server.serving, root_path=root)
-        assert get(open_app, under + "/v1/models") == get(open_app, "/v1/models")
-        assert get(open_app, under + "/")[0] == 200
-        assert (
-            get(app, "/health", b"//health")[0] == get(app, under + "/health", under.encode() + b"%2fhealth")[0] == 401
-        )
-        for path in (under * 2 + "/health", under + "x/health", under):
-            assert get(app, path)[0] == 401
+def test_a_path_in_front_may_be_there_or_not(server: Served, root: str) -> None:
+    app = application(server.serving, (KEY,), None, LOOPBACK, root)
+    assert get(app, "/health", host=b"0.0.0.0:8000")[0] == 200 and get(app, "/health", host=b"evil")[0] == 421
+    under = tidy(root)
+    for path in ("/health", "/ready"):
+        assert get(app, path)[0] == get(app, under + path)[0] == 200
+    assert (
+        f'"servers":[{{"url":"{under}"}}]'.encode()
+        in get(application(server.serving, root_path=root), "/openapi.json")[1]
+    )
+    for path in ("/v1/models", "/v1/models/toy", "/"):
+        assert get(app, under + path)[0] == get(app, path)[0] == 401
+    open_app = application(server.serving, root_path=root)
+    assert get(open_app, under + "/v1/models") == get(open_app, "/v1/models")
+    assert get(open_app, under + "/")[0] == 200
+    assert get(app, "/health", b"//health")[0] == get(app, under + "/health", under.encode() + b"%2fhealth")[0] == 401
+    for path in (under * 2 + "/health", under + "x/health", under):
+        assert get(app, path)[0] == 401

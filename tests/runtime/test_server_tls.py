@@ -196,12 +196,17 @@ def test_options_of_tls_that_cannot_be_meant(pem: Path, capsys: pytest.CaptureFi
 
 def test_a_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "serve.sock"
-    with started("--uds", str(path)) as command:
+    with started("--uds", str(path), "--timeout-keep-alive", "1") as command:
         assert command.url == f"http+unix://{path}"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
             assert len(ask(client, "http://localhost")) > 0
             assert client.get("http://elsewhere.test/health").status_code == 421
+        with socket.socket(socket.AF_UNIX) as idle:
+            idle.settimeout(10)
+            idle.connect(str(path))
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in idle.recv(1000) and idle.recv(1000) == b""  # it is closed when its time is over
         with pytest.raises(LlmcError) as told, listening("", 0, path):
             pass
         assert told.value.code == "E646"

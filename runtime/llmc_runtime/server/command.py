@@ -53,6 +53,7 @@ class Options:
     metrics_alias: str | None = None
     max_body: int = 8 << 20
     shutdown_timeout: int = 30
+    keep_alive: int = 15
     log_level: str = "info"
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -165,8 +166,8 @@ def _config(options: Options, serving: Serving, connections: int) -> Any:
     serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: bound.open)
     config = uvicorn.Config(
         _application(options, serving), http=wire(bound), ws="none", lifespan="off", log_config=None, access_log=False,
-        h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=15, backlog=_PENDING,
-        timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
+        h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=options.keep_alive,
+        backlog=_PENDING, timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
     )  # fmt: skip
     config.load()
     return config

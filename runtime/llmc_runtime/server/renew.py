@@ -12,7 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import Tls
 
 log = logging.getLogger("llmc.serve")
-SECONDS = 0.5  # between two looks at the files
+SECONDS = 0.25  # between two looks at the files
 
 Marks = tuple[tuple[int, int, int] | None, ...]
 
