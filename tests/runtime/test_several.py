@@ -12,6 +12,7 @@ from llmc_runtime.sched import config
 from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request
 
+from llmc.ir.ops.sample import uniform
 from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig
 from tests.runtime.test_llm import device, make
@@ -30,6 +31,19 @@ def test_output_i_is_that_of_seed_plus_i() -> None:
         alone = make().generate(TEXT, several(1, seed=40 + i), use_tqdm=False)[0].outputs[0]
         assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
     assert len({tuple(o.token_ids) for o in got.outputs}) == 4
+
+
+def test_draws_of_neighbours_are_independent() -> None:
+    """Chi-square of pairs of draws: seeds that follow each other at one position, positions under one seed; 99 degrees
+    of freedom, and a bound that fails by chance once in a hundred million."""
+    rng = random.Random()
+    for seed, position in ((1, 0), (0, 1), (1, 1), (2**32, 0), (0, 7)):
+        at, here = rng.randrange(2**64), rng.randrange(1000)
+        draws = [uniform(at + seed * i & 2**64 - 1, here + position * i) for i in range(20_000)]
+        counts = [0] * 100
+        for one, other in zip(draws[::2], draws[1::2]):
+            counts[int(one * 10) * 10 + int(other * 10)] += 1
+        assert sum((count - 100) ** 2 / 100 for count in counts) < 200, (at, here, seed, position)
 
 
 def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
