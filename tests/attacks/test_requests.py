@@ -352,7 +352,7 @@ def test_22_media_is_refused(steady: Target) -> None:
         "audio_url": {}},
         {"type": "video_url", "video_url": {"url": bomb}}, {"type": "file", "file": {"file_data": bomb}},
         {"type": "image_embeds"},
-        {"image_url": {"url": bomb}}, {"type": "text", "image_url": bomb}, "x", 5, None, [], {"type": "text",
+        {"image_url": {"url": bomb}}, {"type": "text", "image_url": bomb}, 5, None, [], {"type": "text",
         "text": {"url": bomb}},
     ):  # fmt: skip
         for path in ("/v1/chat/completions", "/tokenize"):
