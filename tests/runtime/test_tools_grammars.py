@@ -175,6 +175,8 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         if name in ("f", "now"):
             assert not allows(made(), said + told), told
     assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
+    second = template(form, "now", {}) + "\n" + template(form, "f", {"days": 3})
+    assert form is formats.OpenAI or not allows(made(), second)  # whose first call ends the answer
     if issubclass(form, pythonic.Pythonic | formats.Llama3Json):
         other = '{"parameters": {"city": 1}, "name": "f"}' if form is formats.Llama3Json else "[ \nf(days=1)]"
         some = tools_of(
