@@ -114,13 +114,15 @@ def unbind(c: Call, x: Value, dim: int = 0) -> tuple[Value, ...]:
 
 
 def cat(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
+    """Of several dtypes, all become the result's."""
+    xs = [c.cast(x, c.type.dtype) for x in xs]
     return xs[0] if len(xs) == 1 else c.b.concat(*xs, axis=axis_of(xs[0], dim))
 
 
 def stack(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
     axis = axis_of(c.type, dim)
     one = (*c.shape[:axis], Dim.of(1), *c.shape[axis + 1 :])
-    return c.b.concat(*[c.reshape(x, one) for x in xs], axis=axis)
+    return c.b.concat(*[c.reshape(c.cast(x, c.type.dtype), one) for x in xs], axis=axis)
 
 
 def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:

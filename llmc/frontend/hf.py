@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("f32", "bf16", "f16")
 
+LARGEST = 1 << 53  # that a number in a JSON file means to everybody
 # What a user may set per request; other keys of generation_config.json concern transformers alone.
 GENERATION_KEYS = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
@@ -201,7 +202,7 @@ def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
     """Token ids of a role; generation_config.json outranks config.json, and either may name one or several (null:
     none of its own)."""
     value = source.generation.get(key)
-    value = getattr(config, key, None) if value is None else value
+    value = getattr(config, key, None) if value is None or value == [] else value
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")
@@ -211,8 +212,9 @@ def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
 def _generation(source: Source) -> dict[str, Any]:
     found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
     for key, value in found.items():
-        if not isinstance(value, int | float):
-            raise Diagnostic("E302", f"generation_config.json: {key} is {value!r}, not a number", "correct the file")
+        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # a NaN is not between any two
+            told = repr(value)[:40]
+            raise Diagnostic("E302", f"generation_config.json: {key} is {told}, not a number", "correct the file")
     return found
 
 

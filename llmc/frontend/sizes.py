@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
 
 
 def check_sizes(config: Any) -> None:
-    """Diagnostic E302 where a text config counts more layers, heads or experts than any model has, or heads wider."""
+    """Diagnostic E302 where a text config counts more layers, heads or experts than any model has, or heads wider,
+    or where a value is no number (NaN or infinite)."""
     layers = int(config.num_hidden_layers)
     if not 1 <= layers <= MOST_LAYERS:
         raise _wrong("num_hidden_layers", layers, f"1 to {MOST_LAYERS} layers can be compiled")
     for key, value in config.to_dict().items():
         if _COUNTED.search(key) and isinstance(value, int) and value > MOST:
             raise _wrong(key, value, f"at most {MOST} make sense")
+        for x in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(x, float) and not math.isfinite(x):
+                raise _wrong(key, value, "a number is wanted")
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads > 0 and config.hidden_size // heads > MOST:
         raise _wrong("hidden_size", config.hidden_size, f"its {heads} heads would be wider than {MOST}")
@@ -42,5 +47,5 @@ def check_layers(folder: Path, layers: int) -> None:
         raise Diagnostic("E323", cause, "fetch the whole checkpoint; config.json and weights must be of one model")
 
 
-def _wrong(key: str, value: int, why: str) -> Diagnostic:
+def _wrong(key: str, value: Any, why: str) -> Diagnostic:
     return Diagnostic("E302", f"config.json: {key} is {value}; {why}", "correct config.json")

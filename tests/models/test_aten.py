@@ -51,6 +51,7 @@ CASES: dict[str, Fn] = {
     "shapes": lambda x, p: x.view(1, -1, 3, 4).transpose(2, 3).permute(0, 1, 3, 2).flatten(2).unsqueeze(0).squeeze(0),
     "select": lambda x, p: x[..., 3:4] + x[..., -2:].sum(-1, True) + x[..., 1::5].amin(-1, True) - x[..., -1:],
     "chunks": lambda x, p: torch.cat([*x.chunk(5, -1), *x.split(5, -1), *x.split([1, 11], -1)], -1),
+    "dtypes": lambda x, p: torch.cat([x.bfloat16(), x.relu()], -1) + torch.stack([x, x.half()], -1).flatten(-2),
     "unbind": lambda x, p: torch.stack(x.view(1, -1, 3, 4).unbind(2), -1).flatten(2),
     "repeat": lambda x, p: x.repeat_interleave(2, dim=-1),
     "expand": lambda x, p: x[..., None].expand(-1, -1, -1, 3).reshape(1, -1, 36),

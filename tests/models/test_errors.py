@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,8 @@ def test_architecture(tmp_path: Path) -> None:
     fails("E305", "'snarf'", "correct config.json", do=lambda: trace(config(tmp_path, hidden_act="snarf")))
     fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
     fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))
+    fails("E302", "rms_norm_eps is nan", do=lambda: trace(config(tmp_path, rms_norm_eps=math.nan)))
+    fails("E302", "'factor': inf", do=lambda: trace(config(tmp_path, **rope("linear", factor=math.inf))))
 
 
 def test_generation_config(tmp_path: Path) -> None:
@@ -115,7 +118,10 @@ def test_generation_config(tmp_path: Path) -> None:
     generation.write_text(json.dumps({"eos_token_id": None, "temperature": None}))
     facts = trace(tmp_path).facts
     assert facts.eos_token_ids == (2, 5) and not facts.generation
-    for wrong in ({"eos_token_id": "</s>"}, {"eos_token_id": [1.5]}, {"temperature": "hot"}):
+    generation.write_text(json.dumps({"eos_token_id": []}))
+    assert trace(tmp_path).facts.eos_token_ids == (2, 5)
+    odd = ({"temperature": math.nan}, {"top_p": math.inf}, {"top_k": 10**400})
+    for wrong in ({"eos_token_id": "</s>"}, {"eos_token_id": [1.5]}, {"temperature": "hot"}, *odd):
         generation.write_text(json.dumps(wrong))
         fails("E302", next(iter(wrong)), do=lambda: trace(tmp_path))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.cases import LISTED, ROPES, SEED, UNLISTED, Case, further
+from models.cases import FURTHER, LISTED, ROPES, SEED, UNLISTED, Case, further
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 
 from llmc.frontend.checkpoint import Checkpoint
@@ -63,9 +63,9 @@ def test_values_wider_than_keys(tmp_path: Path) -> None:
     assert relative_error(got, eager_logits(model, tokens, case.lengths)) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen"])
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
-    case = next(c for c in LISTED if c.name == name)
+    case = next(c for c in (*LISTED, *FURTHER) if c.name == name)
     low = save(case, tmp_path, dtype=torch.bfloat16)
     traced = trace(tmp_path)
     assert traced.facts.dtype == "bf16"
