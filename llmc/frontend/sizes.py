@@ -12,7 +12,7 @@ from llmc.diagnostics import Diagnostic
 from .tensors import TensorFiles
 
 MOST_LAYERS, MOST = 1000, 65536
-_COUNTED = re.compile(r"layer|head|experts")
+_COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # a vocabulary may be one per layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
 
 
@@ -23,7 +23,7 @@ def check_sizes(config: Any) -> None:
     if not 1 <= layers <= MOST_LAYERS:
         raise _wrong("num_hidden_layers", layers, f"1 to {MOST_LAYERS} layers can be compiled")
     for key, value in config.to_dict().items():
-        if _COUNTED.search(key) and isinstance(value, int) and value > MOST:
+        if _COUNTED.match(key) and isinstance(value, int) and value > MOST:
             raise _wrong(key, value, f"at most {MOST} make sense")
         for x in value.values() if isinstance(value, dict) else (value,):
             if isinstance(x, float) and not math.isfinite(x):

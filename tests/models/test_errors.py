@@ -135,6 +135,13 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     assert (narrow.stored_dtype, narrow.dtype, trace(tmp_path).facts.dtype) == ("f16", "bf16", "f16")
 
 
+def test_a_vocabulary_per_layer_is_no_count_of_layers(tmp_path: Path) -> None:
+    entries = next(c for c in UNLISTED if c.name == "gemma4_text").config | {"vocab_size_per_layer_input": 262144}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text", **entries}))
+    weights = trace(tmp_path).weights
+    assert weights["model.embed_tokens_per_layer.weight"].type.shape[0] == 262144
+
+
 def test_a_models_dtype_outranks_its_text_halfs(tmp_path: Path) -> None:
     inner = {"text_config": {**SMALL, "head_dim": 16, "dtype": "float32"}, **TINY_VISION}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "dtype": "bfloat16", **inner}))
