@@ -23,7 +23,7 @@ from llmc_runtime.prompts import Prompt  # noqa: E402
 from llmc_runtime.server.fields import ChatRequest  # noqa: E402
 from llmc_runtime.server.tools.calls import CallFormat  # noqa: E402
 from llmc_runtime.server.tools.dialect import dialect_of  # noqa: E402
-from llmc_runtime.server.tools.formats import FORMATS  # noqa: E402
+from llmc_runtime.server.tools.families import FORMATS  # noqa: E402
 from llmc_runtime.server.tools.message import Turn  # noqa: E402
 from llmc_runtime.server.tools.plan import plan_of  # noqa: E402
 from llmc_runtime.server.tools.reasoning import THINK  # noqa: E402
