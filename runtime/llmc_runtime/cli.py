@@ -197,7 +197,7 @@ def _sampling(group: Any) -> None:
     add("--presence-penalty", type=float, metavar="X", help="0 is off")
     add("--frequency-penalty", type=float, metavar="X", help="0 is off")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    add("--stop", action="append", metavar="TEXT", help="end before this text (up to four times)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text (up to 16 times)")
     generation_flags(add)
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of N candidates a token")
