@@ -22,10 +22,9 @@ from llmc_runtime.server.tools.dialect import dialect_of
 from llmc_runtime.server.tools.families import ALIASES, FORMATS
 from llmc_runtime.server.tools.python import python_json
 from llmc_runtime.server.tools.reasoning import FORMATS as REASONING
-from llmc_runtime.server.tools.scan import JsonText
 from llmc_runtime.server.tools.values import json_of, types_of
 
-from tests.runtime.test_tools_text import Parsed, cut, parsed
+from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
 
 TOOLS: Mapping[str, Any] = {
     "f": {
@@ -214,17 +213,7 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
     @settings(max_examples=30, deadline=None)
     @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=16), st.integers(0, 1 << 30))
     def check(drawn: list[str], seed: int) -> None:
-        text = "".join(drawn)
-        content, calls = read(form, [text])
-        assert read(form, cut(text, random.Random(seed))) == (content, calls)
-        assert read(form, list(text)) == (content, calls)
-        if not calls:
-            assert content == text
-        for _, arguments in calls:
-            scan = JsonText()
-            assert scan.feed(arguments, 0) == len(arguments) and not scan.failed
-            if scan.done:
-                assert isinstance(json.loads(arguments), dict)
+        check_pieces(form, "".join(drawn), seed, TOOLS)
 
     check()
 

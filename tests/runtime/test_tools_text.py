@@ -53,22 +53,29 @@ def parsed(form: type[CallFormat], pieces: list[str], tools: Mapping[str, Any] =
     return content, [(name, arguments) for name, arguments in calls]
 
 
+def check_pieces(
+    form: type[CallFormat], text: str, seed: int, tools: Mapping[str, Any] = NAMES, whole: bool = True
+) -> None:
+    """The text comes out the same however it is cut, arguments are JSON as far as they go. whole: without calls all of
+    it is content."""
+    content, calls = parsed(form, [text], tools)
+    assert parsed(form, cut(text, random.Random(seed)), tools) == (content, calls)
+    assert parsed(form, list(text), tools) == (content, calls)
+    if not calls and whole:
+        assert content == text
+    for _, arguments in calls:
+        scan = JsonText()
+        assert scan.feed(arguments, 0) == len(arguments) and not scan.failed
+        if scan.done:
+            assert isinstance(json.loads(arguments), dict)
+
+
 @pytest.mark.parametrize("form", (*FORMATS, OpenAI))
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
     @settings(max_examples=250, deadline=None)
     @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14), st.integers(0, 1 << 30))
     def check(parts: list[str], seed: int) -> None:
-        text = "".join(parts)
-        content, calls = parsed(form, [text])
-        assert parsed(form, cut(text, random.Random(seed))) == (content, calls)
-        assert parsed(form, list(text)) == (content, calls)
-        if not calls and form is not OpenAI:  # whose marks stand around content, too
-            assert content == text
-        for _, arguments in calls:
-            scan = JsonText()
-            assert scan.feed(arguments, 0) == len(arguments) and not scan.failed
-            if scan.done:
-                assert isinstance(json.loads(arguments), dict)
+        check_pieces(form, "".join(parts), seed, whole=form is not OpenAI)  # whose marks stand around content, too
 
     check()
 
