@@ -119,7 +119,8 @@ def intrusions(
         line = f"{method} {spelling} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n{more}\r\n"
         reply = link.answer(method) if link.send_some(line.encode()) else CLOSED
         bare = spelling.partition("?")[0].partition("#")[0]
-        inert = method in ("GET", "HEAD") and bare in OPEN and not reply.body
+        names = {bare, bare.removesuffix("/")} if sent else {bare}  # a key that was sent opens them with a slash, too
+        inert = method in ("GET", "HEAD") and bool(names & set(OPEN)) and not reply.body
         if not inert and reply.status not in (0, 400, 401, 403, 404, 405, 408, 415, 421, 431):
             got.append(f"{line!r}: {reply}")
         if reply.headers.get("connection") == "close" or reply.status in (0, 400, 408):
