@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,12 @@ SHARE = 0.5  # of the tests marked `drawn` that a run takes, unless it takes --e
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", action="store_true", help="all tests marked `drawn`, not only those that SEED draws")
+
+
+def pytest_configure() -> None:
+    """Servers under test take SIGHUP as they would from a shell, also where the tests themselves run under nohup."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_report_header() -> str:

@@ -25,7 +25,8 @@ PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = ("cpu/linear", "cpu/attention", "triton/decode", "triton/prefill", "triton/prompt", "triton/rope_append")
 GPU_ONLY = (
-    "rope_append", "paged_attention_split", "attention_combine", "norm_linear", "row_begin", "row_block_max",
+    "rope_append", "paged_attention_split", "paged_attention_single", "attention_combine", "norm_linear", "row_begin",
+    "row_block_max",
     "row_sample_blocks", "row_finish", "moe_route", "moe_up", "moe_down", "linear_split", "linear_combine",
 )  # fmt: skip
 

@@ -42,6 +42,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "two tool calls": ([USER, {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL, TOOL_CALL]}], {}),
 }  # fmt: skip
 TOOLED = {"channels", "llama3", "mistral", "mistral_args", "qwen2.5", "qwen3", "reasoner"}
+TOOLED |= {"deepseek_v31", "glm45", "pythonic", "qwen3_coder"}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -68,6 +69,10 @@ def test_the_text_is_that_of_transformers(theirs: Any, name: str, chat: str) -> 
             ours.render(messages, **options)
         assert e.value.code == "E632"
         assert str(refused) in e.value.cause
+    except TypeError as failed:  # arguments that the template joins as text: whoever has it render says so (`reads`)
+        with pytest.raises(LlmcError) as e:
+            ours.render(messages, **options)
+        assert ours.reads.arguments_as_text and e.value.code == "E633" and str(failed) in e.value.cause
     else:
         assert ours.render(messages, **options) == expected
 
@@ -90,7 +95,7 @@ def test_what_a_template_reads_is_known_before_it_is_rendered() -> None:
     found = {name: ChatTemplate(text, {}).reads for name, text in TEMPLATES.items()}
     assert {name for name, one in found.items() if one.tools} == TOOLED
     assert {name for name, one in found.items() if one.calls} == TOOLED
-    assert {name for name, one in found.items() if one.arguments_as_text} == {"reasoner"}
+    assert {name for name, one in found.items() if one.arguments_as_text} == {"reasoner", "deepseek_v31"}
     start = "{% for m in messages %}{% for c in m.tool_calls %}"
     for text, as_text in (
         ("{{ c.function.arguments }}", True), ("{{ '<' + c['function']['arguments'] + '>' }}", True),

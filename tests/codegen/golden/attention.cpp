@@ -1,4 +1,4 @@
-// cpu/attention: paged_attention(bf16[sizes[0], 14, 64], state bf16[sizes[2], 2, 2, 16, 64], state i32[8, 64], i32[sizes[1]], i32[sizes[3]], i32[sizes[0]], f32[14]) -> bf16[sizes[0], 14, 64] scale=0.125 window=128 softcap=0.0 nv=2 mr=12 br=192 kt=256
+// cpu/attention: paged_attention(bf16[sizes[0], 14, 64], state bf16[sizes[2], 2, 2, 16, 64], state i32[8, 64], i32[sizes[1]], i32[sizes[3]], i32[sizes[0]], f32[14]) -> bf16[sizes[0], 14, 64] scale=0.125 window=128 softcap=0.0 least=1 nv=2 mr=12 br=192 kt=256
 #include "llmc_attention.h"
 using namespace llmc;
 struct Shape {
