@@ -5,7 +5,7 @@ from __future__ import annotations
 from draw import SEED, left_out
 
 
-def test_a_run_leaves_out_half_and_every_seed_another_one() -> None:
+def test_a_run_leaves_out_its_share_and_every_seed_another_one() -> None:
     names = [f"test[{i}]" for i in range(41)]
     out = left_out(names, 0.5)
     assert out == left_out(names[::-1], 0.5, SEED) and out < set(names) and 20 <= len(out) <= 21

@@ -16,6 +16,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
 from llmc.targets import cpu
 
+pytestmark = pytest.mark.drawn
 LEVELS = ("cpu:native", "cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:portable")
 PAGES, TABLE, ROWS = 40, 11, 6  # pages of the pool and of a row, device rows
 

@@ -21,6 +21,7 @@ from llmc.ir.verify import verify
 from llmc.targets import cpu
 from llmc.targets.target import Target
 
+pytestmark = pytest.mark.drawn
 LEVELS = ("cpu:native", "cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:portable")
 ROWS = (1, 2, 3, 7, 16, 33, 65, 257)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"

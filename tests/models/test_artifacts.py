@@ -17,6 +17,7 @@ from models.kit import loaded, save
 from llmc.driver import Options, compile_model
 from llmc.frontend.hub import Hub
 
+pytestmark = pytest.mark.drawn
 STEPS = 10
 LENGTHS = (1, 7, 45)
 

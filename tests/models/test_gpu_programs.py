@@ -24,6 +24,7 @@ from llmc.codegen.triton.toolchain import Compiled, TritonToolchain
 from llmc.driver import Options, compile_model
 from tests.runtime.interpret_device import InterpretDevice
 
+pytestmark = pytest.mark.drawn
 STEPS = 2
 # In bfloat16 what the dtype changes: one layer, no chunks. Programs of products are what takes time in the interpreter.
 SHALLOW = dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1})
@@ -81,7 +82,6 @@ def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
 
 
-@pytest.mark.drawn
 def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 19), torch.float32, "split-single")
     assert "paged_attention_single" in {op for op, _ in device.launches}

@@ -18,6 +18,7 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.spec import parse_pipeline, run_pipeline
 from llmc.targets.cpu import portable
 
+pytestmark = pytest.mark.drawn
 # What of the serving pipeline also holds for a prompt graph.
 PIPELINE = "canonicalize, fuse-norm, fuse-rope, fuse-linear, fold, fuse-pointwise, cse, dce"
 
