@@ -89,9 +89,9 @@ class Bench:
             vocab_size=m.vocab_size, eos_token_ids=(), prefix_caching=False, context=artifact.digest,
         )  # fmt: skip
         self.engine = Engine(Scheduler(config, lambda: 0), self.executor)
-        self._vocab, room = m.vocab_size, config.max_model_len - load.prompt
+        self._vocab = m.vocab_size
         for i in range(load.batch):
-            self._add(str(i), load.prompt, min(room, 8 * STEPS + load.batch * load.prompt // (load.tokens or 1)))
+            self._add(str(i), load.prompt, config.max_model_len - load.prompt)
         self._steps(STEPS + load.batch * load.prompt // config.max_num_batched_tokens + 2)
         if load.tokens:
             self._add("prompt", min(config.max_model_len - 1, 8 * load.tokens), 1)
@@ -108,11 +108,12 @@ class Bench:
             self.engine.step()
 
     def _bound_for(self, sizes: dict[str, int]) -> Bound:
-        """The program that serves a step of these sizes, with the sizes that it last ran with."""
+        """The program that has just run a step of these sizes, or of the next ones that graphs are made for."""
         for b in self.bound:
-            if b.program.fits(sizes):
+            ran = dict(zip(b.program.symbols, b.symbols.tolist()))
+            if b.program.fits(sizes) and all(ran.get(s, n) >= n for s, n in sizes.items()):
                 return b
-        raise RuntimeError(f"no program serves a step of {sizes}")
+        raise RuntimeError(f"no program ran a step of {sizes}: the model has too short a context for it")
 
     def env(self) -> dict[str, int]:
         return dict(zip(self.step.program.symbols, self.step.symbols.tolist()))

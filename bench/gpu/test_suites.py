@@ -60,5 +60,13 @@ def test_kernels(shape: Shape, batch: int, plan: Plan, rows: Rows, benchmark: An
 
 
 @each_model
+def test_mixed(shape: Shape, plan: Plan, rows: Rows, benchmark: Any) -> None:
+    found = list(kernel_rows(artifact(plan, shape), shape, plan.mixed, H200))
+    for row in found:
+        rows.add(row)
+    record(benchmark, [found[-1].measured], rows=[r.json() for r in found])
+
+
+@each_model
 def test_start(shape: Shape, plan: Plan, keep: Any) -> None:
     keep(start_row(packed(plan, shape), shape))
