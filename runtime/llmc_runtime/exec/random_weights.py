@@ -8,7 +8,7 @@ import numpy as np
 
 from llmc_runtime.format.program import DTYPE_BITS
 
-_TILE = 1 << 20
+_TILE = (1 << 20) - 3  # a prime: no two rows of a matrix are equal, so that every token can be the likeliest
 STD = 0.02
 
 
