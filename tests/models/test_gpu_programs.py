@@ -47,16 +47,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> InterpretDevice:
     return device
 
 
-def run_case(
-    case: Case, tmp_path: Path, device: InterpretDevice, lengths: tuple[int, ...], dtype: torch.dtype, by_name: str = ""
-) -> None:
+def run_case(case: Case, tmp_path: Path, device: InterpretDevice, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Prompts together; in float32 one that shares a page, too, and that one again, from the prefix cache."""
     print(f"seed {SEED}")
     tolerance = 1e-3 if dtype is torch.float32 else 8e-2
     model = save(case, tmp_path / "model", SEED, dtype)
     options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3)
-    if by_name:
-        options = dataclasses.replace(options, pipeline=f"serve, before split-kv: {by_name}")
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, 320, n).tolist() for n in lengths]
@@ -83,7 +79,7 @@ def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
 
 
 def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: InterpretDevice) -> None:
-    run_case(SHALLOW, tmp_path, device, (1, 19), torch.float32, "split-single")
+    run_case(SHALLOW, tmp_path, device, (1, 19), torch.float32)
     assert "paged_attention_single" in {op for op, _ in device.launches}
 
 

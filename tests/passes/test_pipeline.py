@@ -55,7 +55,7 @@ class Break(Pass):
 THERE = f"{__name__}:"
 OUTSIDE = Extension("outside", passes=MappingProxyType({"rename": THERE + "Rename", "break": THERE + "Break"}))
 
-BY_NAME = {"split-k", "split-single"}  # asked for in --pipeline alone
+BY_NAME = {"split-k"}  # asked for in --pipeline alone
 
 
 def names(text: str) -> list[str]:
