@@ -12,7 +12,7 @@ from llmc.codegen.plan import Placed
 @dataclass(frozen=True)
 class Binary:
     """One compiled unit: its key, text and binary, the entry, the places in the model that use it, and how it is called
-    (`abi`). `suffix` and `language` name its two files."""
+    (`abi`; `boxes` of its tensor maps). `suffix` and `language` name its two files."""
 
     hash: str
     source: str
@@ -24,6 +24,7 @@ class Binary:
     suffix: str = "so"
     language: str = "cpp"
     abi: str = "cpu-1"
+    boxes: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)

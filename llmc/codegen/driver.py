@@ -54,10 +54,14 @@ def build(
     else:
         made = cpu.build(placed, m, toolchain, cache, jobs, progress)
     programs = tuple(
-        plan.program(p, m, [(k, made.binaries[k].threads, made.binaries[k].shared) for k in keys], step)
+        plan.program(p, m, [_called(made.binaries[k]) for k in keys], step)
         for p, keys, step in zip(placed, made.keys, made.steps, strict=True)
     )
     return Built(programs, made.binaries, memory.report(m))
+
+
+def _called(b: Binary) -> plan.Called:
+    return plan.Called(b.hash, b.threads, b.shared, b.boxes)
 
 
 def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list[plan.Placed]:

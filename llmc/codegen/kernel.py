@@ -16,6 +16,16 @@ Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node
 
 
 @dataclass(frozen=True)
+class Map:
+    """A parameter that is a tensor map in place of a pointer: its buffer as a row-major tensor of `shape`, of which the
+    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros."""
+
+    param: int
+    shape: tuple[Dim, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Source:
     """One kernel as text, self-contained: no file beside it is needed to compile it.
 
@@ -24,7 +34,7 @@ class Source:
     points whose texts are equal share one binary.
     On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
     "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
-    the launch before it; threads and shared memory then come from the compiled binary.
+    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map.
     """
 
     entry: str
@@ -38,6 +48,7 @@ class Source:
     params: tuple[str, ...] = ()
     options: tuple[tuple[str, int], ...] = ()
     pdl: bool = False
+    maps: tuple[Map, ...] = ()
 
 
 # What code generation adds to a schedule before `emit`, from the launches around the node's own:

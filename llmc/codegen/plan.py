@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmc_runtime.format.program import Program
 
@@ -161,8 +161,18 @@ def place(e: Emitted, m: Module) -> Placed:
     return Placed(e, buffers, arena, args, (*waits[1:], True))
 
 
-def program(p: Placed, m: Module, kernels: Sequence[tuple[str, int, int]], step: tuple[str, str] | None) -> Program:
-    """The Program; `kernels` are (key, threads, shared) in launch order, `step` a step unit's (key, entry)."""
+class Called(NamedTuple):
+    """What a launch takes of its kernel's binary: the key, threads and shared memory of a block, its maps' boxes and
+    swizzles."""
+
+    key: str
+    threads: int = 0
+    shared: int = 0
+    boxes: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, str] | None) -> Program:
+    """The Program; `kernels` in launch order, `step` a step unit's (key, entry)."""
     g = p.emitted.graph
     serves = serves_of(g, m)
     data = {
@@ -181,12 +191,16 @@ def program(p: Placed, m: Module, kernels: Sequence[tuple[str, int, int]], step:
     return Program.read(data, f"program {g.name}")
 
 
-def _launch(n: Node, s: Source, args: Sequence[int], kernel: tuple[str, int, int]) -> dict[str, Any]:
+def _launch(n: Node, s: Source, args: Sequence[int], kernel: Called) -> dict[str, Any]:
     flops, moved = node_cost(n)
+    maps = [
+        {"arg": x.param, "shape": [str(d) for d in x.shape], "box": list(box), "swizzle": swizzle}
+        for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)
+    ]
     return {
-        "kernel": kernel[0], "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)], "threads": kernel[1],
-        "shared": kernel[2], "pdl": int(s.pdl), "args": list(args), "sizes": [str(d) for d in s.sizes], "loc": n.loc,
-        "op": n.op.name, "flops": str(flops), "bytes": str(moved),
+        "kernel": kernel.key, "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)],
+        "threads": kernel.threads, "shared": kernel.shared, "pdl": int(s.pdl), "args": list(args), "maps": maps,
+        "sizes": [str(d) for d in s.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops), "bytes": str(moved),
     }  # fmt: skip
 
 

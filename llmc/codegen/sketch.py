@@ -12,7 +12,7 @@ from llmc.codegen import plan
 from llmc.codegen.cpu.build import step_table
 from llmc.codegen.cpu.program import step_unit
 from llmc.codegen.driver import find_toolchain, place_graphs
-from llmc.codegen.kernel import Kernel
+from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import CppToolchain, Unit
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
@@ -42,5 +42,10 @@ def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, 
     else:
         keys, suffix = frozenset(toolchain.key(s) for s in sources), "gpu"
     missing = {k for k in keys if cache is None or not (cache / f"{k}.{suffix}").is_file()}
-    programs = tuple(plan.program(p, m, [(_NOWHERE, 0, 0)] * len(p.emitted.nodes), None) for p in placed)
+    programs = tuple(plan.program(p, m, [_nowhere(s) for s in p.emitted.sources], None) for p in placed)
     return Sketch(programs, keys, frozenset(missing))
+
+
+def _nowhere(s: Source) -> plan.Called:
+    """What is known of a launch whose kernel is not compiled."""
+    return plan.Called(_NOWHERE, boxes=tuple((m.box, 0) for m in s.maps))

@@ -178,7 +178,8 @@ class Timer:
         self._fill(device, memory, p)
         symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
         addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
-        run = device.bind(replace(p.program, uniform=True), addresses, symbols)
+        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are no larger
+        run = device.bind(replace(p.program, uniform=True, symbols=symbols_of), addresses, symbols)
         device.prepare(run)
 
         def seconds(times: int) -> float:

@@ -68,7 +68,8 @@ class Tuned:
 class Settings:
     """How to tune. limit: seconds, after which nothing new is started; context: tokens that rows have behind them;
     every: also nodes that can be run in one way alone, for their times; target: what the artifact must be for; cache: a
-    folder for kernels; jobs: compilers at once; say: is told of every batch."""
+    folder for kernels; jobs: compilers at once; say: is told of every batch; kernels: those whose ways are measured,
+    all where none is named."""
 
     limit: float = 600.0
     context: int = 1024
@@ -77,6 +78,7 @@ class Settings:
     cache: Path | None = None
     jobs: int | None = None
     say: Callable[[str], None] = print
+    kernels: tuple[str, ...] = ()
 
 
 def tune(
@@ -88,6 +90,8 @@ def tune(
     and E115 to E117 where this machine lacks the target's device.
     """
     known = registry or load()
+    if unknown := next((k for k in settings.kernels if k not in known.kernels), None):
+        raise Diagnostic("E433", f"there is no kernel {unknown!r}", f"one of: {', '.join(known.kernels)}")
     with scratch() as folder:
         kept = settings.cache or folder
         path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)
@@ -95,7 +99,7 @@ def tune(
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
         tuned = Tuned(str(output))
-        work = works(m, known, target, tuned, settings.every)
+        work = works(m, known, target, tuned, settings.every, settings.kernels)
         _measure(work, m, timer, output, settings, tuned)
     return tuned
 
@@ -115,8 +119,11 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     return m, parse_target(name, registry.targets), manifest.kv.page_size
 
 
-def works(m: Module, registry: Registry, target: Target, told: Tuned, every: bool = False) -> list[Work]:
-    """The distinct nodes that have a choice (or every node), the largest possible gain first."""
+def works(
+    m: Module, registry: Registry, target: Target, told: Tuned, every: bool = False, kernels: Sequence[str] = ()
+) -> list[Work]:
+    """The distinct nodes that have a choice (or every node), the largest possible gain first; of `kernels` alone, where
+    some are named."""
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights, _ = depends_on(g)
@@ -128,10 +135,12 @@ def works(m: Module, registry: Registry, target: Target, told: Tuned, every: boo
             if key in found:
                 found[key] = replace(found[key], launches=found[key].launches + 1)
                 continue
-            ways = tuple(offers(n, registry.kernels, target, env, Tuning()))
-            floor = roofline_us(n, target, env)
-            found[key] = Work(n, g, env, 1, floor, ways[:SCHEDULES])
-    some = [w for w in found.values() if every or len(w.ways) > 1]
+            offered = offers(n, registry.kernels, target, env, Tuning())
+            wanted = (
+                [o for o in offered if not kernels or o.kernel.name in kernels] if every or len(offered) > 1 else []
+            )
+            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(wanted[:SCHEDULES]))
+    some = [w for w in found.values() if w.ways]
     for w in some:
         if name := unknown_operand(w.node):
             told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")

@@ -38,6 +38,8 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     told = tuning.Tuned("")
     (work,) = tuning.works(m, registry, target, told)
     assert work.launches == 2 and {o.kernel.name for o in work.ways} >= {"cpu/rows", "cpu/elements"}
+    (alone,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",))
+    assert {o.kernel.name for o in alone.ways} == {"cpu/elements"}
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
     found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.ways]
     times = timer.microseconds(found, m.symbols)
@@ -69,6 +71,8 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     assert stopped.measured == 0 and stopped.left > 0 and "not reached" in stopped.text()
     with pytest.raises(Diagnostic, match="was compiled for"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(target="cuda:sm_90"))
+    with pytest.raises(Diagnostic, match="no kernel 'cpu/row'"):
+        tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("cpu/row",)))
     assert Tuning.load(out).records
 
 

@@ -28,6 +28,16 @@ extern "C" __global__ void produce(const unsigned char* from, unsigned char* to,
 """
 
 
+class Map:
+    """A tensor map's 128 bytes, where the driver wants them: at a multiple of 64."""
+
+    def __init__(self) -> None:
+        self.room = ctypes.create_string_buffer(256)
+
+    def getPtr(self) -> int:
+        return -(-ctypes.addressof(self.room) // 128) * 128
+
+
 class Card:
     """The first device. `exact`: every buffer is an allocation of its own size, for compute-sanitizer."""
 
@@ -100,12 +110,34 @@ class Card:
             self.ok(self.cu.cuMemcpyDtoH(data.ctypes.data, address, data.nbytes))
 
     def launch(
-        self, fn: Any, compiled: Compiled, grid: Sequence[int], pointers: Sequence[int], sizes: Sequence[int], pdl: bool
+        self, fn: Any, compiled: Compiled, grid: Sequence[int], pointers: Sequence[Any], sizes: Sequence[int], pdl: bool
     ) -> None:
-        """One launch with the calling convention "cuda-1": pointers, then i32 sizes, then two null pointers."""
-        args = (*pointers, *sizes, 0, 0)
-        types = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_int,) * len(sizes) + (ctypes.c_void_p,) * 2
+        """One launch with the calling convention "cuda-1": pointers (or `mapped` ones), then i32 sizes, then two null
+        pointers."""
+        given: list[tuple[Any, Any]] = []
+        for p in pointers:
+            given += p if isinstance(p, list) else [(p, ctypes.c_void_p)]
+        given += [(n, ctypes.c_int) for n in sizes] + [(0, ctypes.c_void_p)] * 2
+        args, types = zip(*given, strict=True)
         self._launch(fn, grid, compiled.threads, compiled.shared, (args, types), pdl)
+
+    def mapped(
+        self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int
+    ) -> list[tuple[Any, Any]]:
+        """A tensor map in a pointer's place: the map, the tensor's sizes, its steps in elements; as (value, type)."""
+        rank, steps = len(shape), [1]
+        for n in reversed(shape[1:]):
+            steps.insert(0, steps[0] * n)
+        u64, u32 = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        made = Map()
+        status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            ctypes.c_void_p(made.getPtr()), {"bf16": 9, "f16": 6}[dtype], rank, ctypes.c_void_p(address),
+            u64(*shape[::-1]), u64(*(2 * n for n in steps[:-1][::-1])), u32(*box[::-1]), u32(*[1] * rank), 0, swizzle,
+            0, 0,
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(f"the driver refuses a tensor map of {list(shape)} in boxes of {list(box)}: {status}")
+        return [(made, None), *((n, ctypes.c_int) for n in shape), *((n, ctypes.c_longlong) for n in steps)]
 
     def produce_later(self, spans: Sequence[tuple[int, int]]) -> None:
         """Start a kernel that lets its dependents begin at once and copies staged bytes (address, n) much later."""

@@ -97,7 +97,10 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
     if late:
         card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
     if 0 not in grid:
-        pointers = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
+        pointers: list[Any] = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
+        for m, (box, swizzle) in zip(source.maps, compiled.boxes, strict=True):
+            shape = [int(d.subs(p.sizes).const) for d in m.shape]  # type: ignore[arg-type]
+            pointers[m.param] = card.mapped(pointers[m.param], node.operands[m.param].type.dtype, shape, box, swizzle)
         card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
     card.wait()
     for b in buffers:

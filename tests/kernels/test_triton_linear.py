@@ -16,17 +16,19 @@ from kernels.triton_harness import ONE_TARGET, run_case, some
 
 from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
 from llmc.codegen.triton.linear import Product
+from llmc.codegen.triton.mapped import MAPPED, has_maps
 from llmc.codegen.triton.stream import MEASURED, STREAM
 from llmc.codegen.triton.tile import GEMM, TILE
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu import gfx942, sm_80, sm_90
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
 KERNELS = (STREAM, TILE, GEMM)
+ALL = (*KERNELS, MAPPED)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 GELU = "mul(mul(a0, 0.5), add(erf(mul(a0, 0.7071067811865476)), 1.0))"
@@ -95,7 +97,18 @@ def draw(g: Graph, rows: int) -> list[np.ndarray]:
     return arrays
 
 
+def mappable(s: Shape) -> Shape:
+    """The nearest product that tensor maps can hold."""
+    x = "f16" if s.x == "f16" else "bf16"
+    parts, body = (s.parts, s.body) if s.parts < 3 else (2, SILU)
+    extras = () if parts != s.parts else s.extras
+    return replace(s, x=x, w=x, k=-(-s.k // 8) * 8, parts=parts, body=body, extras=extras, dtype=s.dtype or s.x)
+
+
 def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:
+    """With whole rows of 16 bytes, of 16-bit factors, where the kernel takes tensor maps."""
+    if kernel is MAPPED:
+        s = mappable(s)
     g = s.graph()
     (node,) = g.nodes
     chosen = schedule or kernel.schedules(node, sm_90())[0]
@@ -104,23 +117,23 @@ def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
     """The schedule is the first one, for streams of many tokens the last, which takes most of them at once."""
     for s in SHAPES:
-        (node,) = s.graph().nodes
+        (node,) = (mappable(s) if kernel is MAPPED else s).graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
         if kernel is not STREAM or rows < 4 or s.n < 4 or s.n * rows < 100:
             check(kernel, s, rows, first if kernel is STREAM else None)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_leading_axes_and_extras_over_some_of_them(kernel: Kernel) -> None:
     check(kernel, LEADING, 5)
 
 
 @pytest.mark.parametrize("rows", (1, 3, 8, 11))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_a_constant_number_of_tokens(kernel: Kernel, rows: int) -> None:
     residual = (("f32", (33,)), ("bf16", (rows, 33)))
     for s in (replace(SHAPES[3], extras=residual), SHAPES[4], SHAPES[0])[: 1 if rows > 8 else 3]:
@@ -133,13 +146,15 @@ def offered(kernel: Kernel, dtype: str) -> dict[int, list[Schedule]]:
     for n, k, parts in REAL:
         for rows in (1, "T"):
             (node,) = Shape("", dtype, dtype, n, k, parts, SILU if parts == 2 else "a0", rows=rows).graph().nodes
+            if kernel.reject(node, sm_90()):
+                continue
             for s in kernel.schedules(node, sm_90()):
                 out.setdefault(parts, {})[str(s)] = s
     return {parts: list(found.values()) for parts, found in out.items()}
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_every_schedule(kernel: Kernel, dtype: str) -> None:
     """Half of all, on a product that is no multiple of anything, deep enough for three steps of every tile."""
     for parts, schedules in offered(kernel, dtype).items():
@@ -155,7 +170,7 @@ def node_of(n: int, k: int, parts: int, rows: Any = "R") -> Node:
 
 
 def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
-    found = [(k, s) for k in KERNELS if k.reject(node, sm_90()) is None for s in k.schedules(node, sm_90())]
+    found = [(k, s) for k in ALL if k.reject(node, sm_90()) is None for s in k.schedules(node, sm_90())]
     env = {"R": rows, "T": rows}
     return sorted(((k.cost_us(node, s, sm_90(), env), k.name, s) for k, s in found), key=lambda x: x[0])
 
@@ -164,8 +179,8 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
     """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
     expected = {1: {"stream"}, 2: {"stream", "tile"}, 8: {"stream", "tile"}, 16: {"stream", "tile"}}
-    expected |= {m: {"tile"} for m in (17, 32, 64)} | {m: {"tile", "gemm"} for m in (100, 128, 200, 256)}
-    expected |= {m: {"gemm"} for m in (4096, 8192)}
+    expected |= {m: {"tile"} for m in (17, 32, 64)} | {m: {"tile", "mapped"} for m in (100, 128, 200, 256)}
+    expected |= {m: {"mapped"} for m in (4096, 8192)}
     for m, names in expected.items():
         us, name, schedule = ranked(node_of(n, k, parts, 1 if m == 1 else "R"), m)[0]
         assert name.partition("/")[2] in names, f"{m} tokens: {name} {schedule} {us:.1f} us"
@@ -185,8 +200,8 @@ def test_one_token_is_streamed_as_measured() -> None:
 def sampled(rng: random.Random, target: Target, count: int) -> Iterator[Source]:
     """Some of all offers, with all kinds of extras."""
     for _ in range(count):
-        kernel, (n, k, parts) = rng.choice(KERNELS), rng.choice(REAL)
-        dtype = rng.choice(("bf16", "bf16", "f16", "f32"))
+        kernel, (n, k, parts) = rng.choice(ALL if has_maps(target) else KERNELS), rng.choice(REAL)
+        dtype = rng.choice(("bf16", "bf16", "f16", *(["f32"] * (kernel is not MAPPED))))
         extras = (("f32", (n,)), (dtype, ("T", n)))
         body = "add(add(a0, a1), a2)" if parts == 1 else f"add(add({SILU}, a2), a3)"
         (node,) = Shape("", dtype, dtype, n, k, parts, body, extras).graph().nodes
@@ -199,7 +214,7 @@ def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     sources = list(sampled(random.Random(seed), target, 6))
-    for kernel in KERNELS:
+    for kernel in ALL if has_maps(target) else KERNELS:
         node = node_of(*REAL[2])
         sources.append(kernel.emit(node, kernel.schedules(node, target)[0], target))
     made = TritonToolchain.find(target).compile([(s, "") for s in sources], tmp_path, jobs=1)
@@ -216,6 +231,16 @@ def test_what_is_refused() -> None:
     assert "not constant" in str(TILE.reject(g.add(OPS["linear"], [x, v]), sm_90()))
 
 
+def test_what_tensor_maps_cannot_hold() -> None:
+    bad = ((Shape("", "bf16", "bf16", 16, 12), "24 bytes"), (Shape("", "f32", "f32", 16, 16), "f32"),
+           (Shape("", "bf16", "bf16", 16, 16, 3, "add(add(a0, a1), a2)"), "3 parts"))  # fmt: skip
+    for s, words in bad:
+        (node,) = s.graph().nodes
+        assert words in str(MAPPED.reject(node, sm_90()))
+    for target in (sm_80(), gfx942()):
+        assert "no bulk copies" in str(MAPPED.reject(node_of(64, 256, 1), target))
+
+
 def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
     for kernel in (STREAM, TILE):
         for weight in (True, False):
@@ -227,7 +252,7 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
             assert text.count("gdc_wait") == text.count("gdc_launch_dependents") == 1
 
 
-@pytest.mark.parametrize("kernel", [TILE, GEMM], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [TILE, GEMM, MAPPED], ids=lambda k: k.name)
 def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
     node = node_of(64, 256, 2)
     first = kernel.schedules(node, sm_90())[0]

@@ -10,6 +10,7 @@ from kernels.harness import Case
 from kernels.test_triton_linear import draw
 from kernels.triton_harness import run_case
 
+from llmc.codegen.triton.mapped import MAPPED_PARTS
 from llmc.codegen.triton.split import PARTS, SUM
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -44,6 +45,28 @@ def test_parts_agree_with_the_reference(which: int) -> None:
     atol = 2e-5 if dtype == "f32" else 2e-3
     name, plan = f"parts {PRODUCTS[which]}", PARTS.schedules(node, sm_90())[at]
     run_case(Case(name, g, PARTS, plan, draw(g, rows), atol=atol, sizes={"T": rows}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "k", "splits", "rows", "at"),
+    [("bf16", 37, 128, 2, 5, 1), ("f16", 65, 384, 3, 130, 0), ("bf16", 130, 256, 2, 70, 4)],
+)
+def test_parts_by_tensor_maps_agree_with_the_reference(
+    dtype: str, n: int, k: int, splits: int, rows: int, at: int
+) -> None:
+    g = Graph("test")
+    x, w = g.input("x", tensor(dtype, "T", k)), g.input("w", tensor(dtype, n, k), weight=True)
+    g.outputs = [g.add(OPS["linear_split"], [x, w], {"splits": splits}).result]
+    (node,) = g.nodes
+    plan = MAPPED_PARTS.schedules(node, sm_90())[at]
+    run_case(Case(f"mapped parts {dtype} {n} {k}", g, MAPPED_PARTS, plan, draw(g, rows), atol=2e-3, sizes={"T": rows}))
+
+
+def test_parts_that_tensor_maps_cannot_hold() -> None:
+    g = Graph("test")
+    x, w = g.input("x", tensor("bf16", "T", 128)), g.input("w", tensor("bf16", 64, 128), weight=True)
+    odd = g.add(OPS["linear_split"], [x, w], {"splits": 4})
+    assert "no multiple of 64" in str(MAPPED_PARTS.reject(odd, sm_90()))
 
 
 @pytest.mark.parametrize("which", range(len(SUMS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -107,7 +108,7 @@ def _standard_interpreted() -> Any:
             setattr(p, k, f)
 
 
-def interpret(source: Source, buffers: Sequence[torch.Tensor], sizes: Sequence[int], grid: Sequence[int]) -> None:
+def interpret(source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid: Sequence[int]) -> None:
     """Run one kernel over all its programs, in order."""
     with interpreting():
         load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
@@ -134,6 +135,9 @@ def run_case(case: Case) -> None:
     types = [v.type for v in [*node.operands, *node.results]]
     tensors = [_tensor(b, t.dtype) for b, t in zip([*operands, *results], types, strict=True)]
     given = [int(d.subs(sizes).const) for d in source.sizes]  # type: ignore[arg-type]
+    for m in source.maps:
+        shape = [int(d.subs(sizes).const) for d in m.shape]  # type: ignore[arg-type]
+        tensors[m.param] = descriptor(tensors[m.param], shape, m.box)
     interpret(source, tensors, given, [int(d.subs(sizes).const) for d in source.grid])  # type: ignore[arg-type]
     for i, b in enumerate([*operands, *results]):
         b.check(f"{case.name}: buffer {i}")
@@ -151,6 +155,13 @@ def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:
         np.testing.assert_allclose(got, want, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
     else:
         np.testing.assert_array_equal(got, want, err_msg=case.name)
+
+
+def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> Any:
+    """What a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(flat[: math.prod(shape)].view(*shape), list(box))
 
 
 def _tensor(b: Buffer, dtype: str) -> torch.Tensor:

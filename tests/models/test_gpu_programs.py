@@ -13,6 +13,7 @@ import pytest
 import torch
 from kernels.triton_harness import INTERPRETED
 from llmc_runtime import LLM, SamplingParams
+from llmc_runtime.artifact import open_artifact
 from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request
 from models import test_artifacts as artifacts
@@ -39,7 +40,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> InterpretDevice:
     monkeypatch.setattr(driver, "load", lambda: dataclasses.replace(registry, targets=targets))
 
     def keys_alone(self: TritonToolchain, sources: Any, *args: Any) -> dict[str, Compiled]:
-        return {self.key(s): Compiled(b"not compiled", 32, 0) for s, _ in sources}
+        boxes = {self.key(s): tuple((m.box, 3) for m in s.maps) for s, _ in sources}
+        return {key: Compiled(b"not compiled", 32, 0, found) for key, found in boxes.items()}
 
     monkeypatch.setattr(TritonToolchain, "compile", keys_alone)
     monkeypatch.setattr("llmc_runtime.open.open_device", lambda artifact, threads: device)
@@ -81,6 +83,19 @@ def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
 def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 19), torch.float32)
     assert "paged_attention_single" in {op for op, _ in device.launches}
+
+
+def test_products_by_tensor_maps(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a model's products, as no other kernel is there for them: maps of inputs, results and weights."""
+    registry = driver.load()
+    others = ("triton/tile", "triton/gemm", "triton/stream")
+    kernels = {name: k for name, k in registry.kernels.items() if name not in others}
+    monkeypatch.setattr(driver, "load", lambda: dataclasses.replace(registry, kernels=kernels))
+    run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
+    artifact = open_artifact(tmp_path / "model.llmc")
+    mapped = {x.op for p in artifact.programs for x in p.launches if x.maps}
+    assert mapped == {x.op for p in artifact.programs for x in p.launches if x.op.startswith("linear")} != set()
+    assert mapped <= {op for op, _ in device.launches}
 
 
 class Upwards:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels.triton_harness import _TORCH, interpreting
+from kernels.triton_harness import _TORCH, descriptor, interpreting
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.cpu import CpuDevice
 from llmc_runtime.device.device import Run
@@ -54,7 +54,10 @@ class InterpretDevice(CpuDevice):
                     grid = tuple(g(now) for g in x.grid)
                     if all(grid):
                         run = self._entries[x.kernel, x.entry]
-                        run[grid](*[tensors[a] for a in x.args], *[s(now) for s in x.sizes])
+                        given = [tensors[a] for a in x.args]
+                        for m in x.maps:
+                            given[m.arg] = descriptor(given[m.arg], [d(env) for d in m.shape], m.box)
+                        run[grid](*given, *[s(now) for s in x.sizes])
                         self.launches.append((x.op, x.loc))
 
         return step

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmc.codegen.emit import Sizes, describe, indent, refused
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -38,7 +38,8 @@ GO = "tl.extra.cuda.gdc_launch_dependents()"
 class Code:
     """What a kernel's `code` gives: the entry's statements, programs along x, y, z, and how to compile them.
 
-    `helpers` is module-level text before the entry (jitted functions, `NAME = tl.constexpr(...)`).
+    `helpers` is module-level text before the entry (jitted functions, `NAME = tl.constexpr(...)`). The parameters that
+    `maps` names are tensor descriptors in the text.
     """
 
     body: str
@@ -46,6 +47,7 @@ class Code:
     helpers: str = ""
     warps: int = 4
     stages: int = 2
+    maps: tuple[Map, ...] = ()
 
 
 @dataclass
@@ -131,7 +133,10 @@ class TritonKernel(Kernel):
             f"# {head}\nimport triton\nimport triton.language as tl\n\n\n{helpers}"
             f"@triton.jit\ndef {entry}({', '.join(names)}):\n{body}\n"
         )
-        types = [f"*{ELEMENTS[v.type.dtype][1]}" for v in [*node.operands, *node.results]]
+        elements = [ELEMENTS[v.type.dtype][1] for v in [*node.operands, *node.results]]
+        types = [f"*{x}" for x in elements]
+        for m in code.maps:
+            types[m.param] = f"tensordesc<{elements[m.param]}{list(m.box)}>"
         return Source(
             entry,
             "triton",
@@ -141,4 +146,5 @@ class TritonKernel(Kernel):
             params=(*types, *("i32" for _ in u.sizes.dims)),
             options=(("num_warps", code.warps), ("num_stages", code.stages)),
             pdl=u.pdl,
+            maps=code.maps,
         )

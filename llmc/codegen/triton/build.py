@@ -22,7 +22,7 @@ def build(
     out = {
         k: Binary(
             k, s.text, compiled[k].binary, s.entry, compiled[k].threads, compiled[k].shared, locs, BINARY[family], "py",
-            f"{family}-1",
+            f"{family}-1", compiled[k].boxes,
         )
         for k, (s, locs) in found.items()
     }  # fmt: skip

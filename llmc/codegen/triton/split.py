@@ -45,10 +45,13 @@ class Parts(Tiled):
         return PartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """That of one part, as if the others' blocks were more columns."""
-        p, splits = Product.of(node), int(node.attrs["splits"])
-        whole = replace(p, n=p.n * splits, k=p.k // splits)
-        return product_us(whole, schedule, target, env, False) + target.launch_us
+        return parts_us(node, schedule, target, env) + target.launch_us
+
+
+def parts_us(node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+    """Microseconds of a product in parts: of one, as if the others' blocks were more columns."""
+    p, splits = Product.of(node), int(node.attrs["splits"])
+    return product_us(replace(p, n=p.n * splits, k=p.k // splits), schedule, target, env, False)
 
 
 @dataclass(frozen=True)

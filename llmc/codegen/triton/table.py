@@ -11,6 +11,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/decode": f"{_HERE}.attention:DECODE",
         "triton/combine": f"{_HERE}.attention:COMBINE",
         "triton/row_logprobs": f"{_HERE}.logprobs:LOGPROBS",
+        "triton/mapped": f"{_HERE}.mapped:MAPPED",
+        "triton/mapped_parts": f"{_HERE}.mapped:MAPPED_PARTS",
         "triton/matmul": f"{_HERE}.matmul:MATMUL",
         "triton/moe_route": f"{_HERE}.moe:ROUTE",
         "triton/moe_up": f"{_HERE}.moe:UP",

@@ -27,17 +27,20 @@ from llmc.targets.target import Target
 
 OPTIONS = ("num_warps", "num_stages")  # Triton ignores names it does not know: so we do not
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
+Box = tuple[tuple[int, ...], int]
 _DIGEST = 32
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A binary, the threads of a block and the bytes of shared memory that it is launched with."""
+    """A binary, the threads of a block and the bytes of shared memory that it is launched with; of each tensor map in
+    the order of the parameters, the box and the swizzle (0: none, 1 to 3: of 32, 64 and 128 bytes) that it expects."""
 
     binary: bytes
     threads: int
     shared: int
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,10 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
         meta = built.metadata
         if getattr(meta, "global_scratch_size", 0):
             return key, "it needs global scratch memory, which launches do not provide"
-        return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared)
+        boxes = tuple((tuple(x["block_size"]), int(x["swizzle"])) for x in getattr(meta, "tensordesc_meta", None) or ())
+        if len(boxes) != len(source.maps):
+            return key, "the target has no tensor maps"
+        return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared, boxes)
 
 
 class _Text(importlib.abc.InspectLoader):
@@ -191,13 +197,14 @@ def _read(path: Path) -> Compiled | None:
         head, _, binary = path.read_bytes().partition(b"\n")
         facts = json.loads(head)
         whole = hashlib.sha256(binary).hexdigest() == facts["sha256"]
-        return Compiled(binary, int(facts["threads"]), int(facts["shared"])) if whole else None
+        boxes = tuple((tuple(map(int, box)), int(swizzle)) for box, swizzle in facts.get("boxes", ()))
+        return Compiled(binary, int(facts["threads"]), int(facts["shared"]), boxes) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(path: Path, c: Compiled) -> None:
-    head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest()}
+    head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest(), "boxes": c.boxes}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         entry = Path(folder, "entry")
         entry.write_bytes(json.dumps(head).encode() + b"\n" + c.binary)

@@ -1,7 +1,8 @@
 """A program as launches that are ready to go: arguments in place, graphs of the sizes that recur; it loads no kernels.
 
 Every pointer and size of every launch has a cell of 8 bytes, and every launch a list of the addresses of its cells, as
-the driver takes them. A run changes the cells of sizes and the grids alone.
+the driver takes them. A run changes the cells of sizes and the grids alone. A tensor map is 128 bytes elsewhere, and
+cells of its tensor's sizes (i32) and steps (i64, in elements) behind it, as Triton passes one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from llmc_runtime.device.cuda_names import Cuda
+from llmc_runtime.device.cuda_names import MAP_BYTES, Cuda
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import REMEDY
-from llmc_runtime.format.program import Launch, Program
+from llmc_runtime.format.program import Launch, Program, TensorMap
 
 _SCRATCH = 2  # null pointers behind the sizes: Triton's scratch memory, which none of our kernels uses
 _MOST = (1 << 31) - 1
@@ -55,8 +56,10 @@ class CudaRun:
         self._names = tuple(program.symbols)
         self._sizes: dict[str, int] = {}  # size text -> its index among the program's different sizes
         self._exprs: list[Expr] = []
-        count = sum(len(x.args) + len(x.sizes) + _SCRATCH for x in program.launches)
+        maps = [m for x in program.launches for m in x.maps]
+        count = sum(len(x.args) + len(x.sizes) + _SCRATCH for x in program.launches) + sum(2 * len(m.box) for m in maps)
         self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, the driver reads it at launches
+        self._maps = np.zeros(MAP_BYTES * len(maps), np.uint8)  # nor this
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._ready: list[_Ready] = []
         where, which = self._fill(functions, addresses)
@@ -68,12 +71,16 @@ class CudaRun:
         """Set pointers and make the launches; the cells that hold sizes, and the index of each one's size."""
         where: list[int] = []
         which: list[int] = []
-        at = 0
+        at = made = 0
         for launch, function in zip(self._program.launches, functions):
             params = int(self._table.ctypes.data) + 8 * at
-            for arg in launch.args:
+            maps = {m.arg: m for m in launch.maps}
+            for i, arg in enumerate(launch.args):
                 self._cells[at] = addresses[arg]
                 at += 1
+                if i in maps:
+                    at = self._put_map(maps[i], self._program.buffers[arg].dtype, at, made)
+                    made += 1
             for size in launch.sizes:
                 where.append(at)
                 which.append(self._index(size))
@@ -83,6 +90,20 @@ class CudaRun:
             config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
             self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
         return where, which
+
+    def _put_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
+        """Make the tensor map of the address in the cell before `at` the parameter there, with its tensor's sizes and
+        steps behind it: the cell behind those."""
+        top = self._program.top()
+        shape = [d(top) for d in m.shape]
+        steps = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+        begin = MAP_BYTES * number
+        address = int(self._cells[at - 1])
+        found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)
+        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(found, np.uint8)
+        self._table[at - 1] = self._maps.ctypes.data + begin
+        self._cells[at : at + 2 * len(shape)] = [*shape, *steps]
+        return at + 2 * len(shape)
 
     def _index(self, size: Expr | None) -> int:
         text = "1" if size is None else size.text

@@ -6,7 +6,10 @@ the same names and parameters in cuda-bindings 12.8 to 13; what does differ is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +21,9 @@ _LEAST = 12030
 _LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
+MAP_BYTES = 128
+_MAPS_SINCE = 12000  # the version of the driver's interface that has them
+_MAPPED: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
 # Why host memory may not be registered: of the system, the driver or the file system, not of what runs on the GPU.
 _REFUSALS = frozenset(
@@ -137,6 +143,33 @@ class Cuda:
         which = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.ok(self.cu.cuFuncSetAttribute(function, which, nbytes))
 
+    def tensor_map(self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
+        """The 128 bytes of a CUtensorMap: a row-major tensor of 16-bit floats at `address` (a multiple of 16; rows are
+        multiples of 16 bytes), copied a `box` at a time. LlmcError E114 where the driver refuses it."""
+        cu, rank = self.cu, len(shape)
+        kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED[dtype]}")
+        steps = [2 * math.prod(shape[i:]) for i in range(rank - 1, 0, -1)]
+        # Not by the bindings: where they keep the map is no multiple of 64 bytes, as the driver wants it to be.
+        room = ctypes.create_string_buffer(2 * MAP_BYTES)
+        begin = -ctypes.addressof(room) % MAP_BYTES
+        status = self._encode(
+            ctypes.addressof(room) + begin, int(kind), rank, address, _longs(reversed(shape)), _longs(steps),
+            _ints(reversed(box)), _ints([1] * rank), int(cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+            swizzle, int(cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+            int(cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        )  # fmt: skip
+        if status:
+            raise self.error(status)
+        return room.raw[begin : begin + MAP_BYTES]
+
+    @cached_property
+    def _encode(self) -> Callable[..., int]:
+        """cuTensorMapEncodeTiled: out, type, rank, address, sizes, steps, box, element steps, four choices."""
+        address, _ = self.ok(self.cu.cuGetProcAddress(b"cuTensorMapEncodeTiled", _MAPS_SINCE, 0))
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        kinds = (pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4)
+        return ctypes.CFUNCTYPE(number, *kinds)(int(address))
+
     def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool) -> Any:
         """How a kernel is launched, but for its grid; `pdl`: perhaps before the launch before it has ended."""
         config = self.cu.CUlaunchConfig()
@@ -153,6 +186,16 @@ class Cuda:
     def begin_capture(self, stream: Any) -> None:
         """From now on what this thread puts into the stream becomes a graph instead."""
         self.ok(self.cu.cuStreamBeginCapture(stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+
+
+def _longs(values: Iterable[int]) -> Any:
+    found = list(values)
+    return (ctypes.c_uint64 * len(found))(*found)
+
+
+def _ints(values: Iterable[int]) -> Any:
+    found = list(values)
+    return (ctypes.c_uint32 * len(found))(*found)
 
 
 def _bindings() -> Any:

@@ -35,6 +35,8 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 KINDS = ("input", "output", "weight", "state", "arena")
+MAPPED = ("bf16", "f16")  # dtypes of tensor maps
+MOST_BOX = 256  # elements along an axis of a box
 Symbols = Mapping[str, tuple[int, int]]
 
 
@@ -88,10 +90,40 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """An argument (its place among `Launch.args`) that GPUs take as a tensor map in place of a pointer: the buffer as a
+    row-major tensor of `shape` at the upper bound of every symbol, copied a `box` at a time; `swizzle` as in
+    CUtensorMapSwizzle, 0 to 3."""
+
+    arg: int
+    shape: tuple[Expr, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> TensorMap:
+        f = Fields(value, where, lenient)
+        m = TensorMap(
+            arg=f.integer("arg", high=4096),
+            shape=f.list("shape", a_size, cap=5),
+            box=f.list("box", an_integer, cap=5),
+            swizzle=f.integer("swizzle", high=3),
+        )
+        f.close()
+        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MOST_BOX for b in m.box):
+            raise damaged(where, f"a box has as many sizes as its tensor, two at least, each 1 to {MOST_BOX}")
+        return m
+
+    def json(self) -> dict[str, Any]:
+        return {"arg": self.arg, "shape": [str(d) for d in self.shape], "box": list(self.box), "swizzle": self.swizzle}
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64 (on GPUs as int32).
 
-    `grid` counts programs along x, y and z; `pdl`: the launch may begin before the one before it has ended.
+    Arguments that `maps` names are tensor maps. `grid` counts programs along x, y and z; `pdl`: the launch may begin
+    before the one before it has ended.
     `flops` and `bytes` are what it costs, as far as the compiler could say, for reports alone.
     """
 
@@ -107,6 +139,7 @@ class Launch:
     flops: Expr | None = None
     bytes: Expr | None = None
     pdl: bool = False
+    maps: tuple[TensorMap, ...] = ()
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
@@ -123,6 +156,7 @@ class Launch:
             loc=f.text("loc", ""),
             op=f.text("op", ""),
             pdl=bool(f.integer("pdl", 0, high=1)),
+            maps=f.list("maps", lambda v, w: TensorMap.read(v, w, lenient), [], cap=16),
             **cost,
         )
         f.close()
@@ -136,6 +170,8 @@ class Launch:
         }  # fmt: skip
         if self.pdl:
             out["pdl"] = 1
+        if self.maps:
+            out["maps"] = [m.json() for m in self.maps]
         if self.flops is not None:
             out["flops"] = str(self.flops)
         if self.bytes is not None:
@@ -263,5 +299,18 @@ def _check(p: Program, where: str) -> None:
         place = f"{where}.launches[{i}]"
         if any(not 0 <= a < len(p.buffers) for a in x.args):
             raise damaged(place, "an argument's index is out of range")
-        if any(not e.symbols <= known for e in (*x.sizes, *x.grid)):
+        if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *(d for m in x.maps for d in m.shape))):
             raise damaged(place, "a size uses a symbol that the program lacks")
+        for m in x.maps:
+            _check_map(m, x, p, top, place)
+
+
+def _check_map(m: TensorMap, x: Launch, p: Program, top: Mapping[str, int], place: str) -> None:
+    """A map lies inside its buffer: no copy reaches behind it."""
+    if m.arg >= len(x.args) or sum(m.arg == other.arg for other in x.maps) > 1:
+        raise damaged(place, "a tensor map's argument is out of range, or has two")
+    b, count = p.buffers[x.args[m.arg]], 1
+    for d in m.shape:
+        count *= d(top)
+    if b.dtype not in MAPPED or count <= 0 or count * DTYPE_BITS[b.dtype] // 8 > b.bytes(top):
+        raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer")

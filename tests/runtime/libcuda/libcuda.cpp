@@ -1,6 +1,7 @@
 // A CUDA driver without a GPU, for tests: device memory is host memory, kernels are functions of shared objects, and a
 // stream does nothing before somebody waits for it, so that whoever changes a buffer too early is found out.
-// Kernels: extern "C" void entry(void** params, const unsigned* grid). Faults are put in with fake_fail.
+// Kernels: extern "C" void entry(void** params, const unsigned* grid), with num_params and, where some are wider than 8
+// bytes, param_bytes. Faults are put in with fake_fail.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,9 +26,12 @@ typedef struct { int id; char pad[4]; char value[64]; } Attr;
 typedef void (*Entry)(void**, const unsigned*);
 enum { OK = 0, INVALID = 1, OOM = 2, NOT_FOUND = 500, NOT_READY = 600, CAPTURE = 900 };
 
-struct Function { Entry entry; std::string name; int max_shared = 48 << 10; int params = 0; };
+struct Function { Entry entry; std::string name; int max_shared = 48 << 10; int params = 0; const int* bytes = nullptr; };
 struct Module { void* handle; std::vector<Function*> functions; };
-struct Node { Function* f; std::vector<uint64_t> cells; std::vector<void*> params; unsigned grid[3]; bool pdl; };
+struct Node { Function* f; std::vector<std::string> values; unsigned grid[3]; bool pdl; };
+// What a tensor map of this driver holds: what it was made of.
+struct TensorMap { int32_t type, rank; uint64_t address, dims[5], steps[4]; uint32_t box[5]; int32_t swizzle; };
+static_assert(sizeof(TensorMap) <= 128, "a tensor map is 128 bytes");
 struct Graph { std::vector<Node> nodes; };
 struct Stream { std::deque<std::function<void()>> queue; Graph* capture = nullptr; long done = 0, put = 0; };
 struct Event { Stream* stream = nullptr; long at = 0; };
@@ -77,9 +81,9 @@ static void drain(Stream* s, long until) {
 static void run(const Node& n) {
   auto f = faults.find("kernel");
   if (f != faults.end() && --f->second.second < 0) { lost = f->second.first; faults.erase(f); return; }
-  std::vector<uint64_t> cells = n.cells;
+  std::vector<std::string> values = n.values;
   std::vector<void*> params;
-  for (auto& c : cells) params.push_back(&c);
+  for (auto& v : values) params.push_back(v.data());
   n.f->entry(params.data(), n.grid);
 }
 
@@ -238,19 +242,36 @@ CUresult cuModuleGetFunction(void** f, void* m, const char* name) {
   Function* fn = new Function{(Entry)entry, name};
   int* params = (int*)dlsym(((Module*)m)->handle, "num_params");
   fn->params = params ? *params : 0;
+  fn->bytes = (const int*)dlsym(((Module*)m)->handle, "param_bytes");
   *f = fn;
   return OK;
 }
 CUresult cuFuncSetAttribute(void* f, int which, int value) { ENTER("cuFuncSetAttribute"); if (which != 8) return INVALID; ((Function*)f)->max_shared = value; return OK; }
+CUresult cuTensorMapEncodeTiled(void* out, int type, uint32_t rank, void* address, const uint64_t* dims, const uint64_t* steps,
+                                const uint32_t* box, const uint32_t* every, int interleave, int swizzle, int promotion, int fill) {
+  ENTER("cuTensorMapEncodeTiled");
+  if (rank < 2 || rank > 5 || interleave || fill || swizzle < 0 || swizzle > 3 || (uintptr_t)address % 16 || (uintptr_t)out % 64) return INVALID;
+  TensorMap m = {type, (int32_t)rank, (uint64_t)address, {}, {}, {}, swizzle};
+  for (unsigned i = 0; i < rank; i++) {
+    if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256 || every[i] != 1) return INVALID;
+    if (i && (steps[i - 1] % 16 || steps[i - 1] >= 1ull << 40)) return INVALID;
+    m.dims[i] = dims[i];
+    m.box[i] = box[i];
+    if (i) m.steps[i - 1] = steps[i - 1];
+  }
+  memset(out, 0, 128);
+  memcpy(out, &m, sizeof m);
+  return OK;
+}
 CUresult cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra) {
   ENTER("cuLaunchKernelEx");
   Function* fn = (Function*)f;
   Stream* s = (Stream*)c->stream;
   if (!streams.count(s) || !c->grid[0] || !c->grid[1] || !c->grid[2] || !c->block[0] || extra) return INVALID;
   if ((int)c->shared > fn->max_shared) return INVALID;
-  Node n{fn, {}, {}, {c->grid[0], c->grid[1], c->grid[2]}, false};
+  Node n{fn, {}, {c->grid[0], c->grid[1], c->grid[2]}, false};
   for (unsigned i = 0; i < c->num_attrs; i++) n.pdl |= ((Attr*)c->attrs)[i].id == 6 && *(int*)((Attr*)c->attrs)[i].value == 1;
-  for (int i = 0; i < fn->params; i++) n.cells.push_back(*(uint64_t*)params[i]);
+  for (int i = 0; i < fn->params; i++) n.values.emplace_back((const char*)params[i], fn->bytes ? fn->bytes[i] : 8);
   if (s->capture) { s->capture->nodes.push_back(n); return OK; }
   log_ += n.pdl ? "launch-pdl " : "launch ";
   return put(s, [=] { run(n); });
@@ -291,6 +312,7 @@ CUresult cuGetProcAddress_v2(const char* name, void** out, int version, uint64_t
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   void* p = dlsym(self, (n + "_v2").c_str());
   *out = p ? p : dlsym(self, n.c_str());
+  if (found) *found = *out ? 0 : 1;
   return *out ? OK : NOT_FOUND;
 }
 }

@@ -1,0 +1,138 @@
+"""Large products whose tiles the bulk copy engine brings: tensor maps in place of pointers, on Hopper and later.
+
+No thread computes an address or holds a mask: what lies behind a matrix comes as zeros. The parts of a gated product
+are one tile of twice the rows, so that one instruction multiplies both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.triton.base import Code, Unit
+from llmc.codegen.triton.linear import Product, dot_cast, load_extras
+from llmc.codegen.triton.split import PartText, parts_us
+from llmc.codegen.triton.tile import WARPGROUP, Shape, Text, Tiled, product_us
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+FIRST = 90  # compute capability, in tenths
+ROW = 16  # bytes of which a row has to be a multiple
+STEP = 64  # columns of a tile: 128 bytes, the widest swizzle
+# bm, bn, warps, stages; bn is of all parts.
+TILES = (
+    (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
+    (64, 256, 4, 4), (128, 128, 8, 6), (64, 128, 4, 6), (256, 128, 8, 3),
+)  # fmt: skip
+_GAIN = 1.1  # over pointers, as measured on an H200
+
+
+def has_maps(target: Target) -> bool:
+    """Whether its GPUs have the bulk copy engine."""
+    return target.family == "cuda" and int(target.arch.removeprefix("sm_").rstrip("af")) >= FIRST
+
+
+def gain(node: Node, env: Mapping[str, int]) -> float:
+    """How much faster it is than the same tiles by pointers; nothing is known where tokens are few."""
+    return _GAIN if Product.of(node).tokens(env) > WARPGROUP else 1.0
+
+
+@dataclass(frozen=True)
+class Mapped(Tiled):
+    """linear and linear_map of 16-bit factors, one part or two."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        p = Product.of(node)
+        if not has_maps(target):
+            return f"{target.name} has no bulk copies of tensors"
+        if p.x.dtype != p.w.dtype or p.dot == "f32":
+            return f"factors of {p.x.dtype} and {p.w.dtype}; it takes two of 16 bits that are alike"
+        if p.parts > 2:
+            return f"{p.parts} parts; it takes two at most"
+        return f"rows of {2 * p.k} bytes are no multiple of {ROW}" if 2 * p.k % ROW else None
+
+    def _large(self, p: Product) -> Iterator[Shape]:
+        for bm, bn, warps, stages in TILES:
+            yield bm, bn // p.parts, STEP, warps, stages, 1
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        us = product_us(Product.of(node), schedule, target, env, False)
+        return us / gain(node, env) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        p, s = Product.of(u.node), u.schedule
+        weight = (s["bn"], s["bk"]) if p.parts == 1 else (p.parts, s["bn"], s["bk"])
+        sizes = (D(p.n), D(p.k)) if p.parts == 1 else (D(p.parts), D(p.n), D(p.k))
+        return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))
+
+    def text(self, u: Unit, p: Product) -> Text:
+        s = u.schedule
+        return MappedText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+
+
+class MappedText(Text):
+    """bm tokens times bn weight rows of every part."""
+
+    @property
+    def span(self) -> str:
+        """The columns that a program multiplies: from, to."""
+        return f"0, {self.depth}"
+
+    def lines(self) -> list[str]:
+        p, u, both = self.p, self.u, self.p.parts == 2
+        high = self.bn * p.parts
+        rows = f"pn * {self.bn}"
+        weight = f"tl.reshape(x1.load([0, {rows}, k]), ({high}, {self.bk}))" if both else f"x1.load([{rows}, k])"
+        lines = [
+            *self.grouped(),
+            f"n = {rows} + tl.arange(0, {self.bn})",
+            f"m = (pm * {self.bm} + tl.arange(0, {self.bm})).to(tl.int64)",
+            u.hold,
+            f"a0 = tl.zeros([{self.bm}, {high}], tl.float32)",
+            f"for k in tl.range({self.span}, {self.bk}, num_stages={self.stages}):",
+            f"    x = {dot_cast(u, p, f'x0.load([pm * {self.bm}, k])')}",
+            f"    w = {dot_cast(u, p, weight)}",
+            '    a0 = tl.dot(x, w.T, a0, input_precision="ieee")',
+            f"a0, a1 = tl.split(tl.permute(tl.reshape(a0, ({self.bm}, 2, {self.bn})), (0, 2, 1)))" if both else "",
+            u.go,
+            *load_extras(u, p, self.token, self.row, self.mmask, self.nmask),
+            *self.finish([f"a{j}" for j in range(p.parts)]),
+        ]
+        return [x for x in lines if x]
+
+
+class MappedPartText(MappedText, PartText):
+    """One part of the depth."""
+
+    @property
+    def span(self) -> str:
+        return f"tl.program_id(1) * {self.depth}, (tl.program_id(1) + 1) * {self.depth}"
+
+
+class MappedParts(Mapped):
+    """linear_split. A part is whole steps: what lies behind it is no zeros, but the next one's."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        depth = Product.of(node).k // int(node.attrs["splits"])
+        return super().reject(node, target) or (
+            f"parts of {depth} columns are no multiple of {STEP}" if depth % STEP else None
+        )
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return parts_us(node, schedule, target, env) / gain(node, env) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        code = super().code(u)
+        return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
+
+    def text(self, u: Unit, p: Product) -> Text:
+        s = u.schedule
+        return MappedPartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+
+
+MAPPED = Mapped("triton/mapped", ("linear", "linear_map"))
+MAPPED_PARTS = MappedParts("triton/mapped_parts", ("linear_split",))

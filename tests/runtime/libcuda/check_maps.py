@@ -1,0 +1,128 @@
+"""Tensor maps as parameters: what the driver is asked for, what a kernel gets, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.cuda import CudaDevice
+from llmc_runtime.format import expr
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import TargetInfo
+from llmc_runtime.format.program import Buffer, Launch, Program, TensorMap
+
+from llmc.artifact.write import write_artifact
+from tests.runtime.libcuda import toy
+from tests.runtime.libcuda.conftest import Driver
+
+# Copies out the sizes and steps behind each map, the map itself, and the pointers and sizes that come after both.
+KERNEL = """
+#include <stdint.h>
+#include <string.h>
+extern "C" {
+extern const int num_params, param_bytes[];
+const int num_params = 17, param_bytes[] = {128, 4, 4, 8, 8, 128, 4, 4, 4, 8, 8, 8, 8, 8, 4, 8, 8};
+void maps(void** params, const unsigned* grid) {
+  char* out = *(char**)params[12];
+  for (int i = 0; i < num_params; i++) { memcpy(out, params[i], param_bytes[i]); out += param_bytes[i]; }
+}
+}
+"""
+ROWS = 24
+WORDS = sum(w // 4 for w in (128, 4, 4, 8, 8, 128, 4, 4, 4, 8, 8, 8, 8, 8, 4, 8, 8))
+
+
+def program(**changes: Any) -> Program:
+    """x[T, 40] and w[2, 6, 32] as maps; T is at most 24."""
+    sizes = (
+        ("x", "input", "bf16", ("T", "40")),
+        ("w", "weight", "f16", ("12", "32")),
+        ("y", "output", "i32", (WORDS,)),
+    )
+    buffers = tuple(
+        Buffer(name, kind, dtype, tuple(expr.of(d) for d in shape), expr.of(nbytes))
+        for (name, kind, dtype, shape), nbytes in zip(sizes, ("80*T", 768, 4 * WORDS), strict=True)
+    )
+    x = TensorMap(0, (expr.of("T"), expr.of(40)), (16, 64), 3)
+    w = TensorMap(1, (expr.of(2), expr.of(6), expr.of(32)), (2, 8, 32), 2)
+    launch = Launch(
+        toy.kernel(KERNEL, "maps").hash, "maps", (0, 1, 2, 2), (expr.of("T"),), (expr.of(1),), 32, maps=(x, w)
+    )
+    symbols = {"T": (1, ROWS), "R": (1, 4)}
+    made = Program("maps", symbols, symbols, buffers, (replace(launch, **changes),), 0)
+    return Program.load(made.dump(), "maps")  # as it is read
+
+
+def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
+    parts = replace(toy.parts(tmp_path), kernels=(toy.kernel(KERNEL, "maps"),), programs=())
+    write_artifact(tmp_path / "toy.llmc", parts)
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, w, y = (device.alloc(n) for n in (80 * ROWS, 768, 4 * WORDS))
+        symbols = np.array([5, 1], np.int64)
+        run = device.bind(program(), [m.address for m in (x, w, y)], symbols)
+        run()
+        got = device.read(y).view(np.uint32)
+    finally:
+        device.close()
+    at = 0
+
+    def take(words: int) -> list[int]:
+        nonlocal at
+        at += words
+        return [int(n) for n in got[at - words : at]]
+
+    def longs(count: int) -> list[int]:
+        found = take(2 * count)
+        return [low | high << 32 for low, high in zip(found[::2], found[1::2], strict=True)]
+
+    bf16, f16 = 9, 6  # of CUtensorMapDataType
+    assert take(2) == [bf16, 2] and longs(1) == [x.address]
+    assert longs(5) == [40, ROWS, 0, 0, 0] and longs(4) == [80, 0, 0, 0]  # all of T's range, whatever this step has
+    assert take(6) == [64, 16, 0, 0, 0, 3] and take(4) == [0] * 4
+    assert take(2) == [ROWS, 40] and longs(2) == [40, 1]
+    assert take(2) == [f16, 3] and longs(1) == [w.address]
+    assert longs(5) == [32, 6, 2, 0, 0] and longs(4) == [64, 384, 0, 0]
+    assert take(6) == [32, 8, 2, 0, 0, 2] and take(4) == [0] * 4
+    assert take(3) == [2, 6, 32] and longs(3) == [192, 32, 1]
+    assert longs(2) == [y.address, y.address] and take(1) == [5] and longs(2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": (expr.of("T+1"), expr.of(40))}, "inside its buffer"),
+        ({"shape": (expr.of(0), expr.of(40))}, "inside its buffer"),
+        ({"shape": (expr.of("Q"), expr.of(40))}, "symbol"),
+        ({"shape": (expr.of("T"),)}, "as many sizes"),
+        ({"box": (16, 512)}, "1 to 256"),
+        ({"box": (0, 64)}, "1 to 256"),
+        ({"arg": 3}, "inside its buffer"),
+        ({"arg": 4}, "out of range"),
+        ({"arg": 1}, "has two"),
+        ({"swizzle": 4}, "swizzle"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], words: str) -> None:
+    good = program().launches[0].maps
+    with pytest.raises(LlmcError, match=words):
+        program(maps=(replace(good[0], **change), good[1]))
+
+
+def test_a_map_that_the_driver_refuses(driver: Driver, tmp_path: Path) -> None:
+    write_artifact(
+        tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=(toy.kernel(KERNEL, "maps"),), programs=())
+    )
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        driver.fail("cuTensorMapEncodeTiled", 1)
+        with pytest.raises(LlmcError, match="E114"):
+            device.bind(program(), [device.alloc(n).address for n in (80 * ROWS, 768, 4 * WORDS)], np.ones(2, np.int64))
+    finally:
+        device.close()
