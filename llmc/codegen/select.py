@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
-from llmc.codegen.tuning import Tuning, node_text, sizes_of
+from llmc.codegen.tuning import Tuning, node_text
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
@@ -21,7 +21,9 @@ from llmc.targets.target import Target
 
 TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes that the cost rule prices nodes at, inside their bounds
 
-BESIDE = 64  # rows that a step of prompts has
+BESIDE = (
+    96  # rows that a step of prompts has: tiles for 64 would read a head's weights twice for 64 streams and a prompt
+)
 
 
 def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
@@ -38,13 +40,13 @@ def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
 
 
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
-    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for. For a node of
-    rows alone in a graph of so many tokens: prompts come beside rows that decode, and too wide a tile costs little."""
+    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for. For a node of a
+    graph of so many tokens: prompts come beside rows that decode, and too wide a tile costs little."""
     want = dict(TYPICAL)
     out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
         out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
-    if n is not None and "T" in g.ranges and "T" not in dict(sizes_of(n, out)):
+    if n is not None and "T" in g.ranges:
         lo, hi = m.bounds(g).get("R", (1, 1))
         out["R"] = max(lo, min(hi, BESIDE))
     return out

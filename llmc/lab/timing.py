@@ -171,7 +171,7 @@ class Timer:
         need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
         env = {**c.env, "P": max(low, min(high, need))}
         env = {s: env[s] for s in program.symbols}
-        return Placed(program, c, env, *_places(program, env))
+        return Placed(program, c, env, *_places(program, env, () if self.target.family == "cpu" else _pairs(c)))
 
     def _time(self, device: Device, memory: Memory, p: Placed) -> float:
         device.repeat(memory.part(0, p.nbytes), self.tile, 0)
@@ -209,8 +209,16 @@ class Timer:
                     device.write(memory, p.places[b.name], np.ascontiguousarray(data))
 
 
-def _places(program: Program, env: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each buffer of a program begins in one memory, and the bytes of that."""
+def _pairs(c: Candidate) -> list[tuple[int, int]]:
+    """(argument, argument) of a launch that share memory, where a kernel can work in place: in a model it does."""
+    count = len(c.node.operands)
+    return [(i, count + r) for i, r in c.kernel.inplace(c.node, c.schedule)]
+
+
+def _places(
+    program: Program, env: Mapping[str, int], pairs: Sequence[tuple[int, int]] = ()
+) -> tuple[dict[str, int], int]:
+    """Where each buffer of a program begins in one memory, and the bytes of that; `pairs` of arguments share theirs."""
     at = -(-program.arena_bytes // ALIGN) * ALIGN
     places: dict[str, int] = {}
     by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
@@ -225,4 +233,7 @@ def _places(program: Program, env: Mapping[str, int]) -> tuple[dict[str, int], i
         while root.alias is not None:
             root = by_name[root.alias]
         places[b.name] = places[root.name]
+    for launch in program.launches:
+        for i, r in pairs:
+            places[program.buffers[launch.args[r]].name] = places[program.buffers[launch.args[i]].name]
     return places, at

@@ -26,6 +26,7 @@ TILES = (
     (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
     (64, 256, 4, 4), (128, 128, 8, 6), (64, 128, 4, 6), (256, 128, 8, 3),
 )  # fmt: skip
+GROUPS, GROUPED = (16, 32), 3
 _GAIN = 1.1  # over pointers, as measured on an H200
 
 
@@ -54,6 +55,11 @@ class Mapped(Tiled):
         if p.parts > 2:
             return f"{p.parts} parts; it takes two at most"
         return f"rows of {2 * p.k} bytes are no multiple of {ROW}" if 2 * p.k % ROW else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Each tile, and the best ones in larger groups: weights pass once where all tokens are one group."""
+        found = super().schedules(node, target)
+        return found + [{**s, "group": g} for g in GROUPS for s in found[:GROUPED]]
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, warps, stages in TILES:

@@ -106,8 +106,9 @@ class Prefill(TritonKernel):
         return Code(joined(*lines), grid, warps=u.schedule["warps"], stages=u.schedule["stages"])
 
     def find(self, u: Unit, tokens: int) -> str:
-        """begin .. stop: the program's tokens, all of one row. Row j's tiles begin at program starts[j] // tokens + j,
-        which leaves enough for any starts. What is behind the last row is a row, too: one of padding."""
+        """begin .. stop: the program's tokens, all of one row. Row j's tiles begin at tile starts[j] // tokens + j,
+        which leaves enough for any starts. What is behind the last row is a row, too: one of padding. The last tiles,
+        whose queries see most keys, begin first."""
         count, total = u.sizes(u.node.operands[3].type.shape[0]), u.sizes(u.node.operands[0].type.shape[0])
         least = u.node.attrs["least"]
         search = (
@@ -116,7 +117,7 @@ class Prefill(TritonKernel):
             f"i += tl.sum(((starts // {tokens} + j <= tile) & (j <= {count})).to(tl.int32))"
         )
         return joined(
-            "tile = tl.program_id(0)",
+            "tile = tl.num_programs(0) - 1 - tl.program_id(0)",
             "i = tile * 0 - 1",
             loop(f"0, {count} + 1, {ROWS}", search),
             "start = tl.load(x4 + i)",

@@ -33,6 +33,7 @@ from llmc.targets.target import Target
 Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
 KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes that one prefetch brings to the L2 cache
+GROUP = 8  # rows of tiles that are walked together
 EARLY = 32  # tokens up to which a program keeps its extras in registers while it multiplies
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles.
@@ -284,14 +285,14 @@ class Text:
         return ["pm = tl.program_id(0)", "pn = tl.program_id(1)"]
 
     def grouped(self) -> list[str]:
-        """Eight rows of tiles at a time, column by column, so that both factors are found in the L2 cache."""
-        columns = -(-self.p.n // self.bn)
+        """Some rows of tiles at a time, column by column, so that both factors are found in the L2 cache."""
+        columns, group = -(-self.p.n // self.bn), self.u.schedule.get("group", GROUP)
         return [
             "pid = tl.program_id(0)",
-            f"first = pid // {8 * columns} * 8",
-            f"high = tl.minimum({self.u.sizes(self.p.m.ceildiv(self.bm))} - first, 8)",
-            f"pm = first + pid % {8 * columns} % high",
-            f"pn = pid % {8 * columns} // high",
+            f"first = pid // {group * columns} * {group}",
+            f"high = tl.minimum({self.u.sizes(self.p.m.ceildiv(self.bm))} - first, {group})",
+            f"pm = first + pid % {group * columns} % high",
+            f"pn = pid % {group * columns} // high",
         ]
 
     def tile(self, base: str, rows: str, left: bool) -> str:
