@@ -25,6 +25,7 @@ from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
+from llmc.codegen.triton.mapped import has_maps  # noqa: E402
 from llmc.codegen.triton.table import KERNELS  # noqa: E402
 from llmc.codegen.triton.toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
@@ -75,6 +76,8 @@ def all_jobs(target: Target) -> list[Job]:
         seen[case.name] = seen.get(case.name, 0) + 1
         if seen[case.name] > 1:
             case.name = f"{case.name}.{seen[case.name]}"
+        if not has_maps(target) and case.kernel.name.startswith("triton/mapped"):
+            continue
         for told in tellings(case, len(jobs)):
             source = case.kernel.emit(case.node, {**case.schedule, **told}, target)
             settled = case.kernel.early(case.node) if SETTLED in told else ()

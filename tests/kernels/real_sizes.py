@@ -50,6 +50,9 @@ _ATTENTION = {
     "parts": (
         Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
     ),
+    "mapped_parts": (
+        Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
+    ),
     "linear_combine": (
         Text(
             "f32[2, R, 4096]; bf16[R, 4096]", 'linear_combine {body="add(a1, a0)", dtype="bf16"}', "bf16[R, 4096]"
@@ -75,6 +78,14 @@ _ATTENTION = {
 }  # fmt: skip
 
 _PRODUCTS = {
+    "mapped": (
+        Text("bf16[T, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[T, 14336]"),
+        Text("f16[T, 4096]; weight f16[6144, 4096]", "linear", "f16[T, 6144]"),
+        Text(
+            "bf16[T, 14336]; weight bf16[4096, 14336]; bf16[T, 4096]", 'linear_map {parts=1, body="add(a1, a0)"}',
+            "bf16[T, 4096]",
+        ),
+    ),
     "stream": (
         Text("bf16[1, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[1, 14336]"),
         Text(f"bf16[R, 4096]; weight bf16[{V}, 4096]", 'linear_map {parts=1, body="a0", dtype="f32"}', f"f32[R, {V}]"),

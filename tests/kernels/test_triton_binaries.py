@@ -27,12 +27,14 @@ from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
 
 from llmc.codegen.kernel import Source
+from llmc.codegen.triton.mapped import has_maps
 from llmc.codegen.triton.table import KERNELS
 from llmc.codegen.triton.toolchain import compile_one
 from llmc.extension import resolve
 from llmc.targets.target import Target
 
 TOKENS = {"T": 2048, "R": 16}
+NEWER = {name: tuple(t for t in TARGETS if has_maps(t)) for name in ("triton/mapped", "triton/mapped_parts")}
 Work = tuple[str, Source, str, str, int]
 
 
@@ -54,8 +56,9 @@ def work(every: bool) -> Iterator[tuple[Target, Work]]:
     """What costs prefer for each target, or half of it for drawn ones; for a drawn one another schedule, too."""
     rng = Random(SEED)
     for name in REAL if every else rng.sample(list(REAL), len(REAL) // 2):
-        lucky = rng.choice(TARGETS)
-        for target in TARGETS if every else (lucky,):
+        able = NEWER.get(name, TARGETS)
+        lucky = rng.choice(able)
+        for target in able if every else (lucky,):
             for what, source in sources(name, target, rng if target is lucky else None):
                 yield target, (what, source, target.family, target.arch, target.limits.warp)
 
