@@ -12,7 +12,7 @@ from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
 from bench.gpu import floors, in_step
-from bench.gpu.kernels import groups
+from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
@@ -38,6 +38,16 @@ def test_floors_are_those_of_the_reference(
     assert ours == pytest.approx(decode, rel=5e-3)
     assert [floors.prefill_seconds(shape, t) * 1e3 for t in (512, 2048, 8192)] == pytest.approx(prefill, rel=5e-3)
     assert floors.offline_tokens_per_second(shape) == pytest.approx(offline, rel=5e-3)
+
+
+def test_attention_is_priced_by_what_its_queries_see() -> None:
+    streams = 64 * (1000 + STEPS)
+    load = Load(64, 1000, 512)  # 448 tokens of a prompt behind two such parts
+    assert load.attended("paged_attention_single", True) == (streams, streams)
+    pairs, tokens = load.attended("paged_attention", True)
+    assert tokens == 3 * 448 and 2 * 448 * 448 < pairs < 3 * 448 * 448
+    assert load.attended("paged_attention", False) == (streams + pairs, streams + tokens)
+    assert Load(32).attended("paged_attention", False) == (32 * (128 + STEPS),) * 2
 
 
 def decode(batch: int, measured: float, floor: float | None = 3.23) -> Row:

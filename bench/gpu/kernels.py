@@ -65,6 +65,14 @@ class Load:
     def rows(self) -> int:
         return self.batch + (self.tokens > 0)
 
+    def attended(self, op: str, apart: bool) -> tuple[float, int]:
+        """(pairs of a query and a key that it sees, tokens of KV in use) of a step's attention; `apart`: single tokens
+        have an op of their own. The prompt has two steps behind it."""
+        streams, chunk = self.batch * (self.prompt + STEPS), max(0, self.tokens - self.batch)
+        parts = ((streams, streams), (chunk * 2.5 * chunk, 3 * chunk))
+        kept = parts[:1] if op.endswith("_single") else parts[1:] if apart else parts
+        return sum(p for p, _ in kept), sum(n for _, n in kept)
+
 
 class Bench:
     """An artifact on its device with a load's requests under way, and what the executor bound."""
@@ -158,12 +166,15 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
         env = bench.env()
-        context, page = load.batch * (load.prompt + STEPS) + 4 * load.tokens, bench.executor.capacity.page_size
+        page, apart = (
+            bench.executor.capacity.page_size,
+            any(x.op.endswith("_single") for x in bench.step.program.launches),
+        )
         total = floor = 0.0
         seen: Counter[str] = Counter()
         for (kernel, place), launches in groups(bench.step.program).items():
             each = bench.seconds(launches) * len(launches)
-            least = sum(_floor(x, env, context, page, roof) for x in launches)
+            least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
             total, floor = total + each, floor + least
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
@@ -178,9 +189,12 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         bench.close()
 
 
-def _floor(x: Launch, env: dict[str, int], context: int, page: int, roof: Roof) -> float:
-    """Seconds. What a launch reads of the KV pool is priced by the tokens in use, not by the whole pool."""
-    used = env | {"P": -(-context // page)} if "attention" in x.op else env
-    flops = x.flops(used) if x.flops is not None else 0
-    moved = x.bytes(used) if x.bytes is not None else 0
+def _floor(x: Launch, env: dict[str, int], attended: tuple[float, int], page: int, roof: Roof) -> float:
+    """Seconds. Attention is priced by the keys that its queries see and the tokens in use, not by all of the pool."""
+    flops = x.flops(env) if x.flops is not None else 0
+    moved = x.bytes(env) if x.bytes is not None else 0
+    if x.op.startswith("paged_attention") and x.flops is not None and x.bytes is not None:
+        pairs, context = attended
+        flops = round(x.flops(dict.fromkeys(env, 1)) / page * pairs)
+        moved = x.bytes(env | {"P": -(-context // page)})
     return floors.launch_seconds(flops, moved, roof)
