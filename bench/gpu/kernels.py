@@ -166,10 +166,8 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
         env = bench.env()
-        page, apart = (
-            bench.executor.capacity.page_size,
-            any(x.op.endswith("_single") for x in bench.step.program.launches),
-        )
+        page = bench.executor.capacity.page_size
+        apart = any(x.op.endswith("_single") for x in bench.step.program.launches)
         total = floor = 0.0
         seen: Counter[str] = Counter()
         for (kernel, place), launches in groups(bench.step.program).items():
