@@ -21,9 +21,7 @@ from llmc.targets.target import Target
 
 TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes that the cost rule prices nodes at, inside their bounds
 
-BESIDE = (
-    96  # rows that a step of prompts has: tiles for 64 would read a head's weights twice for 64 streams and a prompt
-)
+BESIDE = 96  # rows of a step of prompts: tiles for 64 would read a head twice for 64 streams and a prompt
 
 
 def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
