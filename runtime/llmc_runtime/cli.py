@@ -208,7 +208,7 @@ def _resources(group: Any) -> None:
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
     add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
-    add("--prepare", action="store_true", help="build every device graph before the first request (of GPUs)")
+    add("--prepare", action="store_true", help="build device graphs (of GPUs) and grammars' vocabulary at the start")
     add("--trace", type=Path, metavar="FILE", help="write what the engine does, step by step, for ui.perfetto.dev")
     add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
 

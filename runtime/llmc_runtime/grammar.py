@@ -52,6 +52,14 @@ class Grammars:
         self._pool = ThreadPoolExecutor(THREADS, "llmc-grammar")
         self._vocabulary: Any = None
 
+    def prepare(self) -> str:
+        """Build the vocabulary now, not with the first grammar; why that cannot be, else an empty text."""
+        try:
+            self._words(_library())
+        except LlmcError as e:
+            return e.cause
+        return ""
+
     def submit(self, wanted: StructuredOutputsParams) -> Future[Any]:
         """Compile it in a thread, unless that was done. LlmcError E608 after `close`."""
         flags = (wanted.disable_any_whitespace, wanted.disable_additional_properties, wanted.whitespace_pattern)
@@ -81,11 +89,7 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Any:
-        try:
-            import llguidance
-        except ImportError as e:
-            cause = f"structured outputs need the package llguidance: {e}"
-            raise LlmcError("E650", cause, "pip install 'llmc-aot[grammar]'") from None
+        llguidance = _library()
         try:
             text = _definition(llguidance, wanted)
         except (ValueError, RecursionError, AttributeError, TypeError) as e:  # a schema that is no object, a bad GBNF
@@ -112,6 +116,15 @@ class Grammars:
         except Exception as e:  # llguidance raises what it likes for a tokenizer of a kind that it lacks
             cause = f"llguidance cannot use the model's tokenizer: {_first_line(str(e))}"
             raise LlmcError("E651", cause, "use another model for structured outputs") from None
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as e:
+        cause = f"structured outputs need the package llguidance: {e}"
+        raise LlmcError("E650", cause, "pip install 'llmc-aot[grammar]'") from None
+    return llguidance
 
 
 class Grammar:

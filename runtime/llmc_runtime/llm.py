@@ -58,7 +58,8 @@ class LLM:
     override_generation_config  {name: value} that goes over these
     verify                 check the hashes of the weights while opening
     canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
-    prepare                build every device graph now (of GPUs), not each when it is first needed
+    prepare                build now, not when it is first needed, every device graph (of GPUs) and the vocabulary of
+                           structured outputs
     trace                  a file: the engine's loop, step by step, for ui.perfetto.dev
     say                    is told, in one line each, what happens (by default printed to stderr)
 
@@ -119,6 +120,8 @@ class LLM:
         self.trace = None if trace is None else follow(opened.engine, trace)
         self._say(opened.summary)
         self._start(opened.engine, tokenizer, generation, chat_template)
+        if prepare and self._grammars is not None and (why := self._grammars.prepare()):
+            self._say(why)
 
     @classmethod
     def over(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime import grammar as module
+from llmc_runtime.core.loop import Loop
 from llmc_runtime.grammar import Grammars
 
 from tests.runtime.test_llm import TOK, device, make, params
@@ -41,6 +42,25 @@ def test_a_stream_has_the_text_of_the_whole() -> None:
     want = make().generate("x", structured(), use_tqdm=False)[0].outputs[0]
     pieces = list(make(device(2)).stream("x", structured()))
     assert "".join(p.text for p in pieces) == want.text and pieces[-1].finish_reason == "stop"
+
+
+def test_the_vocabulary_is_built_beforehand_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TOK, TOK.vocab_size, [2])
+    assert grammars.prepare() == ""
+    monkeypatch.setattr(Grammars, "_build", lambda *args: pytest.fail("it is there"))
+    wanted = structured().structured_outputs
+    assert wanted is not None and grammars.wait(grammars.submit(wanted)) is not None
+    grammars.close()
+
+
+def test_why_no_vocabulary_can_be_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: object) -> None:
+        raise LlmcError("E651", "a tokenizer of another kind", "another model")
+
+    monkeypatch.setattr(Grammars, "_build", build)
+    assert Grammars(TOK, TOK.vocab_size, [2]).prepare() == "a tokenizer of another kind"
+    loop = Loop(make().engine, lambda: None)
+    assert "lacks" in loop.prepare()
 
 
 def test_others_run_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,13 @@ class Loop:
         """Some grammar is being compiled: step() is worth calling now and then."""
         return bool(self._compiling)
 
+    def prepare(self) -> str:
+        """Build the vocabulary of grammars now; why that cannot be, else an empty text."""
+        try:
+            return self._need_grammars().prepare()
+        except LlmcError as e:
+            return e.cause
+
     def add(self, add: Add) -> None:
         """Queue a request; where it cannot run, the next step says why."""
         if not self._last < add.first < 1 << 62:

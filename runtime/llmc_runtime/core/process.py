@@ -247,6 +247,8 @@ class CoreProcess:
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = Loop(session.engine, lambda: self._grammars(session.grammars))
+        if wanted.prepare and (why := self._loop.prepare()):
+            self._say(Progress(brief(why, 4)))
         gc.collect()
         gc.freeze()  # what is there stays: no collection, which no step can hide, looks at it again
         self._say(Ready(*sizes, *pool, session.summary, config.prefix_caching, dict(session.stages)))

@@ -124,6 +124,8 @@ def _engine(add: Any) -> None:
     add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
     add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
+    add("--prepare", action="store_true", help="build device graphs (of GPUs) and grammars' vocabulary at the start")
+    add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
     add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of a compiled folder")
     add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _MOST = 1 << 20  # bytes of a file
 _ENGINE = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_prefix_caching",
-    "scheduling_policy", "seed", "threads", "target", "dtype", "generation_config", "override_generation_config",
+    "scheduling_policy", "seed", "threads", "prepare", "canary", "target", "dtype", "generation_config",
+    "override_generation_config",
 )  # fmt: skip
 
 
