@@ -96,8 +96,34 @@ def test_an_error_event_or_no_end_is_no_whole_stream() -> None:
     broken.take(event("a") + b'data: {"error": {"message": "gone"}}\n\n')
     assert not broken.whole and broken.error == "gone"
     cut = Stream(Record(0, 0.0), time.monotonic)
-    cut.take(event("a", "stop"))
+    cut.take(event("a"))
     assert not cut.whole and not cut.error
+
+
+def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
+    """Empty data, data of several lines, "error": null, [DONE] with no blank line or not at all, several choices."""
+    lines = json.dumps({"choices": [{"text": "a", "finish_reason": None}]}, indent=1).encode().split(b"\n")
+    several = b"id: 1\r\n" + b"".join(b"data: " + line + b"\r\n" for line in lines) + b"\r\n"
+    sent = [b": hello\n\ndata:\n\n", several, event("b", error=None), event("c", "stop"), b"data: [DONE]"]
+    record = Record(0, 0.0)
+    stream = Stream(record, time.monotonic)
+    for data in sent:
+        assert stream.whole == (record.chunks == 3)
+        for one in split(data, RNG):
+            stream.take(one)
+    assert stream.whole and record.chunks == 3
+    both = Stream(Record(0, 0.0), time.monotonic)
+    for index, finish in ((0, None), (1, None), (1, "stop"), (0, "length")):
+        assert not both.whole
+        choice = {"index": index, "delta": {"content": "x"}, "finish_reason": finish}
+        both.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+    assert both.whole
+
+
+@pytest.mark.parametrize("sent", ["null", '"ping"', '{"choices": [null]}', '{"choices": 5}', "{", '{"usage": 3}'])
+def test_what_is_no_event_of_a_completion_is_told(sent: str) -> None:
+    with pytest.raises(ValueError):
+        Stream(Record(0, 0.0), time.monotonic).take(f"data: {sent}\n\n".encode())
 
 
 def test_figures_are_those_of_the_records() -> None:
@@ -324,8 +350,21 @@ def test_a_server_that_is_not_there_is_told() -> None:
         measured(port)
     with pytest.raises(LlmcError, match="E671"):
         measured(port, "--model", "toy", "--random-vocab-size", "99")
-    with pytest.raises(LlmcError, match="E670"):
-        measured(port, "--goodput", "speed:3")
+    wrong = ["--goodput speed:3", "--client-processes 0", "--request-timeout 0", "--seed -1", "--num-warmups -1",
+             "--num-prompts 0", "--random-vocab-size 0", "--base-url http://h:99999", "--base-url http://h:8x",
+             "--base-url http://[::1", "--base-url h:80"]  # fmt: skip
+    for words in wrong:
+        with pytest.raises(LlmcError, match="E670"):
+            measured(port, *words.split())
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/", ""])
+def test_an_address_may_have_its_version_or_not(path: str) -> None:
+    from llmc_runtime.bench.serve import _base
+
+    for front in ("http://h:80", "https://h/proxy"):
+        args = parser(parse_bytes).parse_args(["serve", "--base-url", front + path])
+        assert _base(args).geturl() == front
 
 
 def test_a_client_that_is_the_bottleneck_says_so() -> None:

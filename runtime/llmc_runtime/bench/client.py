@@ -61,7 +61,7 @@ class Load:
         return drawn()
 
     async def warm_up(self, count: int) -> None:
-        """Requests that are not counted, one after another. WireError, OSError where one fails."""
+        """Requests that are not counted, one after another. WireError, OSError, ValueError where one fails."""
         source = self._recipe.bodies(self._mixes[0], 0, 1)
         for _ in range(count):
             record = await self._ask(Record(0, 0.0), *next(source))
@@ -121,7 +121,7 @@ class Load:
             await self._ask(record, *next(self._bodies[number]))
         except asyncio.CancelledError:
             record.status = CUT
-        except (OSError, WireError, ValueError, TimeoutError) as e:
+        except (OSError, WireError, ValueError) as e:
             record.error = f"{type(e).__name__}: {e}"[:300]
         finally:
             record.end = time.monotonic()
@@ -164,8 +164,10 @@ class Load:
         try:
             async with asyncio.timeout(self._timeout):
                 return await connection.ask(request, hear)
-        except BaseException:
+        except BaseException as e:
             connection.transport.abort()
+            if isinstance(e, TimeoutError):
+                raise TimeoutError(f"no whole answer within {self._timeout:g} s") from None
             raise
 
     def progress(self) -> dict[str, Any]:
@@ -205,8 +207,8 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
     try:
         if process == 0:
             await load.warm_up(plan["num_warmups"])
-    except (OSError, WireError, ValueError, TimeoutError) as e:
-        _say({"failed": str(e)})
+    except (OSError, WireError, ValueError) as e:
+        _say({"failed": str(e) or type(e).__name__})
         return
     _say({"ready": True})
     line = await asyncio.to_thread(sys.stdin.readline)

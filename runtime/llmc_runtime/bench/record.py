@@ -41,37 +41,42 @@ class Stream:
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         self.record, self._clock = record, clock
         self._tail = b""
-        self._ended = False  # choices that say why they ended, or [DONE]
+        self._done = False  # by [DONE]; servers that send none have ended with their choices
+        self._ended: dict[int, bool] = {}  # by choice: whether it has said why it ended
         self.error = ""
 
     def take(self, data: bytes) -> None:
-        """Part of the body. ValueError where an event is no JSON."""
+        """Part of the body. ValueError where an event is no chunk of a completion."""
         now = self._clock()
         if b"\r" in data:  # JSON holds none; what is left are ends of lines
             data = data.replace(b"\r", b"")
         *events, self._tail = (self._tail + data).split(b"\n\n")
         for event in events:
-            for line in event.split(b"\n"):
-                if line.startswith(b"data:"):
-                    self._payload(line[5:].strip(), now)
+            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+            if payload := b"\n".join(lines):
+                try:
+                    self._payload(payload, now)
+                except (AttributeError, TypeError):
+                    raise ValueError(f"an event is no chunk of a completion: {payload!r:.120}") from None
 
     @property
     def whole(self) -> bool:
-        """Whether it ended as it should."""
-        return self._ended and not self.error
+        """Whether it ended as it should, once its body has."""
+        return (self._done or (bool(self._ended) and all(self._ended.values()))) and not self.error
 
     def _payload(self, payload: bytes, now: float) -> None:
         if payload == b"[DONE]":
-            self._ended = True
+            self._done = True
             return
         chunk = json.loads(payload)
         record = self.record
-        if "error" in chunk:
-            told = chunk["error"]
+        if told := chunk.get("error"):
             self.error = str(told.get("message", told) if isinstance(told, dict) else told)[:300]
             return
         for choice in chunk.get("choices") or ():
             ends = choice.get("finish_reason") is not None
+            index = choice.get("index", 0)
+            self._ended[index] = ends or self._ended.get(index, False)
             if _says(choice) or (ends and not record.chunks):
                 self._chunk(now)
         usage = chunk.get("usage")

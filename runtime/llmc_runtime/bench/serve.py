@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -35,11 +35,9 @@ _BUSY, _LATE_MS = 0.85, 10.0  # what a client process may take of a core, and be
 
 def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str]) -> int:
     """Measure and report. The exit code: 1 where a request failed. LlmcError E670, E671."""
+    _check(args)
     mixes, wanted = mixes_of(args), _wanted(args)
-    base = urlsplit(args.base_url or f"http://{args.host}:{args.port}")
-    if base.scheme not in ("http", "https") or not base.hostname:
-        raise LlmcError("E670", f"--base-url {args.base_url!r:.80} is no address", "http://127.0.0.1:8000")
-    plan = asyncio.run(_plan(args, base, mixes, keys))
+    plan = asyncio.run(_plan(args, _base(args), mixes, keys))
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
     told = asyncio.run(crew.run(plan, args.client_processes, progress.show))
     progress.end()
@@ -52,6 +50,32 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
         print(f"llmc: written: {path}", file=err)
     print(json.dumps(report, indent=1) if args.json else _text(report, wanted), file=out)
     return 1 if report["failed"] else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """LlmcError E670 where a number is too small."""
+    least = {"num_prompts": 1, "random_vocab_size": 1, "client_processes": 1, "seed": 0, "num_warmups": 0}
+    for name, low in least.items():
+        value, option = getattr(args, name), "--" + name.replace("_", "-")
+        if value is not None and value < low:
+            raise LlmcError("E670", f"{option} {value} is not possible", f"a whole number of {low} or more")
+    if not args.request_timeout > 0:
+        cause = f"--request-timeout {args.request_timeout:g} is not possible"
+        raise LlmcError("E670", cause, "a number of seconds above 0")
+
+
+def _base(args: argparse.Namespace) -> SplitResult:
+    """Where the server is: what stands in front of /v1, whether or not that was written. LlmcError E670."""
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    given = args.base_url or f"http://{host}:{args.port}"
+    try:
+        base = urlsplit(given)
+        right = base.scheme in ("http", "https") and base.hostname and base.port != 0
+    except ValueError:  # no port, or no IPv6 address
+        right = False
+    if not right:
+        raise LlmcError("E670", f"{given!r:.80} is no address of a server", "--base-url http://127.0.0.1:8000")
+    return base._replace(path=base.path.rstrip("/").removesuffix("/v1").rstrip("/"))
 
 
 def mixes_of(args: argparse.Namespace) -> list[Mix]:
@@ -90,9 +114,11 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     return Wanted(metrics, percentiles, goals or None)
 
 
-async def _plan(args: argparse.Namespace, base: Any, mixes: Sequence[Mix], keys: Sequence[str]) -> dict[str, Any]:
+async def _plan(
+    args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], keys: Sequence[str]
+) -> dict[str, Any]:
     """What the client processes are told, with what only the server knows."""
-    tls, host = base.scheme == "https", base.hostname
+    tls, host = base.scheme == "https", base.hostname or ""
     port = base.port or (443 if tls else 80)
     name = f"[{host}]" if ":" in host else host
     shared = f"Host: {name}:{port}\r\n" + (f"Authorization: Bearer {keys[0]}\r\n" if keys else "")
@@ -258,7 +284,7 @@ def _text(report: Mapping[str, Any], wanted: Wanted) -> str:
 
 def arguments(add: Any) -> None:
     """The options, spelled as vLLM's where they mean the same."""
-    add("--base-url", metavar="URL", help="the server; or --host and --port")
+    add("--base-url", metavar="URL", help="the server, with /v1 or without; or --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
