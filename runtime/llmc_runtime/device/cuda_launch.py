@@ -7,6 +7,7 @@ cells of its tensor's sizes (i32) and steps (i64, in elements) behind it, as Tri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +60,11 @@ class CudaRun:
         maps = [m for x in program.launches for m in x.maps]
         count = sum(len(x.args) + len(x.sizes) + _SCRATCH for x in program.launches) + sum(2 * len(m.box) for m in maps)
         self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, the driver reads it at launches
-        self._maps = np.zeros(MAP_BYTES * len(maps), np.uint8)  # nor this
+        room = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
+        self._maps = room[-room.ctypes.data % MAP_BYTES :]  # nor this; a map begins at a multiple of its size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._ready: list[_Ready] = []
+        enter()  # maps are made in the context, by whatever thread binds
         where, which = self._fill(functions, addresses)
         self._size_cells, self._size_index = np.array(where, np.intp), np.array(which, np.intp)
         self._last: bytes | None = None  # the symbols that cells and grids are set to
@@ -96,7 +99,7 @@ class CudaRun:
         steps behind it: the cell behind those."""
         top = self._program.top()
         shape = [d(top) for d in m.shape]
-        steps = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+        steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         begin = MAP_BYTES * number
         address = int(self._cells[at - 1])
         found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)

@@ -21,6 +21,7 @@ _LEAST = 12030
 _LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
+_UPGRADE = "upgrade the NVIDIA driver"
 MAP_BYTES = 128
 _MAPS_SINCE = 12000  # the version of the driver's interface that has them
 _MAPPED: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
@@ -99,7 +100,7 @@ class Cuda:
         least = max(_LEAST, _LEAST_OF.get(arch.rstrip("af"), 0))
         if version < least:
             cause = f"the NVIDIA driver knows CUDA {_dotted(version)}; kernels for {arch} need {_dotted(least)}"
-            raise LlmcError("E116", cause, "upgrade the NVIDIA driver")
+            raise LlmcError("E116", cause, _UPGRADE)
         return _dotted(version)
 
     def stream(self) -> Any:
@@ -145,7 +146,8 @@ class Cuda:
 
     def tensor_map(self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
         """The 128 bytes of a CUtensorMap: a row-major tensor of 16-bit floats at `address` (a multiple of 16; rows are
-        multiples of 16 bytes), copied a `box` at a time. LlmcError E114 where the driver refuses it."""
+        multiples of 16 bytes), copied a `box` at a time. LlmcError E114 where the driver refuses it, E116 where
+        it knows none."""
         cu, rank = self.cu, len(shape)
         kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED[dtype]}")
         steps = [2 * math.prod(shape[i:]) for i in range(rank - 1, 0, -1)]
@@ -165,7 +167,10 @@ class Cuda:
     @cached_property
     def _encode(self) -> Callable[..., int]:
         """cuTensorMapEncodeTiled: out, type, rank, address, sizes, steps, box, element steps, four choices."""
-        address, _ = self.ok(self.cu.cuGetProcAddress(b"cuTensorMapEncodeTiled", _MAPS_SINCE, 0))
+        name = "cuTensorMapEncodeTiled"
+        address, _ = self.ok(self.cu.cuGetProcAddress(name.encode(), _MAPS_SINCE, 0))
+        if not address:  # with a status of success
+            raise LlmcError("E116", f"the NVIDIA driver has no {name}, which the kernels need", _UPGRADE)
         pointer, number = ctypes.c_void_p, ctypes.c_int
         kinds = (pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4)
         return ctypes.CFUNCTYPE(number, *kinds)(int(address))

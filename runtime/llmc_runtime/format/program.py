@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,7 +37,10 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 )
 KINDS = ("input", "output", "weight", "state", "arena")
 MAPPED = ("bf16", "f16")  # dtypes of tensor maps
+_ELEMENT = 2  # bytes of each
 MOST_BOX = 256  # elements along an axis of a box
+MOST_AXIS = (1 << 31) - 1  # elements along an axis of a mapped tensor: kernels get its sizes as i32
+_ROW = 16  # bytes: rows of mapped tensors and of boxes are multiples, and so are addresses
 Symbols = Mapping[str, tuple[int, int]]
 
 
@@ -112,6 +116,9 @@ class TensorMap:
         f.close()
         if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MOST_BOX for b in m.box):
             raise damaged(where, f"a box has as many sizes as its tensor, two at least, each 1 to {MOST_BOX}")
+        row = m.box[-1] * _ELEMENT
+        if row % _ROW or (m.swizzle and row > _ROW << m.swizzle):
+            raise damaged(where, f"a box has rows of {row} bytes: no multiple of {_ROW}, or too wide for its swizzle")
         return m
 
     def json(self) -> dict[str, Any]:
@@ -302,15 +309,27 @@ def _check(p: Program, where: str) -> None:
         if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *(d for m in x.maps for d in m.shape))):
             raise damaged(place, "a size uses a symbol that the program lacks")
         for m in x.maps:
-            _check_map(m, x, p, top, place)
+            _check_map(m, x, p, by_name, place)
 
 
-def _check_map(m: TensorMap, x: Launch, p: Program, top: Mapping[str, int], place: str) -> None:
-    """A map lies inside its buffer: no copy reaches behind it."""
+def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
+    """A map lies inside its memory, which is as large at each step, and is one that the driver takes."""
     if m.arg >= len(x.args) or sum(m.arg == other.arg for other in x.maps) > 1:
         raise damaged(place, "a tensor map's argument is out of range, or has two")
-    b, count = p.buffers[x.args[m.arg]], 1
-    for d in m.shape:
-        count *= d(top)
-    if b.dtype not in MAPPED or count <= 0 or count * DTYPE_BITS[b.dtype] // 8 > b.bytes(top):
-        raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer")
+    b, top = p.buffers[x.args[m.arg]], p.top()
+    shape, held = [d(top) for d in m.shape], _memory(b, by_name)
+    if not all(0 < d <= MOST_AXIS for d in shape):
+        raise damaged(place, f"a tensor map's tensor has an axis of no size, or of more than {MOST_AXIS}")
+    if b.dtype not in MAPPED or held.kind == "state" or math.prod(shape) * _ELEMENT > held.bytes(top):
+        raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer, or is of a state")
+    if shape[-1] * _ELEMENT % _ROW or held.offset % _ROW:
+        raise damaged(place, f"a tensor map's rows, or where it begins, are no multiples of {_ROW} bytes")
+
+
+def _memory(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:
+    """The buffer that another one is a name for."""
+    for _ in by_name:  # a circle of names ends, too
+        if b.alias is None:
+            break
+        b = by_name[b.alias]
+    return b

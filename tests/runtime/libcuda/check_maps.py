@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cuda import CudaDevice
+from llmc_runtime.device.cuda_names import Cuda
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
@@ -65,7 +68,9 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         device.load(open_artifact(tmp_path / "toy.llmc"))
         x, w, y = (device.alloc(n) for n in (80 * ROWS, 768, 4 * WORDS))
         symbols = np.array([5, 1], np.int64)
-        run = device.bind(program(), [m.address for m in (x, w, y)], symbols)
+        addresses = [m.address for m in (x, w, y)]
+        with ThreadPoolExecutor(1) as pool:  # which has not used the GPU yet
+            run = pool.submit(device.bind, program(), addresses, symbols).result()
         run()
         got = device.read(y).view(np.uint32)
     finally:
@@ -97,9 +102,14 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"shape": (expr.of("T+1"), expr.of(40))}, "inside its buffer"),
-        ({"shape": (expr.of(0), expr.of(40))}, "inside its buffer"),
+        ({"shape": (expr.of(0), expr.of(40))}, "no size"),
         ({"shape": (expr.of("Q"), expr.of(40))}, "symbol"),
         ({"shape": (expr.of("T"),)}, "as many sizes"),
+        ({"shape": (expr.of("0-T"), expr.of(-40))}, "no size"),
+        ({"shape": (expr.of(1 << 31), expr.of(8))}, "more than"),
+        ({"shape": (expr.of("T"), expr.of(36))}, "no multiples of 16 bytes"),
+        ({"box": (16, 36)}, "rows of 72 bytes"),
+        ({"swizzle": 2}, "too wide for its swizzle"),
         ({"box": (16, 512)}, "1 to 256"),
         ({"box": (0, 64)}, "1 to 256"),
         ({"arg": 3}, "inside its buffer"),
@@ -112,6 +122,39 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     good = program().launches[0].maps
     with pytest.raises(LlmcError, match=words):
         program(maps=(replace(good[0], **change), good[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "state"}, "state"),
+        ({"kind": "arena", "offset": 8}, "no multiples of 16 bytes"),
+        ({"kind": "arena", "alias": "tiny"}, "inside its buffer"),
+        ({"kind": "arena", "alias": "x"}, ""),  # of itself: what it says is what there is
+        ({"dtype": "f32"}, "inside its buffer"),
+    ],
+)
+def test_memory_that_no_map_is_of(change: dict[str, Any], words: str) -> None:
+    good = program()
+    tiny = Buffer("tiny", "arena", "bf16", (expr.of(8),), expr.of(16))
+    buffers = (replace(good.buffers[0], **change), *good.buffers[1:], tiny)
+    data = replace(good, buffers=buffers, arena_bytes=80 * ROWS + 256).dump()
+    if not words:
+        assert Program.load(data, "maps").launches == good.launches
+        return
+    with pytest.raises(LlmcError, match=words):
+        Program.load(data, "maps")
+
+
+def test_a_driver_without_maps() -> None:
+    """It tells success, and no address."""
+    found = SimpleNamespace(
+        cuInit=lambda flags: (0,),
+        cuGetProcAddress=lambda *args: (0, 0, 1),
+        CUtensorMapDataType=SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9),
+    )
+    with pytest.raises(LlmcError, match=r"E116.*cuTensorMapEncodeTiled"):
+        Cuda(found).tensor_map(256, "bf16", (8, 8), (8, 8), 0)
 
 
 def test_a_map_that_the_driver_refuses(driver: Driver, tmp_path: Path) -> None:

@@ -271,7 +271,11 @@ CUresult cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra)
   if ((int)c->shared > fn->max_shared) return INVALID;
   Node n{fn, {}, {c->grid[0], c->grid[1], c->grid[2]}, false};
   for (unsigned i = 0; i < c->num_attrs; i++) n.pdl |= ((Attr*)c->attrs)[i].id == 6 && *(int*)((Attr*)c->attrs)[i].value == 1;
-  for (int i = 0; i < fn->params; i++) n.values.emplace_back((const char*)params[i], fn->bytes ? fn->bytes[i] : 8);
+  for (int i = 0; i < fn->params; i++) {
+    int bytes = fn->bytes ? fn->bytes[i] : 8;
+    if ((uintptr_t)params[i] % (bytes == 128 ? 128 : 4)) return INVALID;  // a CUtensorMap is aligned to its size
+    n.values.emplace_back((const char*)params[i], bytes);
+  }
   if (s->capture) { s->capture->nodes.push_back(n); return OK; }
   log_ += n.pdl ? "launch-pdl " : "launch ";
   return put(s, [=] { run(n); });
