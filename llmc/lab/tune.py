@@ -100,6 +100,9 @@ def tune(
         timer.reach()
         tuned = Tuned(str(output))
         work = works(m, known, target, tuned, settings.every, settings.kernels)
+        if settings.kernels and not work:
+            cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
+            raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
         _measure(work, m, timer, output, settings, tuned)
     return tuned
 

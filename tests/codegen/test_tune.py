@@ -73,6 +73,8 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(target="cuda:sm_90"))
     with pytest.raises(Diagnostic, match="no kernel 'cpu/row'"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("cpu/row",)))
+    with pytest.raises(Diagnostic, match=r"no node .* by triton/mapped on cpu:"):
+        tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("triton/mapped",)))
     assert Tuning.load(out).records
 
 
