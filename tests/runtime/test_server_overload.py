@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import resource
 import signal
 import socket
 import statistics
@@ -21,12 +23,19 @@ from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.serving import MAX_TEXTS
-from llmc_runtime.server.wire import descriptors
+from llmc_runtime.server.wire import allowed, descriptors
 
 from tests.runtime.fake_core import ROWS
 from tests.runtime.served import Served, served
 from tests.runtime.test_server_load import LONG, Command, metric, post_head, until
 
+LIMITED = """
+import resource, runpy, sys
+most = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 KEYS = ("first-secret-key", "second-secret-key")
 HEADS = [{"Authorization": f"Bearer {key}"} for key in KEYS]
 
@@ -188,8 +197,6 @@ def test_connections_are_bounded_and_who_is_too_many_is_told() -> None:
 
 
 def test_what_the_system_allows_is_asked_for() -> None:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
@@ -201,6 +208,30 @@ def test_what_the_system_allows_is_asked_for() -> None:
             assert str(hard) in refusal.value.cause
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_few_descriptors_are_shared_out_and_all_that_is_asked_for_fits() -> None:
+    for soft in (random.randrange(80, 300), 64, 256, 1024, 1 << 20):
+        most, polite = allowed(soft)
+        assert most >= 1 and 1 <= polite <= 64 and most + polite + 24 <= soft, (soft, most, polite)  # its own are 24
+    assert allowed(256) == (96, 32) and allowed(4096 + 64 + 128) == (4096, 64)
+
+
+def test_descriptors_never_run_out_however_many_come_at_once() -> None:
+    """As many connections at a time as may wait for a while, to a server that may open 64 files."""
+    command = Command("-c", LIMITED, "64", str(Path(__file__).with_name("serve_fake.py")), "0", "30")
+    host, port = command.url.removeprefix("http://").split(":")
+    links = [socket.socket() for _ in range(300)]
+    for link in links:
+        link.setblocking(False)
+        link.connect_ex((host, int(port)))
+    time.sleep(0.3)
+    for link in links:
+        link.close()
+    until(lambda: httpx.get(f"{command.url}/health", timeout=20).status_code == 200)
+    command.process.terminate()
+    code, said = command.end()
+    assert code == 0 and "ERROR" not in said and "18 connections at a time" in said, said[-2000:]
 
 
 def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:

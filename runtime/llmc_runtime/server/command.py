@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
 _SHORTEST_KEY = 8
-_PENDING = 512  # connections that wait to be accepted
+_PENDING = 2048  # connections that wait to be accepted
 _LOOK = 0.05  # seconds between two looks at what is still open
 
 
@@ -109,11 +109,13 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.logs import teller, to_stderr
-    from llmc_runtime.server.wire import descriptors
+    from llmc_runtime.server.wire import MOST, descriptors
 
     to_stderr(options.log_level, options.log_format)
     say = teller(options.log_format)
     most = descriptors(options.max_connections)
+    if options.max_connections is None and most < MOST:
+        say(f"{most} connections at a time: ulimit -n allows no more")
     async with llm:
         serving = _serving(options, llm)
         gc.collect()
@@ -160,9 +162,9 @@ def _config(options: Options, serving: Serving, connections: int) -> Any:
     """What uvicorn is told, loaded."""
     import uvicorn
 
-    from llmc_runtime.server.wire import MOST_HEAD, Bound, wire
+    from llmc_runtime.server.wire import MOST_HEAD, bound_of, wire
 
-    bound = Bound(connections, lambda: serving.meters.refused("connections"))
+    bound = bound_of(connections, lambda: serving.meters.refused("connections"))
     serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: bound.open)
     config = uvicorn.Config(
         _application(options, serving), http=wire(bound), ws="none", lifespan="off", log_config=None, access_log=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -61,15 +62,21 @@ class Tls:
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clients have to end a TLS handshake in time; before that they count as no connection."""
+    """An event loop that accepts few connections at a time, so that those over the bound are seen before descriptors
+    run out, and whose clients have to end a TLS handshake in time; before that they count as no connection."""
 
     handshake_seconds = 10.0
+    at_once = 16  # connections that are accepted in one turn of the loop; of few descriptors, less than that
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
-        """As asyncio has it."""
+        """As asyncio has it, on a bound `sock`; `backlog` is how many may wait to be accepted."""
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = self.handshake_seconds
-        return await super().create_server(*args, **options)
+        waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
+        server = await super().create_server(*args, **options, backlog=few)
+        options["sock"].listen(waiting)  # asyncio has one number for both
+        return server
 
 
 _PAIR = "--ssl-certfile with the certificate first, then its chain, and --ssl-keyfile with its private key, all in PEM"

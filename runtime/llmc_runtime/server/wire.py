@@ -7,6 +7,7 @@ own where they are read; a connection without a request is closed by uvicorn.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,24 +24,24 @@ from llmc_runtime.server.linger import Lingering
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
 _READ = 16 << 10  # bytes of a connection at a time: parsing them, at worst chunks of a byte, holds the others that long
-_OWN = 128  # descriptors that the server needs besides
+_OWN, _LEAST_OWN = 128, 40  # descriptors that the server needs besides, with what is on its way; at the very least
 _POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
 
 
 @dataclass
 class Bound:
-    """How many connections there may be and are; `refused` is told of each that was one too many."""
+    """How many connections there may be and are; `refused` is told of each that was one too many, and `polite` of
+    these are answered."""
 
     most: int = MOST
     refused: Callable[[], None] = lambda: None
     open: int = 0
+    polite: int = _POLITE
 
 
 def descriptors(wanted: int | None) -> int:
     """How many connections there may be: `wanted` of them, or MOST and what the system allows. The process's soft limit
     of descriptors is raised where it is too low. LlmcError E667 where it cannot be raised so far."""
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = (wanted or MOST) + _POLITE + _OWN
     if soft != resource.RLIM_INFINITY and soft < need:
@@ -48,9 +49,23 @@ def descriptors(wanted: int | None) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < need and wanted is not None:
             cause = f"{wanted} connections need {need} file descriptors, the limit is {hard}"
-            raise LlmcError("E667", cause, f"--max-connections {max(1, hard - _POLITE - _OWN)}, or a higher ulimit -n")
-        return min(wanted or MOST, max(1, soft - _POLITE - _OWN))
+            raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
+        return min(wanted or MOST, allowed(soft)[0])
     return wanted or MOST
+
+
+def allowed(soft: int) -> tuple[int, int]:
+    """With so many descriptors: how many connections there may be, and how many more can be told that they are over.
+    Of few, the server takes half for itself, and a quarter of the rest is for those."""
+    room = soft - min(_OWN, max(_LEAST_OWN, soft // 2))
+    polite = min(_POLITE, max(1, room // 4))
+    return max(1, room - polite), polite
+
+
+def bound_of(most: int, refused: Callable[[], None]) -> Bound:
+    """So many connections, and as many answered refusals as the process's descriptors allow."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Bound(most, refused, polite=_POLITE if soft == resource.RLIM_INFINITY else allowed(soft)[1])
 
 
 def wire(bound: Bound) -> type[Wire]:
@@ -96,7 +111,7 @@ class Wire(H11Protocol):
         if over > 0:
             self._extra = True
             self.bound.refused()
-            if over > _POLITE:
+            if over > self.bound.polite:
                 transport.abort()
                 return
         self._timer = self.loop.call_later(self.head_seconds, self._late)
