@@ -18,7 +18,7 @@ from llmc_runtime.format.folder import Folder
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch import scratch
 from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
-from llmc.codegen.tuning import Record, Sizes, Tuning, node_text, read, record, save, sizes_of
+from llmc.codegen.tuning import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
@@ -31,6 +31,7 @@ from llmc.targets.target import Target
 BATCH = 96  # candidates that are compiled together
 OF_ONE = ("E502", "E503")  # errors of the environment that one kernel can be the cause of
 SCHEDULES = 32  # of one node that are measured, likeliest first
+RIVALS = 4  # ways of other kernels that named ones are measured beside, where none is yet
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Tuned:
 class Settings:
     """How to tune. limit: seconds, after which nothing new is started; context: tokens that rows have behind them;
     every: also nodes that can be run in one way alone, for their times; target: what the artifact must be for; cache: a
-    folder for kernels; jobs: compilers at once; say: is told of every batch; kernels: those whose ways are measured,
-    all where none is named."""
+    folder for kernels; jobs: compilers at once; say: is told of every batch; kernels: those whose ways are measured
+    (beside a few others' where none is yet), all where none is named."""
 
     limit: float = 600.0
     context: int = 1024
@@ -99,7 +100,8 @@ def tune(
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
         tuned = Tuned(str(output))
-        work = works(m, known, target, tuned, settings.every, settings.kernels)
+        held = Tuning.load(output) if output.exists() else Tuning()
+        work = works(m, known, target, tuned, settings.every, settings.kernels, held)
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
@@ -123,10 +125,16 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
 
 
 def works(
-    m: Module, registry: Registry, target: Target, told: Tuned, every: bool = False, kernels: Sequence[str] = ()
+    m: Module,
+    registry: Registry,
+    target: Target,
+    told: Tuned,
+    every: bool = False,
+    kernels: Sequence[str] = (),
+    held: Tuning | None = None,
 ) -> list[Work]:
-    """The distinct nodes that have a choice (or every node), the largest possible gain first; of `kernels` alone, where
-    some are named."""
+    """The distinct nodes that have a choice (or every node), the largest possible gain first; where `kernels` are named
+    those that they can run, in their ways and what `held`, the measurements so far, lack to compare these with."""
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights, _ = depends_on(g)
@@ -139,16 +147,26 @@ def works(
                 found[key] = replace(found[key], launches=found[key].launches + 1)
                 continue
             offered = offers(n, registry.kernels, target, env, Tuning())
-            wanted = (
-                [o for o in offered if not kernels or o.kernel.name in kernels] if every or len(offered) > 1 else []
-            )
-            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(wanted[:SCHEDULES]))
+            ways = offered if every or len(offered) > 1 else []
+            if kernels:
+                points = (held or Tuning()).records.get((machine(target), key[0]), {})
+                ways = _named(ways, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(ways[:SCHEDULES]))
     some = [w for w in found.values() if w.ways]
     for w in some:
         if name := unknown_operand(w.node):
             told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
     some = [w for w in some if unknown_operand(w.node) is None]
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
+
+
+def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str]) -> list[Offer]:
+    """The ways of these kernels; where no other's is measured, the likeliest of those, too: what is measured alone
+    would be chosen, however slow."""
+    mine = [o for o in offered if o.kernel.name in kernels]
+    others = [o for o in offered if o.kernel.name not in kernels]
+    rivals = others[:RIVALS] if mine and not measured - set(kernels) else []
+    return sorted([*mine, *rivals], key=lambda o: o.us)
 
 
 def batches(work: Sequence[Work]) -> Iterator[list[Work]]:

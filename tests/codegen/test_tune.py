@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -38,8 +39,15 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     told = tuning.Tuned("")
     (work,) = tuning.works(m, registry, target, told)
     assert work.launches == 2 and {o.kernel.name for o in work.ways} >= {"cpu/rows", "cpu/elements"}
-    (alone,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",))
-    assert {o.kernel.name for o in alone.ways} == {"cpu/elements"}
+    (beside,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",))
+    assert {o.kernel.name for o in beside.ways} == {"cpu/elements", "cpu/rows"}
+    assert len([o for o in beside.ways if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
+    held = record(work.node, "cpu/rows", {}, target, 1.0, work.env)
+    for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
+        save(tmp_path / f"{len(kernels)}.jsonl", [at])
+        known = Tuning.load(tmp_path / f"{len(kernels)}.jsonl")
+        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), held=known)
+        assert {o.kernel.name for o in added.ways} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
     found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.ways]
     times = timer.microseconds(found, m.symbols)
