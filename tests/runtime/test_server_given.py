@@ -138,3 +138,41 @@ def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
     assert offsets[len(ids)] == len(words)
     chunks = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(server, "/v1/completions", **body)]
     assert [place for chunk in chunks for place in chunk] == offsets
+
+
+def test_what_the_model_has_no_room_for_is_told_so_however_much_it_is(server: Served) -> None:
+    most = server.llm.config.max_model_len
+    for tokens in (most, random.randrange(most, 10**5), 10**6, 10**9, 2**31 - 1):
+        for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
+            error = ask(server, path, **prompt, max_tokens=tokens)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens"), (tokens, error)
+            assert str(tokens) in error["message"] and str(most) in error["message"]
+    for length in (most, 10**5, 10**6):
+        error = ask(server, prompt=[9] * length, max_tokens=1)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt"), (length, error)
+        assert str(length) in error["message"]
+    assert ask(server, prompt=[9], max_tokens=most - 1, ignore_eos=True)["usage"]["total_tokens"] == most
+
+
+def test_bodies_as_some_shells_and_editors_write_them(server: Served) -> None:
+    words = json.dumps({"prompt": "x", **FIXED})
+    kind = {"Content-Type": "application/json"}
+
+    def send(body: bytes, **headers: str) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", content=body, headers={**kind, **headers})
+
+    usual = send(words.encode()).json()["choices"]
+    assert send(words.encode("utf-8-sig")).json()["choices"] == usual
+    assert send(words.encode(), **{"Content-Encoding": ""}).json()["choices"] == usual
+    for code in ("utf-16", "utf-16-be"):
+        reply = send(words.encode(code))
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
+    assert "UTF-8" in send(words.encode("utf-16")).json()["error"]["message"]
+
+
+def test_calls_of_the_old_kind_that_ask_for_nothing(server: Served) -> None:
+    usual = chat(server, CHAT)["choices"]
+    for choice in ("none", "auto", None, ""):
+        assert chat(server, CHAT, functions=[], function_call=choice)["choices"] == usual
+    for more in ({"functions": [{"name": "f"}]}, {"function_call": {"name": "f"}}, {"function_call": "f"}):
+        assert chat(server, CHAT, **more)["code"] == "unsupported_parameter"

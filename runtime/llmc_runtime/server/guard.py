@@ -160,7 +160,7 @@ def _of_basic(authorization: bytes) -> bytes:
 
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The whole body of a POST. ApiError 408, 413, 415."""
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise ApiError("send the body as it is: no Content-Encoding", status=415, code="unsupported_media_type")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

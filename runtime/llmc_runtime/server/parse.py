@@ -33,6 +33,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 
+_NO_CALLS = (("function_call", "none"), ("function_call", "auto"))  # without functions they ask for nothing
+_BOM = b"\xef\xbb\xbf"  # in front of what some editors and shells write
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -42,7 +45,7 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
     known = kind.__struct_fields__
     unknown(len(fields.keys() - set(known) - _IGNORED - _REFUSED.keys() - {"tool_choice", "modalities"}))
     for name, remedy in _REFUSED.items():
-        if fields.get(name) and name not in known:
+        if fields.get(name) and name not in known and (name, fields[name]) not in _NO_CALLS:
             raise ApiError(f"{name} is not supported: {remedy}", param=name, code="unsupported_parameter")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
         cause = "tool_choice is not supported: tools are of /v1/chat/completions"
@@ -61,17 +64,21 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
 def document(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. ApiError 400 where it is none, or nested deeper than MAX_DEPTH."""
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(body.removeprefix(_BOM))
     except RecursionError:
         raise _deep() from None
     except (msgspec.MsgspecError, UnicodeError) as e:
-        words = "it is not UTF-8" if isinstance(e, UnicodeError) else str(e)[:120]
+        words = "it is not UTF-8" if isinstance(e, UnicodeError) or _utf16(body) else str(e)[:120]
         raise ApiError(f"the body cannot be read as JSON: {words}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError("the body is not a JSON object", code="invalid_json")
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH:  # else it cannot be
         _check_depth(value)
     return value
+
+
+def _utf16(body: bytes) -> bool:
+    return body[:2] in (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_depth(value: Any) -> None:

@@ -133,8 +133,14 @@ class Serving:
 
     def reserve(self, call: Call, params: SamplingParams, count: int = 1, known: int = 0) -> None:
         """Take the place of `count` prompts before they are tokenized; of their tokens at least `known` are there.
-        ApiError as Admission.place; who calls releases the call's hold where `run` is not reached."""
-        sequences = params.n * count
+        ApiError as Admission.place, and 400 for what the model has no room for whatever is free; who calls releases the
+        call's hold where `run` is not reached."""
+        sequences, most = params.n * count, self.llm.config.max_model_len
+        if known >= most and count == 1:
+            raise _too_long(known, most, call)
+        if (params.max_tokens or 0) >= most:
+            cause = f"max_tokens ({params.max_tokens}) leaves a prompt no room, the model was compiled for {most}"
+            raise told(LlmcError("E603", cause, f"a smaller max_tokens, at most {most - 1}"), call.prompt_param)
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")
@@ -147,8 +153,7 @@ class Serving:
         a prompt cannot be served."""
         most = self.llm.config.max_model_len
         if (longest := max(len(prompt.ids) for prompt in prompts)) >= most:  # whatever the queue holds
-            cause = f"the prompt is {longest} tokens, the model was compiled for {most} with output"
-            raise told(LlmcError("E602", cause, f"shorten the prompt to {most - 1} tokens"), call.prompt_param)
+            raise _too_long(longest, most, call)
         given = asked.max_tokens if asked.max_tokens is not None else getattr(asked, "max_completion_tokens", None)
         if given is None:
             config = self.llm.config
@@ -218,6 +223,11 @@ class Serving:
             raise internal() from e
         finally:
             meter.end(rest)
+
+
+def _too_long(tokens: int, most: int, call: Call) -> ApiError:
+    cause = f"the prompt is {tokens} tokens, the model was compiled for {most} with output"
+    return told(LlmcError("E602", cause, f"shorten the prompt to {most - 1} tokens"), call.prompt_param)
 
 
 async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
