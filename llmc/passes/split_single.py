@@ -20,7 +20,7 @@ class SplitSingle(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
-        return sum(self.split(g, n, ctx) for g, n in found)
+        return sum(self.split(g, n, ctx) for g, n in found if _several(m, g, n))
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, unless every row has one token, or it is split already."""
@@ -33,3 +33,8 @@ class SplitSingle(Pass):
         one = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *sinks, **attrs)
         substitute(g, n, [one], self.name)
         return True
+
+
+def _several(m: Module, g: Graph, n: Node) -> bool:
+    """Whether there can be a row beside a prompt."""
+    return n.operands[3].type.shape[0].bounds(m.bounds(g))[1] > 1
