@@ -126,6 +126,17 @@ def test_log_probabilities_may_name_tokens_by_their_ids(server: Served) -> None:
     )
 
 
+def test_bytes_of_log_probabilities_are_those_of_the_text_where_tokens_are_parts_of_characters(server: Served) -> None:
+    words = "漢" + "".join(random.choice("é漢🏳️‍🌈שa ") for _ in range(8))
+    ids = TOK.encode(words, add_special_tokens=False)
+    got = chat(server, CHAT, logprobs=True, top_logprobs=2, structured_outputs={"choice": [words]}, max_tokens=200)
+    (choice,) = got["choices"]
+    content = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == words and len(content) >= len(ids)
+    assert any("\ufffd" in row["token"] for row in content)
+    assert bytes(byte for row in content for byte in row["bytes"]).removesuffix(b"</s>") == words.encode()
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
     words = f"a river of {random.randrange(1000)} boats"

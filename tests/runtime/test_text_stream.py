@@ -11,7 +11,7 @@ import textkit
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.text.stream import Detokenizer
+from llmc_runtime.text.stream import Detokenizer, token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -127,3 +127,17 @@ def test_a_vocabulary_entry_that_is_the_replacement_character_is_text() -> None:
     assert token is not None
     detokenizer = Detokenizer(tok)
     assert detokenizer.push(token) == "�"
+
+
+@given(text=st.text(max_size=20))
+@settings(max_examples=50)
+def test_tokens_that_are_bytes_say_which(text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode("utf-8")
+    tok = tokenizer("byte-level")
+    assert b"".join(token_bytes(tok, i) or b"?" for i in tok.encode(text)) == text.encode()
+    tok = tokenizer("sentencepiece")
+    for character in text:
+        raw = [token_bytes(tok, i) for i in tok.encode(character)]
+        if None not in raw:  # the vocabulary lacks it
+            assert b"".join(filter(None, raw)) == character.encode()
+    assert token_bytes(tokenizer("wordpiece"), 5) is None and token_bytes(tok, 1 << 30) is None

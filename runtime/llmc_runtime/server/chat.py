@@ -153,19 +153,17 @@ class Chat:
         content = []
         for token, row in zip(tokens, rows, strict=True):
             ranked = sorted(row.items(), key=lambda item: item[1].rank)
-            top = [_told(t, row, as_id) for t, one in ranked if one.rank <= most][:most]
-            content.append({**_told(token, row, as_id), "top_logprobs": top})
+            top = [self._told(t, row, as_id) for t, one in ranked if one.rank <= most][:most]
+            content.append({**self._told(token, row, as_id), "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+    def _told(self, token: int, row: Row, as_id: bool) -> dict[str, Any]:
+        return {
+            "token": spelled(token, row[token], as_id),
+            "logprob": clamped(row[token]),
+            "bytes": list(self._serving.prompting.raw(token, spelled(token, row[token]))),
+        }
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _told(token: int, row: Row, as_id: bool) -> dict[str, Any]:
-    text = spelled(token, row[token])
-    return {
-        "token": spelled(token, row[token], as_id),
-        "logprob": clamped(row[token]),
-        "bytes": list(text.encode(errors="replace")),
-    }

@@ -13,6 +13,7 @@ from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.chat import ChatTemplate, choose_template
+from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of one request
@@ -42,6 +43,11 @@ class Prompting:
     def spelled(self, token: int) -> str:
         """The text of one id; the id where the model has no text."""
         return f"token_id:{token}" if self._given is None else self._given.spelled(token)
+
+    def raw(self, token: int, text: str) -> bytes:
+        """The bytes of an id whose own text is `text`: parts of characters, which that cannot hold, as they are."""
+        found = token_bytes(self._given, token) if self._given is not None and "\ufffd" in text else None
+        return text.encode(errors="replace") if found is None else found
 
     def is_special(self, token: int) -> bool:
         """Whether texts leave it out unless asked."""

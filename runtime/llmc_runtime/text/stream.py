@@ -67,6 +67,16 @@ def _byte_alphabet() -> Mapping[str, int]:
 _ALPHABET = _byte_alphabet()
 
 
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
+    """The bytes that a token stands for, which may begin or end within a character; None where it is plain text."""
+    token, kinds = tokenizer.token(token_id) or "", _decoder_kinds(tokenizer)
+    if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(token)):
+        return bytes.fromhex(match[1])
+    if "ByteLevel" in kinds and token and all(c in _ALPHABET for c in token):
+        return bytes([_ALPHABET[c] for c in token])
+    return None
+
+
 class _ByteLevelStream:
     """Byte-level vocabularies: every token is bytes, so a UTF-8 decoder is all the state there is."""
 
