@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -352,7 +353,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
         measured(port, "--model", "toy", "--random-vocab-size", "99")
     wrong = ["--goodput speed:3", "--client-processes 0", "--request-timeout 0", "--seed -1", "--num-warmups -1",
              "--num-prompts 0", "--random-vocab-size 0", "--base-url http://h:99999", "--base-url http://h:8x",
-             "--base-url http://[::1", "--base-url h:80"]  # fmt: skip
+             "--base-url http://[::1", "--base-url h:80", "--backend vllm --endpoint /v1/chat/completions"]  # fmt: skip
     for words in wrong:
         with pytest.raises(LlmcError, match="E670"):
             measured(port, *words.split())
@@ -365,6 +366,23 @@ def test_an_address_may_have_its_version_or_not(path: str) -> None:
     for front in ("http://h:80", "https://h/proxy"):
         args = parser(parse_bytes).parse_args(["serve", "--base-url", front + path])
         assert _base(args).geturl() == front
+
+
+def test_a_command_line_of_vllms_benchmark(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(connection: socket.socket, body: dict[str, Any]) -> bool:
+        asked.append(body)
+        connection.sendall(STREAM + part(event("a", "length")) + b"0\r\n\r\n")
+        return True
+
+    words = f"--num-prompts 2 --num-warmups 0 --save-result --result-dir {tmp_path / 'new'} --result-filename r.json"
+    for backend, field in (("vllm", "prompt"), ("openai-chat", "messages"), ("openai", "prompt")):
+        with scripted(answer) as port:
+            code, told = measured(port, "--backend", backend, "--goodput", "ttft:60000", "e2el:1e-9", *words.split())
+        assert code == 0 and told["completed"] == 2 and told["backend"] == backend and field in asked[-1]
+        assert told["request_goodput"] == 0 and told["goals"] == {"ttft": 60000, "e2el": 1e-9}
+        assert json.loads((tmp_path / "new" / "r.json").read_text())["date"] == told["date"]
 
 
 def test_a_client_that_is_the_bottleneck_says_so() -> None:

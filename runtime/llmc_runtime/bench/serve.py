@@ -36,6 +36,7 @@ _BUSY, _LATE_MS = 0.85, 10.0  # what a client process may take of a core, and be
 def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str]) -> int:
     """Measure and report. The exit code: 1 where a request failed. LlmcError E670, E671."""
     _check(args)
+    args.endpoint = _endpoint(args)
     mixes, wanted = mixes_of(args), _wanted(args)
     plan = asyncio.run(_plan(args, _base(args), mixes, keys))
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
@@ -44,11 +45,12 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
     report = _report(args, plan, mixes, told, wanted)
     for warning in report["warnings"]:
         print(f"llmc: {warning}", file=err)
+    print(json.dumps(report, indent=1) if args.json else _text(report, wanted), file=out)
     if args.save_result or args.result_filename:
-        path = Path(args.result_filename or time.strftime("llmc-bench-serve-%Y%m%d-%H%M%S.json"))
+        path = args.result_dir / (args.result_filename or time.strftime("llmc-bench-serve-%Y%m%d-%H%M%S.json"))
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(f"llmc: written: {path}", file=err)
-    print(json.dumps(report, indent=1) if args.json else _text(report, wanted), file=out)
     return 1 if report["failed"] else 0
 
 
@@ -62,6 +64,14 @@ def _check(args: argparse.Namespace) -> None:
     if not args.request_timeout > 0:
         cause = f"--request-timeout {args.request_timeout:g} is not possible"
         raise LlmcError("E670", cause, "a number of seconds above 0")
+
+
+def _endpoint(args: argparse.Namespace) -> str:
+    """The endpoint that --endpoint or --backend names. LlmcError E670 where they differ."""
+    named = CHAT if args.backend == "openai-chat" else COMPLETIONS
+    if args.backend is not None and args.endpoint not in (None, named):
+        raise LlmcError("E670", f"--backend {args.backend} is of {named}, not {args.endpoint}", "give one of them")
+    return str(args.endpoint or named)
 
 
 def _base(args: argparse.Namespace) -> SplitResult:
@@ -190,7 +200,7 @@ def _report(
     }
     one = mixes[0] if len(mixes) == 1 else None
     report = {
-        "date": time.strftime("%Y%m%d-%H%M%S"), "backend": "openai", "endpoint": plan["recipe"]["endpoint"],
+        "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,
         "model_id": plan["recipe"]["model"], "version": __version__, "seed": args.seed,
         "num_prompts": len(told.records), "client_processes": args.client_processes,
         "request_rate": one.told()["rate"] if one else None, "burstiness": one.burstiness if one else None,
@@ -287,7 +297,8 @@ def arguments(add: Any) -> None:
     add("--base-url", metavar="URL", help="the server, with /v1 or without; or --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
-    add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
+    add("--backend", choices=("openai", "vllm", "openai-chat"), help="the last: chats; else completions")
+    add("--endpoint", choices=(COMPLETIONS, CHAT), help=f"({COMPLETIONS}, or as --backend says)")
     add("--model", metavar="NAME", help="as the server calls it (the first of its /v1/models)")
     add("--dataset-name", default="random", choices=("random", "custom", "sharegpt"), help="where prompts come from")
     add("--dataset-path", type=Path, metavar="FILE", help="JSON lines of a prompt or messages, or ShareGPT's JSON")
@@ -315,6 +326,7 @@ def arguments(add: Any) -> None:
     add("--api-key-env", metavar="NAME", help="the environment variable with the API key")
     add("--save-result", action="store_true", help="write the JSON into a file, too")
     add("--result-filename", metavar="FILE", help="that is called so")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="in this folder, which is made")
     add("--save-detailed", action="store_true", help="with every request's own figures")
     add("--disable-tqdm", action="store_true", help="show no progress")
     add("--json", action="store_true", help="print JSON instead of a table")
