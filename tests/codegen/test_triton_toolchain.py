@@ -105,6 +105,14 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path, damage: str) -> None:
     assert tool.compile([(GOOD, "")], tmp_path) == want
 
 
+def test_an_entry_of_other_maps_is_compiled_again(tmp_path: Path) -> None:
+    toolchain = TritonToolchain.find(sm_90())
+    (made,) = toolchain.compile([(GOOD, "")], tmp_path).values()
+    (entry,) = tmp_path.glob("*.gpu")
+    module._write(entry, replace(made, boxes=(((128, 64), 3),)))
+    assert toolchain.compile([(GOOD, "")], tmp_path) == {toolchain.key(GOOD): made}
+
+
 def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=r"could not compile toy: doubles: .*undeclared") as e:
         TritonToolchain.find(sm_90()).compile([(BAD, "model.layers.0.mlp")], tmp_path)

@@ -80,8 +80,8 @@ class TritonToolchain:
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
         todo = {self.key(s): (s, loc) for s, loc in sources}
-        kept = {k: c for k in todo if (c := _read(cache / f"{k}.gpu")) is not None}
-        out = {k: c for k, c in kept.items() if len(c.boxes) == len(todo[k][0].maps)}
+        read = {k: c for k in todo if (c := _read(cache / f"{k}.gpu")) is not None}
+        out = {k: c for k, c in read.items() if len(c.boxes) == len(todo[k][0].maps)}
         missing = {k: v for k, v in todo.items() if k not in out}
         done = len(out)
         for key, found in self._compile_all(missing, max(1, jobs)):
