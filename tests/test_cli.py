@@ -167,7 +167,9 @@ def test_tables_print_json_too(model: Path) -> None:
     passes = json.loads(run("passes", "--json"))
     assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
     assert "split-kv" in passes["serve"]["cuda:sm_90"] and "split-kv" not in passes["serve"]["cpu:native"]
-    assert "serve of cuda:sm_80, cuda:sm_90" in run("passes")
+    told = run("passes")
+    assert "serve of cuda:sm_80, hip:gfx942:" in told and "serve of cuda:sm_90, cuda:sm_100:" in told
+    assert "split-single" in passes["serve"]["cuda:sm_90"] and "split-single" not in passes["serve"]["cuda:sm_80"]
 
 
 def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> None:
