@@ -25,10 +25,10 @@ def test_settings_of_caching_chunks_and_pages_change_no_token(draw: Random, time
 
 
 def test_a_wrong_token_would_be_seen(draw: Random) -> None:
-    """A device that gives one wrong token in 200."""
+    """A device that gives one wrong token in 20."""
 
     def start(*options: str, engine: dict[str, object]) -> object:
-        return target(*options, engine={**engine, "wrong": 200})
+        return target(*options, engine={**engine, "wrong": 20})
 
     found = asyncio.run(settings(start, draw, 1, 20))
     assert found["wrong"], found
