@@ -162,7 +162,7 @@ def _tune_arguments(sub: Any) -> None:
     p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="measurements (tuning.jsonl)")
     p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after them (600)")
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens behind every row (1024)")
-    p.add_argument("--kernels", default="", metavar="A,B", help="measure the ways of these kernels alone")
+    p.add_argument("--kernels", default="", metavar="A,B", help="measure these kernels' ways alone")
     p.add_argument("--all", action="store_true", help="time nodes that can be run in one way alone, too")
     p.add_argument("--show", metavar="FILE", help="print the choices of such a file, and measure nothing")
     p.add_argument("--json", action="store_true", help="print the choices as JSON")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmc.codegen.kernel import Source
+from llmc.codegen.kernel import Box, Source
 from llmc.codegen.plan import Placed
 
 
@@ -24,7 +24,7 @@ class Binary:
     suffix: str = "so"
     language: str = "cpp"
     abi: str = "cpu-1"
-    boxes: tuple[tuple[tuple[int, ...], int], ...] = ()
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
+Box = tuple[tuple[int, ...], int]  # of a tensor map in a binary: its sizes, and the swizzle of CUtensorMapSwizzle
 
 
 @dataclass(frozen=True)

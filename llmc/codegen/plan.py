@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Source
+from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic
 from llmc.ir.cost import node_cost
@@ -168,7 +168,7 @@ class Called(NamedTuple):
     key: str
     threads: int = 0
     shared: int = 0
-    boxes: tuple[tuple[tuple[int, ...], int], ...] = ()
+    boxes: tuple[Box, ...] = ()
 
 
 def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, str] | None) -> Program:

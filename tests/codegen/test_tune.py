@@ -8,6 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from llmc_runtime.format import expr
+from llmc_runtime.format.program import Buffer, Launch, Program
 from models.cases import LISTED
 from models.kit import save as save_model
 
@@ -20,7 +22,7 @@ from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.lab import tune as tuning
-from llmc.lab.timing import Candidate, Timer
+from llmc.lab.timing import Candidate, Timer, _places
 from llmc.passes.base import Ctx
 from llmc.targets.cpu import native
 
@@ -84,6 +86,19 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=r"no node .* by triton/mapped on cpu:"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("triton/mapped",)))
     assert Tuning.load(out).records
+
+
+def test_arguments_that_a_kernel_may_join_share_memory() -> None:
+    x, y, z = (
+        Buffer(name, kind, "f32", (expr.of(8),), expr.of(32))
+        for name, kind in (("x", "input"), ("y", "output"), ("z", "output"))
+    )
+    launches = tuple(Launch("ab" * 16, "k", args, ()) for args in ((0, 1), (0, 2)))
+    program = Program("p", {}, {}, (x, y, z), launches, 0)
+    apart, _ = _places(program, {})
+    assert len(set(apart.values())) == 3
+    joined, nbytes = _places(program, {}, [(0, 1)])
+    assert joined["x"] == joined["y"] == joined["z"] and joined["x"] + 32 <= nbytes
 
 
 def test_a_batch_with_a_way_that_fails_is_halved() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import cost_rule
+from llmc.codegen.triton.table import KERNELS
 from llmc.codegen.tuning import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Node
@@ -96,6 +98,16 @@ def test_what_ships_is_readable_and_for_the_target_alone() -> None:
         tuning = Tuning.shipped(target)
         assert {m for m, _ in tuning.records} <= {machine(target)}
         assert bool(tuning.records) == bool(tuning.name)
+
+
+def test_no_line_that_ships_is_of_an_op_or_a_kernel_as_it_was() -> None:
+    """A node is found by its text: an attribute more, and its measurements would be silently lost."""
+    found = read(cost_rule.SHIPPED)
+    assert {r.kernel for r in found} <= set(KERNELS)
+    for node in {r.node for r in found}:
+        attributes = re.search(r"\) \{(.*)\} -> ", node)
+        written = re.findall(r"(\w+)=", re.sub(r'"[^"]*"', '""', attributes[1])) if attributes else []
+        assert sorted(written) == sorted(OPS[node.partition("(")[0]].attrs), node
 
 
 def test_what_decided_is_told() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, MappingProxyType
 from typing import Any
 
-from llmc.codegen.kernel import Source
+from llmc.codegen.kernel import Box, Source
 from llmc.codegen.scratch import scratch
 from llmc.codegen.toolchain import Progress, sweep
 from llmc.diagnostics import Diagnostic
@@ -27,7 +27,6 @@ from llmc.targets.target import Target
 
 OPTIONS = ("num_warps", "num_stages")  # Triton ignores names it does not know: so we do not
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
-Box = tuple[tuple[int, ...], int]
 _DIGEST = 32
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
