@@ -7,6 +7,7 @@ executor that fails ends the engine: every live request is told once, and nothin
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request, RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, StepOutput
+
+_GRACE = 0.001  # seconds
+_PATIENCE = 0.02  # seconds that a step waits for a mask where nothing else can run
 
 
 class Executor(Protocol):
@@ -40,10 +44,16 @@ class Executor(Protocol):
 
 
 class Engine:
-    """One scheduler over one executor, for one thread. `note` is told when a part of a step has ended (see trace)."""
+    """One scheduler over one executor, for one thread. `note` is told when a part of a step has ended (see trace).
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self.scheduler, self.executor = scheduler, executor
+    A step waits for masks of guided requests that are expected at once: `grace` seconds or a quarter of the last step,
+    at most four times `grace`, and at most five times where nobody else runs.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, grace: float = _GRACE) -> None:
+        self.scheduler, self.executor, self._grace = scheduler, executor, grace
+        self.pump: Callable[[float], None] = _no_guides  # takes what guides answer, waiting so many seconds at most
+        self._last = 0.0  # seconds of the last step
         self.error: LlmcError | None = None  # why the engine ended; None while it lives
         self.note: Callable[[str, Any], None] = _nobody
         self._tickets: deque[Any] = deque()  # of the steps under way, oldest first
@@ -81,10 +91,13 @@ class Engine:
         outside = False  # the executor has control
         try:
             note("begin", tickets)
+            began = time.monotonic()
             if self._unsettled:
                 outside = True
                 executor.settle()
                 outside = self._unsettled = False
+            if scheduler.guided:
+                self._await_masks()
             if (masks := scheduler.guide()) is not None:
                 outside = True
                 executor.guide(tickets[0], masks)
@@ -99,16 +112,19 @@ class Engine:
                 outside = False
                 note("launch", tickets)
             if not tickets:
-                if scheduler.has_work():
+                if scheduler.guided.left_out:
+                    self.pump(_PATIENCE)
+                elif scheduler.has_work():
                     raise RuntimeError("requests are alive and none can run")
-                return []
+                return scheduler.take_notices()
             outside = True
             output = executor.wait(tickets.popleft())
             outside = False
             note("wait", tickets)
             deltas = scheduler.commit(output)
             note("commit", scheduler.has_work())
-            return deltas
+            self._last = time.monotonic() - began
+            return scheduler.take_notices() + deltas
         except Exception as error:
             return self._end(error)
         except BaseException as interrupt:
@@ -120,6 +136,20 @@ class Engine:
             else:
                 self._end(interrupt)
             raise
+
+    def _await_masks(self) -> None:
+        """Wait a little for the masks that are expected at once."""
+        scheduler, guided = self.scheduler, self.scheduler.guided
+        self.pump(0.0)
+        if not guided.awaited():
+            return
+        alone = all(request.guide is not None for request in scheduler.running)
+        grace = 5 * self._grace if alone else min(max(self._grace, self._last / 4), 4 * self._grace)
+        end = time.monotonic() + grace
+        while guided.awaited() and (left := end - time.monotonic()) > 0:
+            self.pump(left)
+        if guided.awaited():
+            guided.stop_waiting()
 
     def end(self, error: LlmcError) -> list[RequestDelta]:
         """End the engine and every live request with `error`: each is told once. The first reason stays. Steps under
@@ -144,6 +174,10 @@ class Engine:
         error = LlmcError("E608", words, "start a new one; if it happens again, report it with the step's log")
         error.__cause__ = cause
         return self.end(error)
+
+
+def _no_guides(seconds: float) -> None:
+    return
 
 
 def _nobody(part: str, what: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from copy import copy
 
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.grammar import Grammar
+from llmc_runtime.grammar import GrammarGuide
 from llmc_runtime.outputs import Answer, Collector
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
@@ -27,9 +28,14 @@ class Live:
         self._ids = itertools.count()
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, grammar: Grammar | None = None, salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        guides: Sequence[GrammarGuide] = (),
+        salt: str = "",
     ) -> Answer:
-        """Queue a request, all of its outputs or none of them; `grammar` is that of its structured outputs, and it
+        """Queue a request, all of its outputs or none of them; `guides` follow its structured outputs, one each, and it
         shares prefixes with requests of the same `salt`. LlmcError E6xx where it cannot run."""
         words = words_of(params, self._tokenizer)
         name = str(next(self._ids))
@@ -38,7 +44,7 @@ class Live:
             leader = None
             for i, one in enumerate(names):
                 mine = one_of(params, i)
-                guide = None if grammar is None else grammar.guide()
+                guide = guides[i] if guides else None
                 request = Request(one, prompt.ids, mine, priority, salt, words, guide, leader)
                 self._engine.add(request)
                 leader = leader or request
@@ -46,6 +52,8 @@ class Live:
         except BaseException:
             for one in names:
                 self._engine.abort(one)
+            for guide in guides:
+                guide.close()
             raise
         answer = Answer(name, prompt.text, prompt.ids, parts)
         self._parts |= {part.request_id: (answer, part) for part in parts}

@@ -10,7 +10,6 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from llmc_runtime.defaults import default_params, generation_of
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
-from llmc_runtime.grammar import Grammar, Grammars
+from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.live import Live
 from llmc_runtime.outputs import Answer, RequestOutput
 from llmc_runtime.progress import Bar
@@ -150,6 +149,7 @@ class LLM:
         self._grammars: Grammars | None = None
         if tokenizer is not None:
             self._grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+            engine.pump = self._grammars.pump
         self._turns = Turns()
 
     @property
@@ -274,13 +274,13 @@ class LLM:
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
         mine: list[Answer] = []
-        compiling = [self._compile(one) for one in params]
+        openings = [self._open_grammar(one) for one in params]
         try:
             for i, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities)):
                 try:
-                    grammar = self._compiled(compiling[i])
+                    guides = self._guides(openings[i])
                     with self._turns:
-                        mine.append(self._live.add(prompt, wanted, priority, grammar))
+                        mine.append(self._live.add(prompt, wanted, priority, guides))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with Bar(len(prompts), use_tqdm) as bar:
@@ -299,22 +299,22 @@ class LLM:
 
     def _stream(self, prompt: Prompt, given: SamplingParams | None, most: int | None) -> Stream:
         (params,) = self._params(given, [prompt], most)
-        grammar = self._compiled(self._compile(params))
+        guides = self._guides(self._open_grammar(params))
         with self._turns:
-            return Stream(self._live.add(prompt, params, 0, grammar), self._turns, self._live, self)
+            return Stream(self._live.add(prompt, params, 0, guides), self._turns, self._live, self)
 
-    def _compile(self, params: SamplingParams) -> Future[Any] | None:
-        """Have the grammar of structured outputs compiled, in a thread; nobody waits for it in a turn."""
+    def _open_grammar(self, params: SamplingParams) -> Opening | None:
+        """Have the grammar of structured outputs compiled; other threads use the engine meanwhile."""
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
             cause = "structured outputs need the tokenizer, which the artifact lacks"
             raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
-        with self._turns:  # a forked process has no threads that compile
-            return self._grammars.submit(params.structured_outputs)
+        with self._turns:  # in a forked process E609: the grammar processes are the parent's
+            return self._grammars.open(params.structured_outputs, count=params.n)
 
-    def _compiled(self, compiling: Future[Any] | None) -> Grammar | None:
-        return None if compiling is None or self._grammars is None else self._grammars.wait(compiling)
+    def _guides(self, opening: Opening | None) -> Sequence[GrammarGuide]:
+        return () if opening is None or self._grammars is None else self._grammars.wait(opening)
 
 
 def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, say: Callable[[str], None]) -> Path:

@@ -107,10 +107,12 @@ class Upwards:
     def mask(self) -> bytes:
         return mask_of(range(self.last + 1, self.last + 4), 320)
 
-    def accept(self, token: int) -> bool:
+    def accept(self, token: int) -> None:
         assert self.last < token < self.last + 4
         self.last = token
-        return False
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:

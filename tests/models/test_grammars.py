@@ -117,13 +117,15 @@ def test_the_masks_are_llguidances_own(llm: LLM, monkeypatch: pytest.MonkeyPatch
     )
     matcher = llguidance.LLMatcher(vocabulary, llguidance.grammar_from("regex", FORMS[2][0]["regex"]), log_level=0)
     given: list[bytes] = []
-    right = GrammarGuide.mask
+    right = GrammarGuide.accept
 
-    def mask(self: GrammarGuide) -> bytes:
-        given.append(right(self))
-        return given[-1]
+    def accept(self: GrammarGuide, token: int) -> None:
+        mask = self.mask()
+        assert mask is not None
+        given.append(mask)
+        right(self, token)
 
-    monkeypatch.setattr(GrammarGuide, "mask", mask)
+    monkeypatch.setattr(GrammarGuide, "accept", accept)
     wanted = StructuredOutputsParams(**FORMS[2][0])
     params = SamplingParams(temperature=1.0, seed=SEED, max_tokens=60, structured_outputs=wanted)
     (output,) = llm.generate("It was", params, use_tqdm=False)

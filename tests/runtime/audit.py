@@ -99,7 +99,7 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
     built, work = {init.row for init in late.inits}, {item.row: item for item in late.work}
     grown = {grow.row: len(grow.pages) for grow in late.pages}
     for request in scheduler.running:
-        if request.row in built:
+        if request.row in built or request.needs_init:
             continue
         item = work.get(request.row, Work(request.row, 0, False))
         total, planned = request.num_total - item.emit, request.num_planned - item.num_tokens

@@ -231,7 +231,7 @@ def scored_without_rows_for_it(right: Any) -> Any:
 
 
 def a_guide_that_is_not_told(right: Any) -> Any:
-    return lambda self, token: False
+    return lambda self, token: None
 
 
 def ends_one_token_late(right: Any) -> Any:

@@ -1,11 +1,12 @@
-"""A guide for simulations: what the next token may be is a hash of the output so far; now and then it ends or fails.
+"""A guide for simulations: what the next token may be is a hash of the output so far; now and then it ends or fails,
+and masks may come late.
 
 `allowed` computes the same from the whole output, without any of the runtime's own guides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from llmc_runtime.format.errors import LlmcError
@@ -15,21 +16,33 @@ END, FAIL = 23, 61  # one output in so many ends the request, or fails it
 
 
 class Wandering:
-    """A Guide: id i is allowed where (i + state) % 3 is not 0; the state is a hash of the output."""
+    """A Guide: id i is allowed where (i + state) % 3 is not 0; the state is a hash of the output. `delay` gives the
+    number of times that each mask is asked for before it is known."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.state = vocab_size, 0
+    def __init__(self, vocab_size: int, delay: Callable[[], int] = lambda: 0) -> None:
+        self.vocab_size, self.state, self._delay = vocab_size, 0, delay
+        self.left, self.closed = 0, False
+        self.begun = False
 
-    def mask(self) -> bytes:
+    def mask(self) -> bytes | None:
         """Two thirds of the vocabulary."""
-        return wander(self.state % 3, self.vocab_size)
-
-    def accept(self, token: int) -> bool:
-        """Follows a token."""
-        self.state = follow(self.state, token)
-        if self.state % FAIL == 0:
+        assert not self.closed
+        if self.left:
+            self.left -= 1
+            return None
+        if self.begun and self.state % FAIL == 0:
             raise LlmcError("E652", "the guide lost its way", "start again")
-        return self.state % END == 0
+        return b"" if self.begun and self.state % END == 0 else wander(self.state % 3, self.vocab_size)
+
+    def accept(self, token: int) -> None:
+        """Follows a token."""
+        assert not self.left and not self.closed, "its mask was not known"
+        self.state, self.left, self.begun = follow(self.state, token), self._delay(), True
+
+    def close(self) -> None:
+        """It has ended, once."""
+        assert not self.closed
+        self.closed = True
 
 
 def follow(state: int, token: int) -> int:

@@ -14,11 +14,12 @@ from tests.runtime.guides import allowed, ends
 class Expected:
     """The answer of one request on the fake device, token by token."""
 
-    __slots__ = ("chain", "config", "guided", "num_prompt", "request", "tokens")
+    __slots__ = ("chain", "config", "guided", "late", "num_prompt", "request", "tokens")
 
     def __init__(self, request: Request, config: SchedulerConfig, guided: bool = False) -> None:
         """`guided`: the request was added with a Wandering guide."""
         self.request, self.config, self.guided = request, config, guided
+        self.late: str | None = None  # how its guide has ended it, where that comes in a delta of its own
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.chain = list(accumulate(self.tokens, link, initial=ROOT))  # one more than tokens: chain[0] is the root
@@ -53,6 +54,10 @@ class Expected:
         if generated == params.max_tokens or len(self.tokens) == self.longest():
             return "length", None
         return (ends(self.tokens[self.num_prompt :]) if self.guided else None), None
+
+    def ended_by_guide(self, finish: str | None) -> bool:
+        """Whether nothing but the guide says that the sequence ends here, as `finish` says."""
+        return self.guided and finish in ("stop", "error") and ends(self.tokens[self.num_prompt :]) == finish
 
     def longest(self) -> int:
         """Tokens that the sequence may have at most."""

@@ -75,11 +75,13 @@ class Watch:
         for request in scheduler.running:
             if any(work.row == request.row for work in step.work):
                 break
+            if request.guide is not None and episode.world.late_masks:
+                continue  # it may wait for its mask
             assert request.num_total == request.limit, "the first running request does not run"
         episode.shares.launched(step, scheduler)
         episode.look()
         if config.policy == "fcfs" and episode.world.tenants == 1:
-            oldest = next(iter(episode.expected))
+            oldest = next(name for name in episode.expected if name in scheduler.requests)
             assert scheduler.running[0].id == oldest, f"{oldest} is the oldest and not first in line"
         return self.inner.launch(step)
 
@@ -126,7 +128,7 @@ class Episode:
             executor = FaultyExecutor(executor, rng, 50, Interrupt)
         elif self.world.kind == "failure":
             executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
-        self.engine = Engine(Scheduler(config, lambda: rng.randrange(1 << 64)), Watch(self, executor))
+        self.engine = Engine(Scheduler(config, lambda: rng.randrange(1 << 64)), Watch(self, executor), grace=0.0)
 
     def run(self, most: int = EPISODE) -> None:
         """At most about `most` steps with arrivals, then the drain. SimulationFailure where an invariant breaks."""
@@ -144,7 +146,7 @@ class Episode:
                 if rng.randrange(self.world.abort_every) == 0:
                     self.abort()
                 self.step()
-            patience = self.steps + self.backlog * 2 + 100
+            patience = self.steps + (self.backlog * 2 + 100) * (60 if self.world.late_masks else 1)
             while engine.has_work():
                 self.step()
                 assert self.steps < patience, "the requests do not end"
@@ -186,8 +188,9 @@ class Episode:
 
     def abort(self) -> None:
         """End some live request; it must be gone."""
-        if self.expected:
-            name = self.world.rng.choice(list(self.expected))
+        live = [name for name in self.expected if name in self.engine.scheduler.requests]
+        if live:
+            name = self.world.rng.choice(live)
             assert self.engine.abort(name), f"{name} cannot be aborted"
             assert not self.engine.abort(name), f"{name} was aborted twice"
             self.end(name, "abort")
@@ -212,7 +215,14 @@ class Episode:
         """The token and the end are those of the oracle."""
         expected = self.expected.get(delta.id)
         assert expected is not None, f"{delta.id} answered after its end"
+        if expected.late is not None:
+            got_late = (delta.new_token_ids, delta.finish_reason, delta.stop_reason)
+            assert got_late == ([], expected.late, None), f"{delta.id}: {got_late} after its guide ended it"
+            self.check_end(delta, expected, expected.late)
+            return
         token, finish, stop = expected.next()
+        if self.world.late_masks and expected.ended_by_guide(finish) and delta.finish_reason is None:
+            expected.late, finish = finish, None
         got = (delta.new_token_ids, delta.finish_reason, delta.stop_reason)
         assert got == ([token], finish, stop), f"{delta.id}: {got}, expected {token, finish, stop}"
         most = expected.request.params.logprobs
@@ -224,9 +234,13 @@ class Episode:
         self.generated += 1
         self.shares.generated(expected.request.tenant)
         self.guided += expected.guided
+        self.check_end(delta, expected, finish)
+
+    def check_end(self, delta: RequestDelta, expected: Expected, finish: str | None) -> None:
+        """What has to hold where a request ends."""
         assert (delta.error is not None) == (finish == "error"), f"{delta.id}: {delta.error}"
         if finish is not None:
-            if self.world.config.policy == "fcfs" and self.world.kind == "calm":
+            if self.world.config.policy == "fcfs" and self.world.kind == "calm" and not self.world.late_masks:
                 assert self.steps <= self.deadline[delta.id], f"{delta.id} starved"
             if self.world.rng.randrange(8) == 0:
                 self.world.remember(expected.tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("llguidance")
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from llmc_runtime.grammar import GrammarGuide, Grammars
+from llmc_runtime.grammar import Grammars
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools import argued, formats, marked, pythonic, xml
 from llmc_runtime.server.tools.calls import CallFormat
@@ -23,6 +24,7 @@ from llmc_runtime.server.tools.dialect import Dialect
 from llmc_runtime.server.tools.families import FORMATS
 from llmc_runtime.server.tools.grammar import answer, calls_of
 
+from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK
 from tests.runtime.test_tools_text import parsed
 
@@ -68,8 +70,10 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOK, TOK.vocab_size, [END])
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TOK, TOK.vocab_size, [END])
+    yield made
+    made.close()
 
 
 def given(strict: bool) -> list[dict[str, Any]]:
@@ -80,15 +84,15 @@ def given(strict: bool) -> list[dict[str, Any]]:
     ]
 
 
-def guide(grammars: Grammars, form: type[CallFormat], *, free: bool) -> Callable[[], GrammarGuide]:
+def guide(grammars: Grammars, form: type[CallFormat], *, free: bool) -> Callable[[], Followed]:
     """Guides for calls of `form`: text with strict ones in it, or enforced ones."""
     tools = tools_of(given(free), "auto" if free else "required", None)
     assert tools is not None
     text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, free)], "calls", None, "tools")
-    return grammars.wait(grammars.submit(text)).guide
+    return partial(Followed.of, grammars, text)
 
 
-def allows(guide: GrammarGuide, text: str) -> bool:
+def allows(guide: Followed, text: str) -> bool:
     """Whether the text may be all of an answer."""
     for token in TOK.encode(text, add_special_tokens=False):
         if not has(guide.mask(), token):
@@ -184,7 +188,7 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         )
         assert some is not None and "f" not in some.schemas
         text = answer([calls_of(some, form, json.dumps, True)], "calls", None, "tools")
-        assert not allows(grammars.wait(grammars.submit(text)).guide(), template(form, "f", {"city": "a"}))
+        assert not allows(Followed.of(grammars, text), template(form, "f", {"city": "a"}))
         assert not allows(made(), other) and not allows(made(), f"so\n{other}") and allows(made(), '{"a": 1}')
 
 

@@ -26,6 +26,7 @@ class World:
     longest: int  # tokens of a prompt or an output, mostly
     depth: int = 1  # most steps under way
     guides: float = 0.0  # share of requests that have one
+    late_masks: bool = False
     tenants: int = 1  # whose requests they are
     stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
     busy: list[float] = field(default_factory=list)  # how much each tenant asks for, at the moment
@@ -69,7 +70,11 @@ class World:
         """Bad words, and a guide, of few requests."""
         rng, vocab = self.rng, self.config.vocab_size
         words = [rng.choices(range(vocab), k=rng.choice((1, 1, 2, 3))) for _ in range(rng.choice((0,) * 19 + (1, 4)))]
-        return words, Wandering(vocab) if rng.random() < self.guides else None
+        return words, Wandering(vocab, self._delay) if rng.random() < self.guides else None
+
+    def _delay(self) -> int:
+        """How often a mask is asked for before it is there."""
+        return self.rng.choice((0, 0, 0, 1, 2, 3, 5, 40)) if self.late_masks else 0
 
     def _prompt(self, room: int) -> list[int]:
         rng = self.rng
@@ -141,6 +146,7 @@ def draw_world(seed: int) -> World:
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
     world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)), guides=rng.choice((0, 0, 0.05, 0.3)))
     world.tenants = rng.choice((1, 1, 2, 3, 5))
+    world.late_masks = bool(world.guides) and rng.random() < 0.5
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -40,6 +39,7 @@ from llmc_runtime.core.messages import (
     error_of,
 )
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.launch import module_command
 
 TICK = 0.1  # seconds between two looks at the process
 _STARVED = 5.0  # times as long may be silent who waits for a processor: a busy machine is no hang
@@ -53,16 +53,11 @@ _REASONS: Mapping[int, str] = MappingProxyType(
     }
 )
 _ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
-# What python runs: our own module, found where the front finds it and never in the folder it happens to be in.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from llmc_runtime.core.process import main; sys.exit(main(sys.argv[1:]))"
-)
 
 
 def default_command() -> list[str]:
     """The command of an engine process; the front's id, the sockets' folder and the heartbeat follow."""
-    return [sys.executable, "-P", "-c", _BOOT, json.dumps([*filter(None, sys.path)])]
+    return module_command("llmc_runtime.core.process")
 
 
 class Channel:
@@ -176,7 +171,7 @@ class Channel:
             return error
         self._silence += min(seconds, 2 * TICK)
         remedy = "send the request again; if it happens again, report it"
-        patience = max(heartbeat_timeout, self.pulse.quiet)
+        patience = heartbeat_timeout
         if self._silence > patience and wants_processor(self.process.pid):
             patience *= _STARVED
         if self._silence > patience:

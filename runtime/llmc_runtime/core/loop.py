@@ -1,21 +1,20 @@
 """The engine process's loop without its sockets: messages become requests of the engine, steps become deltas to send.
 
-One request can fail here and nobody else notices: what it asks for is checked, its grammar compiles in a thread, and
-whatever goes wrong is told to it alone.
+A request that fails here fails alone: its parameters are checked, its grammar is compiled in another process, and
+errors are sent to its client only.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llmc_runtime.core.messages import Add, Delta, fault_of, sampling_of, sent
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.grammar import SECONDS, Grammar, Grammars
+from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.live import one_of
 from llmc_runtime.metrics import COMPILE_SECONDS, Sketch, Stat
 from llmc_runtime.sched.params import MAX_N, SamplingParams
@@ -27,8 +26,7 @@ _MOST_GONE = 1 << 16  # aborts that came before their request
 class _Compiling(NamedTuple):
     add: Add
     params: SamplingParams
-    future: Future[Any]
-    began: float
+    opening: Opening
 
 
 class Loop:
@@ -72,10 +70,10 @@ class Loop:
             params = sampling_of(add.params)
             wanted = params.structured_outputs
             if wanted is None:
-                self._start(add, params, None)
+                self._start(add, params, ())
                 return
-            future = self._need_grammars().submit(wanted)
-            self._compiling.append(_Compiling(add, params, future, time.monotonic()))
+            opening = self._need_grammars().open(wanted, add.tenant, params.n)
+            self._compiling.append(_Compiling(add, params, opening))
         except Exception as e:
             self._refuse(add, e)
 
@@ -107,37 +105,42 @@ class Loop:
         stats["grammar_compilation_time_seconds"] = self._compiled.told()
         return stats
 
+    @property
+    def grammars_fd(self) -> int | None:
+        """A descriptor that can be read when a grammar process has answered; None: there are none."""
+        return None if self._grammars is None else self._grammars.fileno()
+
     def close(self) -> None:
-        """Compile nothing more."""
+        """End the grammar processes."""
         if self._grammars is not None:
             self._grammars.close()
 
     def _take_compiled(self) -> None:
+        self._need_grammars().pump()
         now, later = time.monotonic(), deque[_Compiling]()
         for one in self._compiling:
-            if not one.future.done() and now < one.began + SECONDS:
+            if not one.opening.done:
                 later.append(one)
                 continue
-            self._compiled.add(now - one.began)
+            self._compiled.add(now - one.opening.began)
             try:
-                if not one.future.done():
-                    cause = f"the grammar was not compiled within {SECONDS:.0f} s"
-                    raise LlmcError("E651", cause, "ask for a simpler one")
-                self._start(one.add, one.params, self._need_grammars().wait(one.future))
+                self._start(one.add, one.params, one.opening.guides())
             except Exception as e:
                 self._refuse(one.add, e)
         self._compiling = later
 
-    def _start(self, add: Add, params: SamplingParams, grammar: Grammar | None) -> None:
+    def _start(self, add: Add, params: SamplingParams, guides: Sequence[GrammarGuide]) -> None:
         """All outputs of a request, or none: LlmcError. Aborted ones are left out."""
         numbers = range(add.first, add.first + params.n)
         leader = None
         try:
             for i, number in enumerate(numbers):
+                guide = guides[i] if guides else None
                 if number in self._gone:
                     self._gone.discard(number)
+                    if guide is not None:
+                        guide.close()
                     continue
-                guide = None if grammar is None else grammar.guide()
                 request = Request(
                     str(number),
                     add.prompt,
@@ -154,11 +157,15 @@ class Loop:
         except BaseException:
             for number in numbers:
                 self._engine.abort(str(number))
+            for guide in guides:
+                guide.close()
             raise
 
     def _need_grammars(self) -> Grammars:
         if self._grammars is None:
             self._grammars = self._open_grammars()
+            if self._grammars is not None:
+                self._engine.pump = self._grammars.pump
         if self._grammars is None:
             cause = "structured outputs need the tokenizer, which the artifact lacks"
             raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")

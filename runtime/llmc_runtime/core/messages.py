@@ -168,12 +168,11 @@ class Outputs(_Message):
 
 class Pulse(_Message):
     """A sign of life: seconds that the step under way has taken so far (0: none is), messages that made no sense, and
-    the engine's counters and gauges. `quiet`: seconds in which the next one may come, where it is known to be late."""
+    the engine's counters and gauges."""
 
     age: float
     nonsense: int
     stats: dict[str, float | dict[str, int] | list[float]]
-    quiet: float = 0.0
 
 
 class Reply(_Message):

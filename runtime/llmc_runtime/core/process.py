@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ from llmc_runtime.metrics import Stat
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 _DRAIN = 0.002  # seconds between two steps for new requests, at least
 _DRAIN_SHARE = 0.15  # of the last step's, at most: while a long one runs, the next may gather more
-_ALONE = 60.0  # seconds that the vocabulary of grammars may take
+_LOOK = 50  # milliseconds between two looks at grammars that are being compiled
 _LINGER = 2000  # milliseconds for the last words
 _SENSELESS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
@@ -75,7 +74,7 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
     """Open the artifact as `LLM` does; `say` is told what happens. LlmcError E1xx, E2xx."""
     from llmc_runtime.artifact import open_artifact
     from llmc_runtime.open import Limits, open_engine
-    from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+    from llmc_runtime.text.tokenizer import TOKENIZER_FILE
     from llmc_runtime.trace import follow
 
     path = _file(wanted.path)
@@ -104,7 +103,7 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
         if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
             return None
         config = opened.engine.scheduler.config
-        return Grammars(lambda: Tokenizer.open(artifact.tokenizer_dir), config.vocab_size, config.eos_token_ids)
+        return Grammars(artifact.tokenizer_dir, config.vocab_size, config.eos_token_ids)
 
     def close() -> None:
         opened.close()
@@ -151,8 +150,6 @@ class _Pulses(threading.Thread):
                 os._exit(0)
             pulse = process.pulse()
             socket.send(msgspec.msgpack.encode(pulse))
-            if pulse.quiet:
-                process.told.set()
             if self.ended.wait(process.heartbeat):
                 break
         socket.close()
@@ -169,7 +166,6 @@ class CoreProcess:
         self._loop: Loop | None = None
         self._nonsense = 0
         self._age = Age(2 * heartbeat)
-        self._quiet, self.told = 0.0, threading.Event()  # whether the front knows that
         self._idle = (0.0, 0.0)  # seconds without work, and since when there is none; 0: there is some
         self._encode = msgspec.msgpack.Encoder().encode
         self._add_of, self._control_of = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
@@ -192,24 +188,7 @@ class CoreProcess:
             idle = total + (time.monotonic() - since if since else 0.0)
             stats = {**loop.stats(), "scheduler_idle_seconds": idle}
         nonsense = self._nonsense + (0 if loop is None else loop.nonsense)
-        return Pulse(self._age.of(self._began), nonsense, stats, self._quiet)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Meanwhile no other thread may run, and no sign of life be given: the front is told before."""
-        self.told.clear()
-        self._quiet = _ALONE
-        self.told.wait(5 * self.heartbeat)
-        try:
-            yield
-        finally:
-            self._quiet = 0.0
-
-    def _grammars(self, opened: Callable[[], Grammars | None]) -> Grammars | None:
-        found = opened()
-        if found is not None:
-            found.alone = self.alone
-        return found
+        return Pulse(self._age.of(self._began), nonsense, stats)
 
     def run(self) -> int:
         """Serve until told to stop, or until the engine has ended. The exit code."""
@@ -246,7 +225,7 @@ class CoreProcess:
         config = session.engine.scheduler.config
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         pool = (config.num_pages, config.page_size, config.vocab_size)
-        self._loop = Loop(session.engine, lambda: self._grammars(session.grammars))
+        self._loop = Loop(session.engine, session.grammars)
         if wanted.prepare and (why := self._loop.prepare()):
             self._say(Progress(brief(why, 4)))
         gc.collect()
@@ -263,6 +242,7 @@ class CoreProcess:
         poller.register(self._adds, zmq.POLLIN)
         poller.register(self._control, zmq.POLLIN)
         last = 0.0  # seconds of the last step
+        grammars = None
         while True:
             self._began = time.monotonic()
             if self._take_control(loop, answers):
@@ -283,7 +263,9 @@ class CoreProcess:
                 self._say(reply)
             if not loop.busy:
                 self._began = 0.0
-                self._rest(poller, 5 if loop.waiting else answers.patience)
+                if grammars is None and (grammars := loop.grammars_fd) is not None:
+                    poller.register(grammars, zmq.POLLIN)
+                self._rest(poller, _LOOK if loop.waiting else answers.patience)
 
     def _rest(self, poller: Any, patience: float | None) -> None:
         """Wait for news, `patience` milliseconds at most."""

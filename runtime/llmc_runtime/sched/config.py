@@ -121,7 +121,9 @@ def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig)
     bans = request.bans = _shared(request) or _bans(request, masked, config)
     if request.guide is None and bans.fixed:
         return bans.mask
-    request.guide = Banned(bans, request.guide)
+    guide = Banned(bans, request.guide)
+    guide.mask()  # LlmcError where the bans leave no first token
+    request.guide = guide
     return b""
 
 

@@ -12,13 +12,17 @@ from llmc_runtime.format.errors import LlmcError
 
 
 class Guide(Protocol):
-    """Follows one request's tokens. Where its last is not known yet, the step that has it waits with sampling."""
+    """Follows one request's tokens. It may compute masks elsewhere: nobody waits in its methods."""
 
-    def mask(self) -> bytes:
-        """What the next token may be; at least one id is allowed, the same object where nothing changed."""
+    def mask(self) -> bytes | None:
+        """What the next token may be; the same object where nothing changed. None: not known yet; empty: nothing, the
+        text has ended. LlmcError where it cannot go on."""
 
-    def accept(self, token: int) -> bool:
-        """The request got `token`; True: nothing may follow it. LlmcError where it cannot go on."""
+    def accept(self, token: int) -> None:
+        """The request got `token`, which the mask allowed."""
+
+    def close(self) -> None:
+        """The request has ended, and asks for nothing more."""
 
 
 def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
@@ -82,26 +86,35 @@ class Banned:
     def __init__(self, bans: Bans, inner: Guide | None = None) -> None:
         self._bans, self._inner = bans, inner
         self._past: list[int] = []
-        self._mask = self._next()
+        self._mask: bytes | None = None
 
-    def mask(self) -> bytes:
-        """See Guide."""
+    def mask(self) -> bytes | None:
+        """See Guide. LlmcError E610 where the token that may follow is banned."""
+        if self._mask is None:
+            self._mask = self._next()
         return self._mask
 
-    def accept(self, token: int) -> bool:
-        """See Guide. LlmcError E610 where the token that may follow is banned."""
-        if self._inner is not None and self._inner.accept(token):
-            return True
+    def accept(self, token: int) -> None:
+        """See Guide."""
+        if self._inner is not None:
+            self._inner.accept(token)
         keep = self._bans.keep
         self._past = [*self._past, token][-keep:] if keep else []
-        self._mask = self._next()
-        return False
+        self._mask = None
 
-    def _next(self) -> bytes:
+    def close(self) -> None:
+        """See Guide."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def _next(self) -> bytes | None:
         bans = self._bans
         mask = bans.after(self._past)
         if self._inner is not None:
-            mask = both(self._inner.mask(), mask)
+            inner = self._inner.mask()
+            if not inner:
+                return inner
+            mask = both(inner, mask)
         if mask is not bans.mask and empty(both(mask, bans.needed)):
             cause = "no token may come next: bad_words, allowed_token_ids and structured_outputs leave none"
             raise LlmcError("E610", cause, "ban fewer words, or allow more ids")

@@ -9,7 +9,7 @@ from enum import IntEnum
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guide import Bans, Guide
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.sched.step import RowParams, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowInit, RowParams, TokenLogprobs, Work
 
 
 class Status(IntEnum):
@@ -72,6 +72,10 @@ class Request:
     scores: list[TokenLogprobs] | None = field(
         default=None, init=False
     )  # of the prompt from its second token, if wanted
+    needs_init: bool = field(default=False, init=False)  # its row is built by the next step that runs it
+    dropped: bool = field(default=False, init=False)  # its mask was late for the step under way, whose token is dropped
+    late_masks: int = field(default=0, init=False)
+    slow_until: int = field(default=0, init=False)  # below this many tokens no step waits for its mask
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -84,6 +88,18 @@ class Request:
         if leader is not None and len(self.chain) == 1 and leader.chain[:1] == self.chain:
             if leader.prompt_token_ids is self.prompt_token_ids:
                 self.chain += leader.chain[1 : 1 + self.num_prompt // page_size]
+
+    def row_init(self) -> RowInit:
+        """Builds the row of a running request from what the host knows."""
+        self.needs_init = False
+        known, computed = list(self.tokens), self.num_computed
+        return RowInit(self.row, known, computed, self.num_prompt, self.row_params, list(self.pages))
+
+    def restart(self) -> None:
+        """The token of the step under way is dropped: the row, if it has one, is rebuilt as it was before that step."""
+        self.dropped = False
+        if self.status is Status.RUNNING:
+            self.num_planned, self.num_total, self.needs_init = self.num_computed, len(self.tokens), True
 
     def finish_of(self, token: int) -> tuple[str, int | None] | None:
         """(finish reason, stop reason) if `token`, the last of `tokens`, ends the request; else None.

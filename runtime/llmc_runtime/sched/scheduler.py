@@ -21,10 +21,10 @@ device applies the diffs and the work of all steps in the order in which they we
 - Every request in a step has a row of logits, of its last token. One whose prompt is scored takes one for each token of
   its chunk: of those that the step's other requests leave, at least one. Scores are taken at commit and survive a
   preemption; what is not scored yet is never taken from the prefix cache.
-- What a guided request may get next depends on its tokens (a grammar, bad words of several tokens), so its mask can be
-  sent only when all of them are known. A step that is planned before is open: it computes its logits meanwhile, and
-  samples when guide() has given the masks, once all steps before it are committed. Nothing is planned behind an open
-  step, so no row or page of it is given out before that.
+- The mask of a guided request (see guided) depends on its tokens. A step planned before they are known is open: it
+  computes its logits meanwhile, and samples when guide() has given the masks, once all steps before it are committed.
+  Nothing is planned behind an open step. A row whose mask is late samples anything; its token is dropped and its row
+  rebuilt. A guided request that does not run in an open step runs when its mask is there.
 - rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
@@ -44,8 +44,9 @@ from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.guide import mask_of
+from llmc_runtime.sched.guided import Guided, follow, known_mask, may_sample
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting
 
 _KEY = attrgetter("key")
@@ -70,7 +71,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # the live ones
         self.waiting = Waiting()
         self.running: list[Request] = []
-        self.guided: set[Request] = set()  # of the live ones
+        self.guided = Guided()
+        self._notices: list[RequestDelta] = []  # of requests that ended between two steps
         # The steps under way, oldest first, each with the requests of its work, in its order.
         self._under_way: deque[tuple[Step, list[Request]]] = deque()
         self._empty()
@@ -91,8 +93,7 @@ class Scheduler:
         request.chain.append(self.prefix.root(request.cache_salt))
         request.status = Status.WAITING
         self.requests[request.id] = request
-        if request.guide is not None:
-            self.guided.add(request)
+        self.guided.add(request)
         request.arrived = self.clock()
         self.waiting.enter(request)
         self.waiting.add(request)
@@ -117,6 +118,9 @@ class Scheduler:
         step = Step()
         if self._under_way and self._under_way[-1][0].open:
             return step
+        self.guided.left_out = False
+        if self.guided:
+            self._end_guided()
         planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
         if not preempted and self.waiting:
@@ -125,8 +129,9 @@ class Scheduler:
             for request, work in zip(planned, step.work):
                 if request.guide is None or not work.emit:
                     continue
-                if request.num_total == len(request.tokens) + 1:
-                    step.masks.append(RowMask(request.row, request.guide.mask()))
+                mask = known_mask(request) if request.num_total == len(request.tokens) + 1 else None
+                if mask:
+                    step.masks.append(RowMask(request.row, mask))
                 else:
                     step.open = True
         if planned:
@@ -138,14 +143,22 @@ class Scheduler:
         there is no such step. A row whose request has ended gets any token: what it gets is dropped."""
         if not self._under_way or not self._under_way[0][0].open:
             return None
+        self._end_guided()
         step, planned = self._under_way[0]
         sent = {mask.row for mask in step.masks}
-        step.open = False
-        return [
-            RowMask(work.row, request.guide.mask() if request.status is _RUNNING else self._anything)
-            for request, work in zip(planned, step.work)
-            if request.guide is not None and work.emit and work.row not in sent
-        ]
+        step.open, masks = False, []
+        for request, work in zip(planned, step.work):
+            if request.guide is None or not work.emit or work.row in sent:
+                continue
+            mask = known_mask(request) if request.status is _RUNNING else self._anything
+            request.dropped = mask is None
+            masks.append(RowMask(work.row, mask or self._anything))
+        return masks
+
+    def take_notices(self) -> list[RequestDelta]:
+        """The requests that ended between two steps, each once."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
         """Take the tokens of the oldest step under way: what each request got, and which of them ended. RuntimeError on
@@ -162,6 +175,9 @@ class Scheduler:
         deltas: list[RequestDelta] = []
         for request, item, token, found in zip(planned, work, tokens, logprobs):
             scheduled += item.num_tokens
+            if request.dropped:
+                request.restart()
+                continue
             if request.status is _RUNNING:
                 done = request.num_computed = request.num_computed + item.num_tokens
                 if done // size > request.num_published:
@@ -177,6 +193,7 @@ class Scheduler:
         """Forget all steps under way: their requests wait again and recompute, whatever the device has done of them."""
         while self._under_way:
             for request in reversed(self._under_way.pop()[1]):
+                request.dropped = False
                 if request.status is _RUNNING:
                     self.running.remove(request)
                     self._preempt(request)
@@ -189,7 +206,7 @@ class Scheduler:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
         self.waiting.clear()
-        for queue in (self.requests, self.running, self.guided):
+        for queue in (self.requests, self.running, self.guided, self._notices):
             queue.clear()
         self._empty()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
@@ -224,6 +241,9 @@ class Scheduler:
                 continue  # its last token is under way
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(most, budget))
+            if request.guide is not None and item.emit and not may_sample(request):
+                self.guided.left_out = True
+                continue
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
             if need > 0:
@@ -236,8 +256,11 @@ class Scheduler:
                     if victim is request:
                         return budget, True
                 taken = pool.take(need)
-                step.pages.append(RowPages(request.row, len(request.pages), taken))
+                if not request.needs_init:
+                    step.pages.append(RowPages(request.row, len(request.pages), taken))
                 request.pages += taken
+            if request.needs_init:
+                step.inits.append(request.row_init())
             request.num_planned = start + count
             if count == missing:
                 request.num_total = total + 1
@@ -268,16 +291,10 @@ class Scheduler:
             self._start(request, hits + pool.take(fresh), len(hits))
             self._spare -= 1
             item = self._chunk(request, request.num_total - request.num_planned, min(most, budget))
-            step.inits.append(
-                RowInit(
-                    request.row,
-                    list(request.tokens),
-                    request.num_computed,
-                    request.num_prompt,
-                    request.row_params,
-                    list(request.pages),
-                )
-            )
+            if item.emit and request.guide is not None and known_mask(request) is None:
+                self.guided.left_out = True
+                continue  # its row is built when its mask is there
+            step.inits.append(request.row_init())
             step.work.append(item)
             planned.append(request)
             request.num_planned += item.num_tokens
@@ -314,7 +331,7 @@ class Scheduler:
         request.num_total = len(request.tokens)
         request.num_planned = request.num_computed = cached
         request.num_published = hits
-        request.row = self.free_rows.pop()
+        request.row, request.needs_init = self.free_rows.pop(), True
         request.decode = Work(request.row, 1, True)
         request.status = Status.RUNNING
         if self.running and request.key < self.running[-1].key:
@@ -358,15 +375,19 @@ class Scheduler:
         end = request.finish_of(token)
         delta.stopped = end is not None and end[0] == "stop"
         if end is None and request.guide is not None:
-            try:
-                end = ("stop", None) if request.guide.accept(token) else None
-                delta.stopped = end is not None and token in self.config.eos_token_ids
-            except LlmcError as error:  # of this request alone
-                end, delta.error = ("error", None), error
+            end, delta.error = follow(request.guide, token)
+            delta.stopped = end is not None and delta.error is None and token in self.config.eos_token_ids
         if end is not None:
             delta.finish_reason, delta.stop_reason = end
             self._finish(request, end[0])
         return delta
+
+    def _end_guided(self) -> None:
+        """End the requests whose guides say so."""
+        for request, error in self.guided.ended():
+            reason = "stop" if error is None else "error"
+            self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
+            self._finish(request, reason)
 
     def _preempt(self, request: Request) -> None:
         """A request already taken from `running` gives back everything and waits; its tokens stay."""
@@ -383,7 +404,7 @@ class Scheduler:
         self.waiting.leave(request)
         request.status = Status.FINISHED
         del self.requests[request.id]
-        self.guided.discard(request)
+        self.guided.remove(request)
         self.counters.request_success[reason] += 1
 
     def _free(self, request: Request) -> None:

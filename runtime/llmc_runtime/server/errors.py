@@ -58,6 +58,8 @@ def told(error: LlmcError, prompt_param: str) -> ApiError:
         return ApiError(words, param="structured_outputs")
     if error.code == "E610":
         return ApiError(words, param="bad_words")
+    if error.code == "E653":
+        return unavailable(error.cause)
     if error.code in _OF_ENGINE:
         return unavailable("the engine is not there now", "engine_unavailable")
     return internal()

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.grammar import close_objects
+from llmc_runtime.grammar.definition import close_objects
 from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.tools.calls import CallFormat

@@ -1,0 +1,175 @@
+"""The engine's side of the grammar processes: who compiles when, which guide is where, and what each of them says."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar.definition import Definition
+from llmc_runtime.grammar.guide import GrammarGuide, Opening
+from llmc_runtime.grammar.limits import EAGER, GUIDES, QUEUE_SECONDS, REFUSALS, VOCABULARY_SECONDS
+from llmc_runtime.grammar.workers import Grammar, Worker, Workers
+from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_TIDY = 0.05  # seconds between two looks at what takes too long
+
+
+class Grammars:
+    """The grammars of one vocabulary. Any thread may call it.
+
+    `tokenizer` is a Tokenizer, or the folder of one; `eos` are the end tokens. The host process starts with the first
+    grammar. A grammar is compiled once for each tenant while it is in use, and a while longer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | Path, vocab_size: int, eos: Sequence[int]) -> None:
+        self._lock = threading.RLock()
+        self._workers = Workers(tokenizer, vocab_size, eos, self._answered)
+        self._grammars: dict[tuple[str, bytes], Grammar] = {}
+        self._refused: OrderedDict[tuple[str, bytes], LlmcError] = OrderedDict()
+        self._tidied, self._closed = 0.0, False
+
+    def prepare(self) -> str:
+        """Start the host and wait for the vocabulary, which takes seconds where it is large; the reason if that cannot
+        be, else an empty text."""
+        try:
+            _check_library()
+            with self._lock:
+                self._workers.start()
+            end = time.monotonic() + VOCABULARY_SECONDS
+            while not self._workers.ready and time.monotonic() < end:
+                self.pump(_TIDY)
+                if self._workers.broken is not None:
+                    return self._workers.broken.cause
+        except LlmcError as e:
+            return e.cause
+        return "" if self._workers.ready else f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s"
+
+    def open(self, wanted: StructuredOutputsParams, tenant: str = "", count: int = 1) -> Opening:
+        """Have the grammar compiled, unless it is, and `count` outputs followed. LlmcError E608 after `close`, E650
+        without llguidance, E651 for a grammar that was refused before, E100 where there are no processes."""
+        _check_library()
+        definition = Definition.of(wanted).encode()
+        key = (tenant, hashlib.sha256(definition).digest())
+        with self._lock:
+            if self._closed:
+                raise LlmcError("E608", "the LLM is closed", "open another one: LLM(...)")
+            if (refusal := self._refused.get(key)) is not None:
+                self._refused.move_to_end(key)
+                raise refusal
+            self._workers.start()
+            grammar = self._grammars.get(key)
+            if grammar is None:
+                grammar = self._grammars[key] = Grammar(tenant, key[1], wanted.kind, definition)
+            opening = Opening(count)
+            grammar.openings.append(opening)
+            self._serve(grammar)
+            self._workers.begin()
+        return opening
+
+    def wait(self, opening: Opening) -> list[GrammarGuide]:
+        """The guides, as soon as they are there. LlmcError as Opening.guides."""
+        while not opening.done:
+            self.pump(_TIDY)
+        return opening.guides()
+
+    def pump(self, seconds: float = 0.0) -> None:
+        """Take what the processes say; wait for the first word of it, at most so long."""
+        events = self._workers.select(seconds)
+        with self._lock:
+            for fd in events:
+                self._workers.read(fd)
+            now = time.monotonic()
+            if now >= self._tidied + _TIDY:
+                self._tidied = now
+                self._tidy(now)
+            self._workers.begin()
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when `pump` has something to take."""
+        return self._workers.fileno()
+
+    def close(self) -> None:
+        """End all processes; what waits fails with E608."""
+        with self._lock:
+            self._closed = True
+            self._end_all(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
+            self._workers.close()
+
+    def _answered(self, grammar: Grammar, error: LlmcError | None) -> None:
+        """A worker of the grammar is there or has ended (see Workers)."""
+        if error is not None:
+            if error.code == "E651":
+                self._refused[grammar.tenant, grammar.digest] = error
+                while len(self._refused) > REFUSALS:
+                    self._refused.popitem(last=False)
+            _fail(grammar, error)
+        self._serve(grammar)
+
+    def _serve(self, grammar: Grammar) -> None:
+        """Give guides to the openings of this grammar, or queue a worker for it; forget it if it has neither."""
+        ready = [worker for worker in grammar.workers if worker.compiled]
+        while ready and grammar.openings:
+            opening = grammar.openings.popleft()
+            eager = self._workers.guides < EAGER
+            guides = [self._workers.guide(min(ready, key=_load)) for _ in range(opening.count)]
+            if eager:
+                for guide in guides:
+                    guide.start()
+            opening.add(guides)
+        crowded = bool(ready) and min(map(_load, ready)) >= GUIDES and len(grammar.workers) < self._workers.shards
+        if (grammar.openings and not grammar.workers) or (crowded and len(ready) == len(grammar.workers)):
+            self._workers.add(grammar)
+        if not grammar.workers and not grammar.openings:
+            self._grammars.pop((grammar.tenant, grammar.digest), None)
+
+    def _tidy(self, now: float) -> None:
+        """Fail what waits for too long, and replace a host that has ended."""
+        if (broken := self._workers.broken) is not None:
+            self._end_all(broken)
+            self._workers.close()
+            return
+        self._workers.tidy(now)
+        if not self._workers.ready:
+            return
+        for grammar in list(self._grammars.values()):
+            if grammar.openings and all(worker.queued for worker in grammar.workers):
+                self._expire(grammar, now)
+
+    def _expire(self, grammar: Grammar, now: float) -> None:
+        """Fail the openings whose grammar has waited too long for its compilation to begin."""
+        since = max(grammar.openings[0].began, self._workers.ready_since)
+        while grammar.openings and now > since + QUEUE_SECONDS:
+            cause = f"the grammar waited {QUEUE_SECONDS:g} s for others to be compiled"
+            grammar.openings.popleft().fail(LlmcError("E653", cause, "send the request again in a moment"))
+            since = grammar.openings[0].began if grammar.openings else now
+        if not grammar.openings:
+            self._workers.forget(grammar)
+            self._serve(grammar)
+
+    def _end_all(self, error: LlmcError) -> None:
+        for grammar in list(self._grammars.values()):
+            _fail(grammar, error)
+            for worker in grammar.workers:
+                worker.fail(error)
+        self._grammars.clear()
+
+
+def _fail(grammar: Grammar, error: LlmcError) -> None:
+    while grammar.openings:
+        grammar.openings.popleft().fail(error)
+
+
+def _load(worker: Worker) -> int:
+    return len(worker.guides)
+
+
+def _check_library() -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise LlmcError("E650", "structured outputs need the package llguidance", "pip install 'llmc-aot[grammar]'")

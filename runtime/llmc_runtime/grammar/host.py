@@ -1,0 +1,148 @@
+"""The grammar host: a process that builds the vocabulary once and forks a worker for every grammar.
+
+`main` is what the process runs: CONTROL SIZE EOS SOURCE, where CONTROL is the descriptor of the engine's socket, SIZE
+the vocabulary's size, EOS a JSON list of end tokens and SOURCE the tokenizer's folder, or the descriptor of a file with
+its JSON. The host and its workers end when the engine closes the socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from llmc_runtime.grammar import wire
+from llmc_runtime.grammar.definition import first_line
+from llmc_runtime.grammar.worker import run_worker
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class Host:
+    """Forks workers on the engine's orders, and reports how each of them ended."""
+
+    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int) -> None:
+        self._control, self._vocabulary, self._mask_bytes = control, vocabulary, mask_bytes
+        self._workers: dict[int, int] = {}  # process ids by number
+
+    def run(self) -> None:
+        """Serve until the engine closes its end; then no worker is left."""
+        ended, wakeup = socket.socketpair()
+        for end in (ended, wakeup):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, _wake)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(ended, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is ended:
+                    ended.recv(4096)
+                    self._reap()
+                elif not self._obey():
+                    self._kill_all()
+                    return
+
+    def _obey(self) -> bool:
+        """Carry out one order. False: the engine has gone."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 2)
+        if not data:
+            return False
+        what, number = wire.ORDER.unpack(data)
+        if what == wire.SPAWN:
+            self._spawn(number, *descriptors)
+        elif number in self._workers:
+            os.kill(self._workers[number], signal.SIGKILL)
+        return True
+
+    def _spawn(self, number: int, link: int, definition: int) -> None:
+        host = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = -1
+        if pid == 0:
+            self._be_worker(host, link, definition)
+        os.close(link)
+        os.close(definition)
+        if pid > 0:
+            self._workers[number] = pid
+        else:
+            self._report(number, signal.SIGKILL)
+
+    def _be_worker(self, host: int, link: int, definition: int) -> None:
+        """In the child: run the worker, and never return."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            self._control.close()
+            if os.getppid() == host:
+                code = run_worker(socket.socket(fileno=link), definition, self._vocabulary, self._mask_bytes)
+        finally:
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for number, pid in list(self._workers.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._workers[number]
+                self._report(number, status)
+
+    def _report(self, number: int, status: int) -> None:
+        self._control.send(wire.END.pack(wire.ENDED, number, status))
+
+    def _kill_all(self) -> None:
+        for pid in self._workers.values():
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wake(number: int, frame: object) -> None:
+    """A handler that does nothing: the signal's number arrives on the wakeup descriptor."""
+
+
+def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
+    """The vocabulary as llguidance has it; its errors are of any type."""
+    import llguidance
+
+    if source.isdecimal():
+        with open(int(source), encoding="utf-8") as file:
+            text = file.read()
+    else:
+        text = Tokenizer.open(source).backend.to_str()
+    return llguidance.LLTokenizer(text, n_vocab=size, eos_token=list(eos) or None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """What the host process runs. The exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    control, size, eos, source = socket.socket(fileno=int(argv[0])), int(argv[1]), json.loads(argv[2]), argv[3]
+    try:
+        vocabulary = build_vocabulary(source, size, eos)
+    except Exception as e:
+        control.send(wire.FAILED + first_line(str(e)).encode())
+        return 1
+    gc.collect()
+    gc.freeze()  # collections in the workers leave the shared pages alone
+    try:
+        control.send(wire.READY)
+        Host(control, vocabulary, -(-size // 32) * 4).run()
+    except OSError:  # the engine has gone
+        return 0
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,277 @@
+"""The grammar processes: compiled once, bounded, ended alone, replaced; one tenant's grammars cost others nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
+from llmc_runtime.core.loop import Loop
+from llmc_runtime.grammar import Grammars, client, limits, workers
+from llmc_runtime.grammar.lanes import Lanes
+
+from tests.runtime.followed import Followed
+from tests.runtime.test_llm import TOK, device, make, params
+
+pytest.importorskip("llguidance")
+END = TOK.named_id("eos_token") or 0
+FORM = "[a-z]{2,5}(-[0-9]{1,3}){1,3}"
+SLOW = {"type": "integer", "multipleOf": 524287}  # seconds of CPU time to compile
+LARGE = "a?" * 20000 + "a" * 20000  # gigabytes of memory
+AMBIGUOUS = 'start: s\ns: s s | /[a-z ]/ | s "," s | '  # ever slower with every token
+
+
+def regex(text: str = FORM) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=text)
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TOK, TOK.vocab_size, [END])
+    yield made
+    made.close()
+
+
+def refused(grammars: Grammars, wanted: StructuredOutputsParams, tenant: str = "") -> LlmcError:
+    with pytest.raises(LlmcError) as caught:
+        grammars.wait(grammars.open(wanted, tenant))
+    return caught.value
+
+
+def host_of(grammars: Grammars) -> psutil.Process:
+    """Its host process."""
+    assert grammars._workers._host is not None
+    return psutil.Process(grammars._workers._host._process.pid)
+
+
+def workers_of(grammars: Grammars) -> list[psutil.Process]:
+    """Its worker processes that have not ended."""
+    return [one for one in host_of(grammars).children() if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_vocabulary_is_built_once(grammars: Grammars) -> None:
+    assert grammars.prepare() == "" and not workers_of(grammars)
+    host = host_of(grammars)
+    for text in ("a+", "b+", "a+"):
+        assert len(grammars.wait(grammars.open(regex(text), count=3))) == 3
+    assert len(workers_of(grammars)) == 2, "one a grammar"
+    assert host.is_running()
+
+
+def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:
+    made = Grammars(tmp_path, 300, [2])
+    assert "tokenizer.json" in made.prepare()
+    assert refused(made, regex()).code == "E651"
+    made.close()
+    assert "lacks" in Loop(make().engine, lambda: None).prepare()
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("wanted", "limit"),
+    [
+        (StructuredOutputsParams(json=SLOW), "CPU time"),
+        (regex(LARGE), "MiB of memory"),
+        (StructuredOutputsParams(json={"type": "integer", "multipleOf": 99999989}), "needs more than"),
+    ],
+)
+def test_a_bomb_is_refused_and_remembered_and_others_go_on(
+    grammars: Grammars, wanted: StructuredOutputsParams, limit: str
+) -> None:
+    bomb = grammars.open(wanted, "sender")
+    began = time.monotonic()
+    grammars.wait(grammars.open(regex(), "other"))
+    assert not bomb.done and time.monotonic() - began < limits.COMPILE_CPU_SECONDS
+    with pytest.raises(LlmcError) as caught:
+        grammars.wait(bomb)
+    assert caught.value.code == "E651" and limit in caught.value.cause
+    with pytest.raises(LlmcError) as again:
+        grammars.open(wanted, "sender")
+    assert again.value is caught.value
+
+
+def test_wrong_grammars_are_refused_in_words(grammars: Grammars) -> None:
+    assert "regex is refused" in refused(grammars, regex("(((")).cause
+    assert refused(grammars, StructuredOutputsParams(json={"type": "nothing"})).code == "E651"
+    assert refused(grammars, StructuredOutputsParams(json="[1]")).code == "E651"
+
+
+def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
+    """Its bombs take a lane; what waits behind them and gets no turn in time is told to come again."""
+    bombs = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(5)]
+    for _ in range(3):
+        grammars.wait(grammars.open(regex(f"x{{{_ + 1}}}"), "b"))
+    assert len(workers_of(grammars)) <= limits.LANE + limits.KEPT
+    assert not any(one.done for one in bombs[limits.LANE :])
+
+
+def test_what_waits_too_long_is_told_to_come_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.prepare()
+    monkeypatch.setattr(client, "QUEUE_SECONDS", 0.2)
+    for i in range(limits.LANE):
+        grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a")
+    assert refused(grammars, regex(), "a").code == "E653"
+    assert grammars.wait(grammars.open(regex(), "b"))
+
+
+def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "COMPILE_SECONDS", 0.3)
+    error = refused(grammars, StructuredOutputsParams(json=SLOW))
+    assert error.code == "E653" and "was not compiled within" in error.cause
+    assert not workers_of(grammars)
+
+
+def test_lanes_take_turns() -> None:
+    lanes: Lanes[int] = Lanes(3, 2)
+    for job in range(4):
+        lanes.add("a", job)
+    lanes.add("b", 10)
+    assert [lanes.next() for _ in range(4)] == [("a", 0), ("b", 10), ("a", 1), None]
+    lanes.end("b")
+    assert lanes.next() is None, "a has its lane"
+    lanes.end("a")
+    assert lanes.next() == ("a", 2)
+    lanes.remove("a", 3)
+    lanes.end("a")
+    assert lanes.next() is None
+
+
+def test_an_output_that_costs_too_much_ends_alone(grammars: Grammars) -> None:
+    """Of two outputs of one grammar the one that goes on and on fails, and the other does not."""
+    dear, cheap = (Followed(grammars, one) for one in grammars.wait(grammars.open(_ambiguous(), count=2)))
+    letters = TOK.encode("a b c d, e f g " * 40, add_special_tokens=False)
+    cheap.accept(letters[0])
+    with pytest.raises(LlmcError) as caught:
+        for token in letters:
+            dear.accept(token)
+    assert caught.value.code == "E652" and ("CPU time" in caught.value.cause or "items" in caught.value.cause)
+    assert not cheap.accept(letters[1]) and cheap.mask()
+
+
+def _ambiguous() -> StructuredOutputsParams:
+    return StructuredOutputsParams(grammar=AMBIGUOUS)
+
+
+def test_a_worker_that_is_killed_takes_its_own_outputs_alone(grammars: Grammars) -> None:
+    mine, other = Followed.of(grammars, regex()), Followed.of(grammars, regex("a+"))
+    before = {one.pid for one in workers_of(grammars)}
+    third = Followed.of(grammars, regex("b+"))
+    (new,) = {one.pid for one in workers_of(grammars)} - before
+    os.kill(new, signal.SIGKILL)
+    with pytest.raises(LlmcError) as caught:
+        for token in TOK.encode("b" * 500, add_special_tokens=False):
+            third.accept(token)
+    assert caught.value.code == "E652"
+    assert mine.mask() and not other.accept(TOK.encode("a", add_special_tokens=False)[0])
+    assert Followed.of(grammars, regex("b+")).mask(), "it is compiled again"
+
+
+def test_a_host_that_is_killed_is_replaced(grammars: Grammars) -> None:
+    mine = Followed.of(grammars, regex("a+"))
+    host = host_of(grammars)
+    children = host.children()
+    host.kill()
+    with pytest.raises(LlmcError) as caught:
+        for token in TOK.encode("a" * 500, add_special_tokens=False):
+            mine.accept(token)
+            time.sleep(0.01)
+    assert caught.value.code in ("E652", "E653")
+    psutil.wait_procs(children, timeout=10)
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            assert Followed.of(grammars, regex("a+")).mask()
+            return
+        except LlmcError as e:
+            assert e.code == "E653"
+    raise AssertionError("no host came back")
+
+
+def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "KEPT", 2)
+    for i in range(5):
+        (guide,) = grammars.wait(grammars.open(regex(f"a{{{i + 1}}}")))
+        guide.close()
+    end = time.monotonic() + 10
+    while len(workers_of(grammars)) > 2 and time.monotonic() < end:
+        grammars.pump(0.05)
+    assert len(workers_of(grammars)) == 2
+    assert len(grammars._grammars) == 2
+
+
+def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.prepare()
+    monkeypatch.setattr(workers, "WORKERS", 2)
+    monkeypatch.setattr(client, "QUEUE_SECONDS", 0.3)
+    first, second = Followed.of(grammars, regex("a+")), Followed.of(grammars, regex("b+"))
+    assert refused(grammars, regex("c+")).code == "E653"
+    second.guide.close()
+    assert Followed.of(grammars, regex("c+")).mask() and first.mask()
+
+
+def test_everything_ends_with_the_engine() -> None:
+    made = Grammars(TOK, TOK.vocab_size, [END])
+    Followed.of(made, regex())
+    children = [host_of(made), *workers_of(made)]
+    made.close()
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert gone and not alive
+    with pytest.raises(LlmcError) as caught:
+        made.open(regex())
+    assert caught.value.code == "E608"
+
+
+def structured(wanted: StructuredOutputsParams, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 80, "seed": 3, "structured_outputs": wanted} | more)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_others_run_while_a_grammar_is_compiled(depth: int) -> None:
+    """Through LLM, from two threads: the one with a bomb is told, the other one has long ended."""
+    llm, ended = make(device(depth)), threading.Event()
+    errors: list[LlmcError] = []
+
+    def bomb() -> None:
+        try:
+            llm.generate("x", structured(StructuredOutputsParams(json=SLOW)), use_tqdm=False)
+        except LlmcError as e:
+            errors.append(e)
+        ended.set()
+
+    thread = threading.Thread(target=bomb)
+    thread.start()
+    for _ in range(5):
+        assert len(llm.generate("The kernel", params(9), use_tqdm=False)[0].outputs[0].token_ids) == 9
+    assert not ended.is_set()
+    thread.join(60)
+    assert errors and errors[0].code == "E651"
+    llm.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_ambiguous_grammar_ends_its_own_request(depth: int) -> None:
+    """Its masks come too late for the steps of others, whose tokens are those that they have alone; at last it ends."""
+    want = make().generate("The kernel", params(60), use_tqdm=False)[0].outputs[0]
+    llm = make(device(depth))
+    kinds = [structured(_ambiguous(), allowed_token_ids=_letters(), temperature=1.0), params(60)]
+    streams = [llm.stream("x", kinds[0]), llm.stream("The kernel", kinds[1])]
+    assert "".join(piece.text for piece in streams[1]) == want.text
+    try:
+        for _ in streams[0]:
+            pass
+    except LlmcError as e:
+        assert e.code == "E652"
+    assert len(llm.generate("The kernel", params(9), use_tqdm=False)[0].outputs[0].token_ids) == 9
+    llm.close()
+
+
+def _letters() -> list[int]:
+    """Single letters and commas, so that the text goes on."""
+    return sorted({TOK.encode(c, add_special_tokens=False)[0] for c in "abcdefg ,"})
