@@ -6,7 +6,6 @@ the executor fail.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -65,27 +64,13 @@ def grammars() -> Grammars:
     return Grammars(Tokenizer(textkit.byte_level(bos=True), names, {}), VOCAB, [VOCAB - 1])
 
 
-def heavy() -> Grammars:
-    """The same; to open their tokenizer takes a second in which no thread of Python runs."""
-    found, tokenizer = grammars(), grammars()._tokenizer
-
-    def held() -> Any:
-        ctypes.PyDLL(None).usleep(1_200_000)
-        return tokenizer
-
-    found._tokenizer = held
-    return found
-
-
 def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
-    """What the engine process is given; the path "missing" does not open, that of "heavy" has heavy grammars."""
+    """What the engine process is given; the path "missing" does not open."""
 
     def open_fake(wanted: Open, say: Callable[[str], None]) -> Session:
         say(f"opening {wanted.path}")
         if wanted.path == "missing":
             raise LlmcError("E101", "artifact 'missing' does not exist", "give another")
-        if wanted.path == "heavy":
-            return Session(build(pace), "the simulated device", heavy, lambda: None)
         if wanted.path != "ok" and os.path.exists(wanted.path):  # it opens once
             raise LlmcError("E106", f"{wanted.path} was opened before", "give another")
         if wanted.path != "ok":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,13 +17,11 @@ from urllib.parse import quote_from_bytes
 
 import psutil
 import pytest
-import textkit
-from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
+from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.core.channel import _folder, wants_processor
 from llmc_runtime.core.messages import Open
 from llmc_runtime.core.process import Age, open_session
 from llmc_runtime.llm import to_stderr
-from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.fake_core import CRASH
@@ -164,20 +161,6 @@ def test_shutdown_ends_a_start(moment: float, tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
     left = [p for p in psutil.Process().children() if p.pid not in before]
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_a_vocabulary_that_nothing_runs_beside_is_no_hang() -> None:
-    pytest.importorskip("llguidance")
-    tok = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": "</s>"}, {})
-    form = SamplingParams(seed=3, max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
-
-    async def asks() -> None:
-        async with fake(path="heavy", tok=tok, heartbeat_timeout=0.6) as llm:
-            assert re.fullmatch("[ab]{3}", (await last(llm, "abc", form)).outputs[0].text)
-            await asyncio.sleep(0.3)
-            assert not llm.restarts and llm._running().pulse is not None and not llm._running().pulse.quiet
-
-    run(asks())
 
 
 def test_who_may_open_no_file_is_not_said_to_want_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ mask came late is not waited for again for a number of tokens that doubles each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guide import Guide
 from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.step import RowMask, Step
 
 _FIRST = 8  # tokens for which a request whose mask was late is not waited for
 
@@ -60,6 +61,30 @@ class Guided:
             except LlmcError as error:
                 found.append((request, error))
         return found
+
+    def fill(self, step: Step, planned: Sequence[Request]) -> None:
+        """Add the masks that are known to a plan; it stays open where one is not."""
+        for request, work in zip(planned, step.work):
+            if request.guide is None or not work.emit:
+                continue
+            mask = known_mask(request) if request.num_total == len(request.tokens) + 1 else None
+            if mask:
+                step.masks.append(RowMask(request.row, mask))
+            else:
+                step.open = True
+
+    def complete(self, step: Step, planned: Sequence[Request], anything: bytes) -> list[RowMask]:
+        """The masks that an open step lacks; it is open no more. A row whose mask is late, or whose request has ended,
+        gets `anything`, and its token is dropped."""
+        sent, masks = {mask.row for mask in step.masks}, []
+        step.open = False
+        for request, work in zip(planned, step.work):
+            if request.guide is None or not work.emit or work.row in sent:
+                continue
+            mask = known_mask(request) if request.status is Status.RUNNING else anything
+            request.dropped = mask is None
+            masks.append(RowMask(work.row, mask or anything))
+        return masks
 
     def awaited(self) -> bool:
         """Whether a step that is planned now should wait for a mask."""

@@ -118,45 +118,26 @@ class Scheduler:
         step = Step()
         if self._under_way and self._under_way[-1][0].open:
             return step
-        self.guided.left_out = False
-        if self.guided:
-            self._end_guided()
+        self._end_guided()
         planned: list[Request] = []
         budget, preempted = self._go_on(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
         if self.guided:
-            for request, work in zip(planned, step.work):
-                if request.guide is None or not work.emit:
-                    continue
-                mask = known_mask(request) if request.num_total == len(request.tokens) + 1 else None
-                if mask:
-                    step.masks.append(RowMask(request.row, mask))
-                else:
-                    step.open = True
+            self.guided.fill(step, planned)
         if planned:
             self._under_way.append((step, planned))
         return step
 
     def guide(self) -> list[RowMask] | None:
-        """The masks that an open step waits for, when every step before it is committed; it is open no more. None where
-        there is no such step. A row whose request has ended gets any token: what it gets is dropped."""
+        """The masks that the oldest step under way lacks; it is open no more. None if it is not open."""
         if not self._under_way or not self._under_way[0][0].open:
             return None
         self._end_guided()
-        step, planned = self._under_way[0]
-        sent = {mask.row for mask in step.masks}
-        step.open, masks = False, []
-        for request, work in zip(planned, step.work):
-            if request.guide is None or not work.emit or work.row in sent:
-                continue
-            mask = known_mask(request) if request.status is _RUNNING else self._anything
-            request.dropped = mask is None
-            masks.append(RowMask(work.row, mask or self._anything))
-        return masks
+        return self.guided.complete(*self._under_way[0], self._anything)
 
     def take_notices(self) -> list[RequestDelta]:
-        """The requests that ended between two steps, each once."""
+        """The requests that ended between two steps."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -384,6 +365,7 @@ class Scheduler:
 
     def _end_guided(self) -> None:
         """End the requests whose guides say so."""
+        self.guided.left_out = False
         for request, error in self.guided.ended():
             reason = "stop" if error is None else "error"
             self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
