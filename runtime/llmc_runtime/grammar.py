@@ -37,6 +37,10 @@ LIMITS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# Keywords of JSON Schema whose values are schemas, or lists of them, and those whose values are schemas by name.
+_OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
+_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
 
 class Grammars:
     """The grammars of one vocabulary, each compiled once while it is remembered. Any thread may ask."""
@@ -188,15 +192,38 @@ def _definition(llguidance: Any, wanted: StructuredOutputsParams) -> str:
 
 
 def close_objects(schema: Any) -> None:
-    """Allow objects that name properties no others."""
-    if isinstance(schema, dict):
-        if "properties" in schema and "additionalProperties" not in schema:
-            schema["additionalProperties"] = False
-        for part in list(schema.values()):
-            close_objects(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            close_objects(part)
+    """Forbid further properties, in place, in every object that names its properties and does not say what others are.
+
+    An allOf of several parts keeps all objects open: its parts describe one object together, and closing each of them
+    would exclude the properties of the others.
+    """
+    if '"allOf":' not in json.dumps(schema) or not _composed(schema):
+        _close(schema)
+
+
+def _composed(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_composed, schema))
+    if not isinstance(schema, dict):
+        return False
+    parts = schema.get("allOf")
+    together = isinstance(parts, list) and (len(parts) > 1 or "properties" in schema)
+    return together or any(map(_composed, schema.values()))
+
+
+def _close(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("properties"), dict):
+        schema.setdefault("additionalProperties", False)
+    for key in _OF_NAMED_SCHEMAS:
+        if isinstance(schema.get(key), dict):
+            for part in schema[key].values():
+                _close(part)
+    for key in _OF_SCHEMAS:
+        found = schema.get(key)
+        for part in found if isinstance(found, list) else [found]:
+            _close(part)
 
 
 def _refused(wanted: StructuredOutputsParams, why: str) -> LlmcError:

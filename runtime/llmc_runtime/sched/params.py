@@ -205,7 +205,7 @@ def _biases(given: object) -> dict[int, float] | None:
         raise refused("logit_bias", given, allowed)
     out = {}
     for key, value in given.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 else key
         number = isinstance(value, Real) and not isinstance(value, bool) and value == value
         if not _is_int(token) or not 0 <= token <= MAX_INT or not number:
             raise refused("logit_bias", given, allowed)

@@ -21,13 +21,14 @@ from llmc_runtime.server.fields import Generation
 from llmc_runtime.server.logs import Record
 from llmc_runtime.server.meters import Meter, Meters
 from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
 MAX_SALT = 256  # characters
 MAX_CHOICES = 256  # outputs of one request, all prompts together
 MAX_TEXTS = 32  # tokenized at a time for /tokenize and /detokenize
 _THREADS = 4  # that tokenize
-_LONGEST_NUMBER, MOST_SECONDS = 32, 1_000_000
+MOST_SECONDS = 1_000_000
 
 News = AsyncIterator[tuple[int, RequestOutput]]
 
@@ -121,11 +122,8 @@ class Serving:
         upper bound. ApiError 400 where it is no such number."""
         seconds = self.timeout
         if asked is not None:
-            try:
-                given = float(asked) if len(asked) <= _LONGEST_NUMBER else math.nan
-            except ValueError:
-                given = math.nan
-            if not 0 < given <= MOST_SECONDS:
+            given = seconds_of(asked, MOST_SECONDS)
+            if given is None:
                 cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {MOST_SECONDS}"
                 raise ApiError(cause, param="X-Request-Timeout")
             seconds = given if seconds is None else min(given, seconds)
