@@ -79,7 +79,7 @@ class CallFormat(ABC):
         self._space = ""  # held back: it is dropped where a call follows
         self._fresh_line = True  # only white space since the last line's end
         self._out: list[str | CallPiece] = []
-        self._count = self._before = 0  # calls that have begun: now, and before the attempt under way
+        self._count = 0
         self._cut = self._is_call = False  # `_is_call`: the attempt under way has read the name of a tool
         self._work = self._read()
         next(self._work)
@@ -161,11 +161,11 @@ class CallFormat(ABC):
         yield from self._reading()
 
     def _in_call(self) -> bool:
-        """Whether what is read at the moment is certainly part of a call."""
+        """Whether what is read at the moment is part of a call, or of one more call behind others."""
         if self._mark is None:
             return False
         marks = tuple(one for one in self.openers() if one not in _BRACKETS)
-        return self._is_call or self._count > self._before or self._text.startswith(marks, self._mark)
+        return self._is_call or self._count > 0 or self._text.startswith(marks, self._mark)
 
     def _taken(self) -> list[str | CallPiece]:
         out, self._out = self._out, []
@@ -219,14 +219,14 @@ class CallFormat(ABC):
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Read calls. What was read since the mark is content where it makes no sense. Whether there was a call."""
-        self._before, self._is_call = self._count, False
+        before, self._is_call = self._count, False
         try:
             yield from reader
         except Malformed:
             if self._mark is not None:
                 self._say(self._text[self._mark : self._at])
         self._mark = None
-        return self._count > self._before
+        return self._count > before
 
     def _either(self, *markers: str, consume: bool = True) -> Steps[str | None]:
         """Which of `markers` follows, behind white space; both are read then, and nothing otherwise."""
