@@ -5,10 +5,16 @@ A mask is 4 * ceil(vocabulary / 32) bytes, as the device reads it: id i is allow
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
+
+
+_FEW = 1024  # ids whose bits are set one by one
 
 
 class Guide(Protocol):
@@ -21,15 +27,33 @@ class Guide(Protocol):
         """The request got `token`; True: nothing may follow it. LlmcError where it cannot go on."""
 
 
-def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
+def mask_size(vocab_size: int) -> int:
+    """Bytes of a mask."""
+    return -(-vocab_size // 32) * 4
+
+
+def mask_of(ids: Sequence[int] | None, vocab_size: int) -> bytes:
     """The mask that allows `ids` alone; None: the whole vocabulary."""
-    out = bytearray(-(-vocab_size // 32) * 4)
+    out = bytearray(mask_size(vocab_size))
+    if ids is not None and len(ids) > _FEW:
+        flags = bytearray(8 * len(out))
+        deque(map(flags.__setitem__, ids, repeat(1)), 0)
+        return _packed(flags)
     if ids is None:
         out[: vocab_size // 8] = b"\xff" * (vocab_size // 8)
         ids = range(vocab_size & ~7, vocab_size)
     for token in ids:
         out[token >> 3] |= 1 << (token & 7)
     return bytes(out)
+
+
+def _packed(flags: bytes) -> bytes:
+    """A bit for each byte, of which each is 0 or 1; eight times as many. Arithmetic on one long integer gathers pairs,
+    then fours, then eights of bits."""
+    value = int.from_bytes(flags, "little")
+    for shift, pattern in ((7, b"\3\0"), (14, b"\x0f\0\0\0"), (28, b"\xff" + bytes(7))):
+        value = (value | value >> shift) & int.from_bytes(pattern * (len(flags) // len(pattern)), "little")
+    return value.to_bytes(len(flags), "little")[::8]
 
 
 def without(mask: bytes, ids: Iterable[int]) -> bytes:
@@ -59,10 +83,10 @@ class Bans:
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
         self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
         self.keep = max(map(len, sequences), default=1) - 1  # tokens that matter for the next
-        self._behind: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by the token right before the banned one
+        self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token right before the banned one
         for s in sequences:
             if len(s) > 1:
-                self._behind.setdefault(s[-2], []).append((tuple(s[:-1]), s[-1]))
+                self._behind.setdefault(s[-2], []).append((array("I", s[:-1]).tobytes(), s[-1]))
 
     @property
     def fixed(self) -> bool:
@@ -71,8 +95,11 @@ class Bans:
 
     def after(self, past: Sequence[int]) -> bytes:
         """The mask behind these tokens, the last `keep` of an output."""
-        found = self._behind.get(past[-1], ()) if past else ()
-        hits = [last for begin, last in found if tuple(past[-len(begin) :]) == begin]
+        found = self._behind.get(past[-1]) if past else None
+        if not found:
+            return self.mask
+        text = array("I", past).tobytes()  # comparing bytes takes the same time for long words as for short ones
+        hits = [last for begin, last in found if text.endswith(begin)]
         return without(self.mask, hits) if hits else self.mask
 
 

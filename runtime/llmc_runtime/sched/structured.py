@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
 MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
 MAX_CHOICES = 1024
+_LONG = frozenset({str, dict, list, tuple})
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -34,6 +35,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    text: str = field(default="", init=False, repr=False, compare=False)  # what was given, as a text
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -50,6 +52,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise _refused(name, f"{name} is a text")
+        object.__setattr__(self, "text", self._text())
         size = len(self.text.encode(errors="replace")) + len(self.whitespace_pattern or "")
         if size > MAX_BYTES:
             raise _refused(f"{given[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
@@ -59,16 +62,36 @@ class StructuredOutputsParams:
         """Which of the five it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
-    @property
-    def text(self) -> str:
-        """What was given, as a text."""
+    def _text(self) -> str:
         value = getattr(self, self.kind)
+        if is_over(value, MAX_BYTES):
+            raise _refused(f"{self.kind} of more than {MAX_BYTES} bytes", f"up to {MAX_BYTES} bytes")
         if isinstance(value, str):
             return value
         try:
             return jsonlib.dumps({} if self.json_object else value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as e:
             raise _refused(self.kind, f"values that JSON can hold ({str(e)[:80]})") from None
+
+
+def is_over(value: Any, most: int) -> bool:
+    """Whether the JSON of a value is certainly longer than `most` bytes. It stops as soon as that is known, so that the
+    time depends on `most` and not on the value."""
+    parts: list[Any] = [value]
+    while parts and most >= 0:
+        one = parts.pop()
+        kind = type(one)
+        if kind is str:
+            most -= len(one)
+        elif kind is dict:
+            most -= 4 * len(one)  # quotes, a colon and a comma for each
+            if most >= 0:
+                most -= sum(len(key) for key in one if type(key) is str)
+                parts += [part for part in one.values() if type(part) in _LONG]
+        elif kind is list or kind is tuple:
+            most -= 2 * len(one)
+            parts += [part for part in one if type(part) in _LONG] if most >= 0 else ()
+    return most < 0
 
 
 def _texts(given: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -56,7 +57,9 @@ class Chat:
         prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
         plan = plan.behind(prompt, asked)
         form = "response_format" if asked.structured_outputs is None else "structured_outputs"
-        return prompt, plan.constrained(params, form), plan
+        if plan.tools is not None or params.structured_outputs is not None:  # schemas become a grammar
+            return prompt, await asyncio.to_thread(plan.constrained, params, form), plan
+        return prompt, params, plan
 
     async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
         """What the engine says; a grammar that was made of tools is blamed on them."""

@@ -11,13 +11,13 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of one request
-MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # and those that the chat template names
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
 # Types of parts that are text, and where it is.
@@ -156,6 +156,9 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation, if its size is allowed and it is text alone."""
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise ApiError(f"messages: 1 to {MAX_MESSAGES} of them, not {len(messages)}", param="messages")
+    parts = sum(len(content) for one in messages if isinstance(content := one.get("content"), list))
+    if parts > MAX_PARTS:
+        raise ApiError(f"messages: up to {MAX_PARTS} parts of contents together, not {parts}", param="messages")
     return [_with_text(message, i) for i, message in enumerate(messages)]
 
 
