@@ -113,9 +113,9 @@ def fastest(work: Callable[[], Any], times: int = 5) -> tuple[float, Any]:
     """(milliseconds of the fastest of several runs, what the last one returned)."""
     best, out = float("inf"), None
     for _ in range(times):
-        began = time.perf_counter()
+        began = time.thread_time()
         out = work()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     return 1000 * best, out
 
 

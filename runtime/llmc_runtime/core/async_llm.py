@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
+from llmc_runtime.core.allowed import masked
 from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.asks import LONGEST, RECORD, RESET
 from llmc_runtime.core.channel import default_command
@@ -127,7 +128,7 @@ class AsyncLLM:
         supervisor.require()
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = self._defaults(ready) if sampling_params is None else as_params(sampling_params, 1)[0]
-        words = await self._words(params)
+        params, words = masked(params, self.config.vocab_size), await self._words(params)
         requests = supervisor.requests
         reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
         timer = None

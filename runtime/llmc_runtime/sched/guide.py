@@ -6,15 +6,10 @@ A mask is 4 * ceil(vocabulary / 32) bytes, as the device reads it: id i is allow
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
-
-
-_FEW = 1024  # ids whose bits are set one by one
 
 
 class Guide(Protocol):
@@ -32,28 +27,15 @@ def mask_size(vocab_size: int) -> int:
     return -(-vocab_size // 32) * 4
 
 
-def mask_of(ids: Sequence[int] | None, vocab_size: int) -> bytes:
+def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
     """The mask that allows `ids` alone; None: the whole vocabulary."""
     out = bytearray(mask_size(vocab_size))
-    if ids is not None and len(ids) > _FEW:
-        flags = bytearray(8 * len(out))
-        deque(map(flags.__setitem__, ids, repeat(1)), 0)
-        return _packed(flags)
     if ids is None:
         out[: vocab_size // 8] = b"\xff" * (vocab_size // 8)
         ids = range(vocab_size & ~7, vocab_size)
     for token in ids:
         out[token >> 3] |= 1 << (token & 7)
     return bytes(out)
-
-
-def _packed(flags: bytes) -> bytes:
-    """A bit for each byte, of which each is 0 or 1; eight times as many. Arithmetic on one long integer gathers pairs,
-    then fours, then eights of bits."""
-    value = int.from_bytes(flags, "little")
-    for shift, pattern in ((7, b"\3\0"), (14, b"\x0f\0\0\0"), (28, b"\xff" + bytes(7))):
-        value = (value | value >> shift) & int.from_bytes(pattern * (len(flags) // len(pattern)), "little")
-    return value.to_bytes(len(flags), "little")[::8]
 
 
 def without(mask: bytes, ids: Iterable[int]) -> bytes:

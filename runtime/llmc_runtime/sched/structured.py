@@ -5,13 +5,13 @@ from __future__ import annotations
 import json as jsonlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
 MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
 MAX_CHOICES = 1024
-_LONG = frozenset({str, dict, list, tuple})
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -77,20 +77,16 @@ class StructuredOutputsParams:
 def is_over(value: Any, most: int) -> bool:
     """Whether the JSON of a value is certainly longer than `most` bytes. It stops as soon as that is known, so that the
     time depends on `most` and not on the value."""
-    parts: list[Any] = [value]
-    while parts and most >= 0:
-        one = parts.pop()
-        kind = type(one)
-        if kind is str:
-            most -= len(one)
-        elif kind is dict:
-            most -= 4 * len(one)  # quotes, a colon and a comma for each
-            if most >= 0:
-                most -= sum(len(key) for key in one if type(key) is str)
-                parts += [part for part in one.values() if type(part) in _LONG]
-        elif kind is list or kind is tuple:
-            most -= 2 * len(one)
-            parts += [part for part in one if type(part) in _LONG] if most >= 0 else ()
+    level: list[Any] = [value]
+    while level:
+        maps = [one for one in level if type(one) is dict]
+        lists = [one for one in level if type(one) is list or type(one) is tuple]
+        most -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # marks around each value, and a digit
+        most -= sum(map(len, [one for one in level if type(one) is str]))
+        if most < 0:
+            return True
+        most -= sum(map(len, [key for one in maps for key in one if type(key) is str]))
+        level = list(chain(chain.from_iterable(map(dict.values, maps)), chain.from_iterable(lists)))
     return most < 0
 
 

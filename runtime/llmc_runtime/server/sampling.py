@@ -6,17 +6,13 @@ operator put in its place, else OpenAI's default: temperature 1.
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
-import numpy as np
-
+from llmc_runtime.core.allowed import token_mask
 from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guide import mask_size
-from llmc_runtime.sched.params import MAX_ALLOWED, MAX_LOGPROBS, SamplingParams
+from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
 from llmc_runtime.sched.structured import StructuredOutputsParams
-from llmc_runtime.sched.token_mask import TokenMask
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
 
@@ -73,8 +69,6 @@ def _params(asked: Generation, llm: AsyncLLM, default: SamplingParams, more: dic
     if llm.generation.get("do_sample"):
         given |= {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     given |= {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
-    if asked.allowed_token_ids is not None:
-        given["allowed_token_ids"] = _token_mask(asked.allowed_token_ids, llm.config.vocab_size)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
     if asked.stream and asked.prompt_logprobs is not None:
@@ -83,23 +77,11 @@ def _params(asked: Generation, llm: AsyncLLM, default: SamplingParams, more: dic
         raise ApiError("stream_options needs stream: true", param="stream_options")
     try:
         given["structured_outputs"] = _form(asked)
+        if asked.allowed_token_ids is not None:
+            given["allowed_token_ids"] = token_mask(asked.allowed_token_ids, llm.config.vocab_size)
         return SamplingParams(**(given | more))
     except LlmcError as e:
         raise told(e, "prompt") from None
-
-
-def _token_mask(ids: list[int], vocab_size: int) -> TokenMask:
-    """The mask of these ids: it is sent and checked in a thousandth of their time. ApiError 400 for other ids."""
-    try:
-        found = np.frombuffer(array("I", ids), np.uint32)
-    except OverflowError:
-        found = np.empty(0, np.uint32)
-    if not len(found) or found.max() >= vocab_size:
-        cause = f"allowed_token_ids: 1 to {MAX_ALLOWED} ids of the vocabulary, 0 to {vocab_size - 1}"
-        raise ApiError(cause, param="allowed_token_ids")
-    flags = np.zeros(8 * mask_size(vocab_size), np.bool_)
-    flags[found] = True
-    return TokenMask(np.packbits(flags, bitorder="little").tobytes())
 
 
 def _form(asked: Generation) -> StructuredOutputsParams | None:
