@@ -1,7 +1,8 @@
 """The budget of the server: for every route, header and request field, what bounds the work that it causes.
 
 docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A number appears there only as {name}
-of a limit in LIMITS, so that the page has the value of the constant; `where` names the modules that enforce a row, below
+of a limit in LIMITS, so that the page has the value of the constant; `where` names the modules that enforce a row,
+below
 `llmc_runtime`. tests/test_budget.py walks the server's description and fails for a field without a row.
 """
 
@@ -15,7 +16,8 @@ from types import MappingProxyType
 LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "body": ("server.guard", "Limits.body", "bytes"), "body_seconds": ("server.guard", "Limits.body_seconds", "s"),
-        "headers": ("server.guard", "Limits.headers", "bytes"), "header_count": ("server.guard", "Limits.header_count", ""),
+        "headers": ("server.guard", "Limits.headers", "bytes"),
+        "header_count": ("server.guard", "Limits.header_count", ""),
         "head": ("server.wire", "MOST_HEAD", "bytes"), "head_seconds": ("server.wire", "Wire.head_seconds", "s"),
         "write_seconds": ("server.wire", "Wire.write_seconds", "s"), "read": ("server.wire", "_READ", "bytes"),
         "connections": ("server.wire", "MOST", ""), "depth": ("server.parse", "MAX_DEPTH", ""),
@@ -28,7 +30,8 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "template_seconds": ("text.chat", "SECONDS", "s"), "template_size": ("text.chat", "SIZE", "characters"),
         "messages": ("server.lengths", "MAX_MESSAGES", ""), "parts": ("server.lengths", "MAX_PARTS", ""),
         "earlier_calls": ("server.lengths", "MAX_CALLS", ""), "documents": ("server.lengths", "MAX_DOCUMENTS", ""),
-        "template_kwargs": ("server.lengths", "MAX_TEMPLATE_KWARGS", ""), "word": ("server.lengths", "MAX_WORD", "characters"),
+        "template_kwargs": ("server.lengths", "MAX_TEMPLATE_KWARGS", ""),
+        "word": ("server.lengths", "MAX_WORD", "characters"),
         "salt": ("server.lengths", "MAX_SALT", "characters"), "tools": ("server.lengths", "MAX_TOOLS", ""),
         "tool_bytes": ("server.tools.definitions", "MAX_BYTES", "bytes"),
         "calls": ("server.tools.definitions", "MAX_CALLS", ""), "n": ("sched.params", "MAX_N", ""),
@@ -65,10 +68,12 @@ _COMPARED = "one comparison"
 COMMON: tuple[Row, ...] = (
     Row(("a connection",), "{read} are read at a time", "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected",
-        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)", ("server.wire",)),
+        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)", "
+        "("server.wire",)),
     Row(("the head of a request",), "{header_count} lines", "{headers}", "400, 408 or 431", "{head_seconds} to arrive",
         ("server.wire", "server.guard")),
-    Row(("the request target",), "one pass over it", "the head's limit", "400 unless it is a path, or an absolute URL of "
+    Row(("the request target",), "one pass over it", "the head's limit",
+    "400 unless it is a path, or an absolute URL of "
         "this server", NONE, ("server.target", "server.guard")),
     Row(("the header Authorization",), "a digest, compared with every key", "the head's limit", "401 or 403", NONE,
         ("server.guard",)),
@@ -76,9 +81,11 @@ COMMON: tuple[Row, ...] = (
         "400, 413, 415 or 421", NONE, ("server.guard",)),
     Row(("a body",), "decoded once; nesting of {depth} levels", _BODY, "400, 408 or 413", "{body_seconds} to arrive",
         ("server.guard", "server.parse")),
-    Row(("a field that is not known",), "a look at its name, after decoding", "the body's limit", "counted, not answered",
+    Row(("a field that is not known",), "a look at its name, after decoding", "the body's limit",
+    "counted, not answered",
         NONE, ("server.parse",)),
-    Row(("the queue",), "refused before tokenizing", "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens "
+    Row(("the queue",), "refused before tokenizing",
+    "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens "
         "(`--max-num-queued-tokens`)", "503 with Retry-After",
         "{queue_wait} of estimated wait (`--max-queue-wait`); a share for each key, `--max-num-reqs-per-key`",
         ("server.admission",)),
@@ -91,11 +98,13 @@ ROUTES: tuple[Row, ...] = (
     Row(("POST /v1/completions", "POST /v1/chat/completions"), "prompt and output tokens, which the scheduler shares "
         "among keys", "the KV cache of the admitted sequences", _ANSWERED, "the queue's limits; {outputs} outputs",
         ("server.serving", "server.admission", "sched.scheduler")),
-    Row(("POST /tokenize", "POST /detokenize"), "the text's length, in a thread", _BODY, "an id or a text for each token",
+    Row(("POST /tokenize",
+    "POST /detokenize"), "the text's length, in a thread", _BODY, "an id or a text for each token",
         "{texts} at a time, then 503", ("server.serving", "server.prompting")),
     Row(("GET /v1/models", "GET /v1/models/{name}"), "the number of served names", NONE, "an entry for each name", NONE,
         ("server.app",)),
-    Row(("GET /tokenizer_info", "GET /version", "GET /openapi.json", "GET /", "POST /v1/embeddings"), _FIXED, NONE, _FIXED,
+    Row(("GET /tokenizer_info", "GET /version", "GET /openapi.json", "GET /",
+    "POST /v1/embeddings"), _FIXED, NONE, _FIXED,
         NONE, ("server.app", "server.page")),
     Row(("GET /health", "GET /ready"), "a few comparisons; never logged above debug", NONE, "a status without a body",
         NONE, ("server.app", "server.handler")),
@@ -114,7 +123,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("header X-Request-Timeout", "query seconds"), "a number of at most 20 digits", NONE,
         "504 when the time is over", "{timeout} at most, and `--request-timeout`; {trace_seconds} for a trace",
         ("server.seconds", "server.serving", "server.admin")),
-    Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE, ("server.lengths", "server.serving")),
+    Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE, ("server.lengths",
+    "server.serving")),
     Row(("prompt",), "tokenized in threads; the model's length", "{prompts} prompts; the body's limit",
         "`echo` repeats it", "counted as tokens, see the queue", ("server.prompting", "server.serving")),
     Row(("tokens",), "decoded in a thread", "the body's limit", "the text of the ids", "{texts} at a time",
@@ -135,7 +145,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("response_format", "response_format.type", "response_format.json_schema",
          "response_format.json_schema.name", "response_format.json_schema.description",
          "response_format.json_schema.schema", "response_format.json_schema.strict"),
-        "its size before its contents; compiling: {grammar_seconds}, then 400", "{form_bytes}; {grammars} grammars are kept",
+        "its size before its contents; compiling: {grammar_seconds}, then 400",
+        "{form_bytes}; {grammars} grammars are kept",
         "white space of one character between parts", "requests of other forms do not wait for a compile",
         ("server.sampling", "sched.structured", "grammar")),
     Row(("structured_outputs", "structured_outputs.json", "structured_outputs.regex", "structured_outputs.choice",
@@ -158,11 +169,13 @@ FIELDS: tuple[Row, ...] = (
     Row(("stop_token_ids", "ignore_eos", "skip_special_tokens"), "set look-ups", "{stop_ids} ids", "ends it", NONE,
         ("server.lengths", "sched.params")),
     Row(("logit_bias",), "added on the device", "{biases} ids", NONE, NONE, ("server.lengths", "sched.params")),
-    Row(("allowed_token_ids",), "one mask for all outputs, made by the front", "{allowed} ids; a bit an id of the vocabulary",
+    Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
+    "{allowed} ids; a bit an id of the vocabulary",
         NONE, NONE, ("server.lengths", "core.allowed", "sched.token_mask")),
     Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE, ("server.lengths", "sched.params", "sched.guide")),
-    Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+    Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed"),
         "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
         "an event for each token and output at most; slow readers get fewer, larger ones", "one state an output",

@@ -71,7 +71,7 @@ def tables() -> str:
 
 
 def routes(document: Mapping[str, Any]) -> set[str]:
-    """"METHOD PATH" of everything that is described, and of all that is routed."""
+    """ "METHOD PATH" of everything that is described, and of all that is routed."""
     found = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
     made: Any = [*Endpoints(None, Limits()).routes(), *Admin(None, Limits()).routes()]  # type: ignore[arg-type]
     for route in made:
@@ -150,9 +150,15 @@ def test_what_enforces_a_row_is_there() -> None:
         assert row.where and row.of and all((row.cpu, row.memory, row.answer, row.queue)), row.of
         for module in row.where:
             assert importlib.util.find_spec(f"{MODULE}.{module}") is not None, (row.of, module)
-        names = {name for cell in (row.cpu, row.memory, row.answer, row.queue) for name in re.findall(r"\{(\w+)\}", cell)}
+        names = {
+            name for cell in (row.cpu, row.memory, row.answer, row.queue) for name in re.findall(r"\{(\w+)\}", cell)
+        }
         assert names <= LIMITS.keys(), row.of
-    used = {n for row in (*COMMON, *ROUTES, *FIELDS) for n in re.findall(r"\{(\w+)\}", f"{row.cpu}{row.memory}{row.answer}{row.queue}")}
+    used = {
+        n
+        for row in (*COMMON, *ROUTES, *FIELDS)
+        for n in re.findall(r"\{(\w+)\}", f"{row.cpu}{row.memory}{row.answer}{row.queue}")
+    }
     assert used == LIMITS.keys(), "a limit that no row names"
     for name in LIMITS:
         value = limit(name)

@@ -109,7 +109,9 @@ def test_bans_behind_long_words() -> None:
     bans = Bans(full, words, full)
     for _ in range(300):
         past = [draw.randrange(3) for _ in range(draw.randrange(10))]
-        want = {word[-1] for word in words if len(word) - 1 <= len(past) and past[len(past) - len(word) + 1 :] == word[:-1]}
+        want = {
+            word[-1] for word in words if len(word) - 1 <= len(past) and past[len(past) - len(word) + 1 :] == word[:-1]
+        }
         mask = bans.after(past[-bans.keep :])
         assert {i for i in range(64) if not mask[i >> 3] >> (i & 7) & 1} == want
 
@@ -129,7 +131,12 @@ def test_the_size_of_json_is_known_before_it_is_written() -> None:
         one = value(0)
         length = len(json.dumps(one, separators=(",", ":"), ensure_ascii=False))
         assert not is_over(one, length + 4)  # what is said to be over is over
-    for large in ({"a": "x" * 70_000}, {"a": [0] * 40_000}, {f"k{i}": {} for i in range(9000)}, {"a": {"b" * 70_000: 1}}):
+    for large in (
+        {"a": "x" * 70_000},
+        {"a": [0] * 40_000},
+        {f"k{i}": {} for i in range(9000)},
+        {"a": {"b" * 70_000: 1}},
+    ):
         assert is_over(large, MAX_BYTES)
         with pytest.raises(LlmcError, match="E601"):
             StructuredOutputsParams(json=large)

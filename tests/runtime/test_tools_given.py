@@ -236,7 +236,10 @@ def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str)
 def test_roles_of_a_template_are_constants_beside_a_role() -> None:
     for text, roles in (
         ("{% for m in messages %}{{ {'observation': 'O'}[m.role] }}{% endfor %}", {"observation"}),
-        ("{% for m in messages %}{% if m['role'] in ['critic', 'judge'] %}{% endif %}{% endfor %}", {"critic", "judge"}),
+        (
+            "{% for m in messages %}{% if m['role'] in ['critic', 'judge'] %}{% endif %}{% endfor %}",
+            {"critic", "judge"},
+        ),
         ("{% for m in messages %}{% if m.get('role') == 'poet' %}{% endif %}{% endfor %}", {"poet"}),
         ("{% for m in messages %}{% set r = m.role %}{% if 'x' != r | lower %}{% endif %}{% endfor %}", {"x"}),
         ("{% for m in messages %}{% if m.content == 'critic' %}{% endif %}{{ 'a' ~ m.role }}{% endfor %}", set()),
@@ -247,7 +250,8 @@ def test_roles_of_a_template_are_constants_beside_a_role() -> None:
 def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:
     inner = {"type": "object", "properties": {"properties": {"type": "object", "properties": {"a": {"enum": [{}]}}}}}
     schema = {
-        "type": "object", "properties": {"x": inner, "y": {"anyOf": [inner, {"type": "null"}]}, "z": {"$ref": "#/$defs/d"}},
+        "type": "object", "properties": {"x": inner, "y": {"anyOf": [inner, {"type": "null"}]},
+        "z": {"$ref": "#/$defs/d"}},
         "required": ["x"], "$defs": {"d": {"properties": {"e": {}}, "additionalProperties": {"type": "string"}}},
         "default": {"properties": {"no": "schema"}}, "const": {"properties": {}},
     }  # fmt: skip

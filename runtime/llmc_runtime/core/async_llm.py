@@ -271,7 +271,7 @@ class AsyncLLM:
         """The bad words as token ids; many are tokenized in a thread, once for all prompts of a request, which share
         them."""
         words = params.bad_words
-        if sum(map(len, words or ())) <= _INLINE_WORDS:  # type: ignore[arg-type]
+        if sum(map(len, words or ())) <= _INLINE_WORDS:
             return words_of(params, self.tokenizer)
         if self._recent_words is None or self._recent_words[0] is not words:
             self._recent_words = words, asyncio.create_task(asyncio.to_thread(words_of, params, self.tokenizer))

@@ -147,7 +147,7 @@ class SamplingParams:
             ids = _tuple("allowed_token_ids", self.allowed_token_ids, allowed)
             if not 0 < len(ids) <= MAX_ALLOWED or not _are_ids(ids):
                 raise refused("allowed_token_ids", self.allowed_token_ids, allowed)
-            self._set(allowed_token_ids=tuple(map(int, ids)))
+            self._set(allowed_token_ids=tuple(sorted(set(map(int, ids)))))
         allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes, {MAX_BAD_WORD_BYTES} together"
         words = () if isinstance(self.bad_words, str) else _tuple("bad_words", self.bad_words, allowed)
         if isinstance(self.bad_words, str) or len(words) > MAX_BAD_WORDS or not all(map(_is_word, words)):

@@ -29,22 +29,22 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # the last one is thi
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
-_PROBES = {"/health": _READS, "/ready": _READS}
-_METRICS = {"/metrics": _READS, "/metrics/": _READS}
-_OUTSIDE_V1 = {
-    path + end: methods
-    for methods, paths in (
-        (_READS, ("/version", "/openapi.json", "/tokenizer_info")), (frozenset({"POST"}), ("/tokenize", "/detokenize")),
-    )
-    for path in paths
-    for end in ("", "/")
-}  # fmt: skip
+_PROBES = ("/health", "/ready")
+_METRICS = ("/metrics", "/metrics/")
+_OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
+_TOKENIZING = ("/tokenize", "/tokenize/", "/detokenize", "/detokenize/")
+
+
+def _open(*reads: str, posts: Sequence[str] = ()) -> Mapping[str, frozenset[str]]:
+    return MappingProxyType(dict.fromkeys(reads, _READS) | dict.fromkeys(posts, frozenset({"POST"})))
+
+
 # For each --api-key-scope the paths, with methods, that need no API key. What is under /admin/ is never among them.
 KEY_SCOPES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "all": _PROBES,
-        "all-but-metrics": {**_PROBES, **_METRICS},
-        "v1": {**_PROBES, **_METRICS, **_OUTSIDE_V1, "/": _READS},
+        "all": _open(*_PROBES),
+        "all-but-metrics": _open(*_PROBES, *_METRICS),
+        "v1": _open(*_PROBES, *_METRICS, *_OUTSIDE_V1, posts=_TOKENIZING),
     }
 )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}", re.ASCII)
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?|\.[0-9]{1,9}", re.ASCII)
 
 
 def seconds_of(text: str, most: float) -> float | None:
-    """A decimal number of seconds above 0 and up to `most`, such as 30 or 0.5, in ASCII digits; None for any other
-    text, which float() may take: exponents, signs, underscores, spaces, digits of other scripts."""
+    """A decimal number of seconds above 0 and up to `most`, such as 30, 0.5 or 1e-3, in ASCII digits; None for any
+    other text. float() would also take underscores, spaces, and digits of other scripts."""
     value = float(text) if _SECONDS.fullmatch(text) else 0.0
     return value if 0.0 < value <= most else None

@@ -29,7 +29,7 @@ class OriginForm:
 def _rewrite(scope: Scope) -> None:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     scheme, found, rest = raw.partition(b"://")
-    authority, slash, path = rest.partition(b"/")
+    authority, _, path = rest.partition(b"/")
     if not found or scheme.lower() != scope["scheme"].encode() or not authority or b"@" in authority:
         return
     hosts = [value for name, value in scope["headers"] if name == b"host"]

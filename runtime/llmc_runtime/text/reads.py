@@ -51,7 +51,9 @@ def _roles(tree: Any) -> Iterator[str]:
         if isinstance(node, nodes.Getitem):
             return getattr(node.arg, "value", None) == "role"
         if isinstance(node, nodes.Call):  # message.get("role")
-            return getattr(node.node, "attr", None) == "get" and "role" in (getattr(a, "value", None) for a in node.args)
+            return getattr(node.node, "attr", None) == "get" and "role" in (
+                getattr(a, "value", None) for a in node.args
+            )
         return isinstance(node, nodes.Filter) and is_role(node.node)
 
     named = {"role"}  # variables that are roles
