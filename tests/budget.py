@@ -1,9 +1,8 @@
 """The budget of the server: for every route, header and request field, what bounds the work that it causes.
 
-docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A number appears there only as {name}
-of a limit in LIMITS, so that the page has the value of the constant; `where` names the modules that enforce a row,
-below
-`llmc_runtime`. tests/test_budget.py walks the server's description and fails for a field without a row.
+docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
+name of LIMITS, so that the page has the value of the constant; `where` names the modules that enforce a row (of llmc_runtime).
+tests/test_budget.py walks the server's description and fails for a field without a row.
 """
 
 from __future__ import annotations
@@ -68,13 +67,12 @@ _COMPARED = "one comparison"
 COMMON: tuple[Row, ...] = (
     Row(("a connection",), "{read} are read at a time", "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected",
-        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)", "
-        "("server.wire",)),
+        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)",
+        ("server.wire",)),
     Row(("the head of a request",), "{header_count} lines", "{headers}", "400, 408 or 431", "{head_seconds} to arrive",
         ("server.wire", "server.guard")),
     Row(("the request target",), "one pass over it", "the head's limit",
-    "400 unless it is a path, or an absolute URL of "
-        "this server", NONE, ("server.target", "server.guard")),
+        "400 unless it is a path, or an absolute URL of this server", NONE, ("server.target", "server.guard")),
     Row(("the header Authorization",), "a digest, compared with every key", "the head's limit", "401 or 403", NONE,
         ("server.guard",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
@@ -82,11 +80,10 @@ COMMON: tuple[Row, ...] = (
     Row(("a body",), "decoded once; nesting of {depth} levels", _BODY, "400, 408 or 413", "{body_seconds} to arrive",
         ("server.guard", "server.parse")),
     Row(("a field that is not known",), "a look at its name, after decoding", "the body's limit",
-    "counted, not answered",
-        NONE, ("server.parse",)),
+        "counted, not answered", NONE, ("server.parse",)),
     Row(("the queue",), "refused before tokenizing",
-    "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens "
-        "(`--max-num-queued-tokens`)", "503 with Retry-After",
+        "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens (`--max-num-queued-tokens`)",
+        "503 with Retry-After",
         "{queue_wait} of estimated wait (`--max-queue-wait`); a share for each key, `--max-num-reqs-per-key`",
         ("server.admission",)),
     Row(("the log",), "a line for each request, written by a thread", "{log_lines} lines wait, later ones are dropped",
@@ -95,17 +92,17 @@ COMMON: tuple[Row, ...] = (
 
 _ANSWERED = "max_tokens x outputs, with log-probabilities of {logprobs} alternatives a token at most"
 ROUTES: tuple[Row, ...] = (
-    Row(("POST /v1/completions", "POST /v1/chat/completions"), "prompt and output tokens, which the scheduler shares "
-        "among keys", "the KV cache of the admitted sequences", _ANSWERED, "the queue's limits; {outputs} outputs",
+    Row(("POST /v1/completions", "POST /v1/chat/completions"),
+        "prompt and output tokens, which the scheduler shares among keys", "the KV cache of the admitted sequences",
+        _ANSWERED, "the queue's limits; {outputs} outputs",
         ("server.serving", "server.admission", "sched.scheduler")),
-    Row(("POST /tokenize",
-    "POST /detokenize"), "the text's length, in a thread", _BODY, "an id or a text for each token",
+    Row(("POST /tokenize", "POST /detokenize"), "the text's length, in a thread", _BODY,
+        "an id or a text for each token",
         "{texts} at a time, then 503", ("server.serving", "server.prompting")),
     Row(("GET /v1/models", "GET /v1/models/{name}"), "the number of served names", NONE, "an entry for each name", NONE,
         ("server.app",)),
-    Row(("GET /tokenizer_info", "GET /version", "GET /openapi.json", "GET /",
-    "POST /v1/embeddings"), _FIXED, NONE, _FIXED,
-        NONE, ("server.app", "server.page")),
+    Row(("GET /tokenizer_info", "GET /version", "GET /openapi.json", "GET /", "POST /v1/embeddings"), _FIXED, NONE,
+        _FIXED, NONE, ("server.app", "server.page")),
     Row(("GET /health", "GET /ready"), "a few comparisons; never logged above debug", NONE, "a status without a body",
         NONE, ("server.app", "server.handler")),
     Row(("GET /metrics",), "the number of metrics, which requests cannot change", NONE, "a line for each", NONE,
@@ -123,8 +120,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("header X-Request-Timeout", "query seconds"), "a number of at most 20 digits", NONE,
         "504 when the time is over", "{timeout} at most, and `--request-timeout`; {trace_seconds} for a trace",
         ("server.seconds", "server.serving", "server.admin")),
-    Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE, ("server.lengths",
-    "server.serving")),
+    Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE,
+        ("server.lengths", "server.serving")),
     Row(("prompt",), "tokenized in threads; the model's length", "{prompts} prompts; the body's limit",
         "`echo` repeats it", "counted as tokens, see the queue", ("server.prompting", "server.serving")),
     Row(("tokens",), "decoded in a thread", "the body's limit", "the text of the ids", "{texts} at a time",
@@ -170,13 +167,12 @@ FIELDS: tuple[Row, ...] = (
         ("server.lengths", "sched.params")),
     Row(("logit_bias",), "added on the device", "{biases} ids", NONE, NONE, ("server.lengths", "sched.params")),
     Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
-    "{allowed} ids; a bit an id of the vocabulary",
-        NONE, NONE, ("server.lengths", "core.allowed", "sched.token_mask")),
+        "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
+        ("server.lengths", "core.allowed", "sched.token_mask")),
     Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE, ("server.lengths", "sched.params", "sched.guide")),
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed"),
-        "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.params",)),
+         "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
         "an event for each token and output at most; slow readers get fewer, larger ones", "one state an output",
         "about 200 bytes an event besides the text", NONE, ("server.replies", "core.requests")),
