@@ -1,8 +1,8 @@
 """The budget of the server: for every route, header and request field, what bounds the work that it causes.
 
 docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
-name of LIMITS, so that the page has the value of the constant; `where` names the modules that enforce a row (of llmc_runtime).
-tests/test_budget.py walks the server's description and fails for a field without a row.
+name of LIMITS, so that the page has the value of the constant; `where` names the modules of llmc_runtime that enforce a
+row. tests/test_budget.py walks the server's description and fails for a field without a row.
 """
 
 from __future__ import annotations
