@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -110,7 +111,10 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     (the engine then says what does not fit)."""
     if params.max_tokens is None or not 0 < room < params.max_tokens:
         return params
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    cut = copy(params)  # what was checked is not checked again, for each of many prompts
+    object.__setattr__(cut, "max_tokens", room)
+    object.__setattr__(cut, "min_tokens", min(params.min_tokens, room))
+    return cut
 
 
 def numbered(error: LlmcError, index: int, count: int) -> LlmcError:

@@ -157,6 +157,32 @@ def test_03_a_key_opens_its_own_routes_alone(steady: Target, draw: Random, full:
         assert raw(steady, head(steady, "/", method, Authorization=basic)).status == 401
 
 
+def test_03_targets_in_absolute_form_open_nothing(steady: Target) -> None:
+    """A URL as a target is the path that it names, under the same keys; its host is checked as the Host header is."""
+    me = f"127.0.0.1:{steady.port}"
+    mine, theirs = f"Authorization: Bearer {steady.key}\r\n", f"Authorization: Bearer {ADMIN}\r\n"
+
+    def ask(target: str, host: str, more: str = "") -> int:
+        return raw(steady, f"GET {target} HTTP/1.1\r\nHost: {host}\r\n{more}\r\n".encode()).status
+
+    assert ask(f"http://{me}/health", me) == 200
+    for path, _ in steady.routes:
+        path = path.replace("{name:path}", "toy").replace("{name}", "toy")
+        for spelled in (path, path.replace("a", "%61"), f"/health/..{path}", f"/{path}", f"{path}?/health"):
+            if path not in OPEN:
+                assert ask(f"http://{me}{spelled}", me) in (401, 404), spelled
+                assert ask(f"http://{me}{spelled}", me, theirs if "/v1" in path else mine) != 500, spelled
+        if path.startswith("/admin/"):
+            assert ask(f"http://{me}{path}", me, mine) == 403
+    for target, host in (
+        ("http://evil.test/health", me), (f"http://{me}/health", "evil.test"), (f"http://x@{me}/health", me),
+        (f"http://x@{me}/health", f"x@{me}"), (f"https://{me}/health", me), (f"file://{me}/health", me),
+        ("http:///health", me), (f"http:{me}/health", me), (f"HTTP%3A//{me}/health", me),
+    ):  # fmt: skip
+        assert ask(target, host) == 400, target
+    assert ask("http://evil.test/health", "evil.test") == 421
+
+
 def test_03_without_admin_keys_there_are_no_admin_routes(draw: Random) -> None:
     """Neither with ordinary keys nor without any."""
     for keys in ((), ("first-secret-key",)):

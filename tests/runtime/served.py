@@ -64,7 +64,8 @@ class Served:
 def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
     tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), most_wait: float = math.inf,
-    timeout: float | None = None, connections: int = 1000, alias: str | None = None, **options: Any,
+    timeout: float | None = None, connections: int = 1000, alias: str | None = None,
+    key_scope: str = "all", **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
     """A server in a thread, on a port of its own; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -78,7 +79,8 @@ def served(
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
             bound = Bound(connections, lambda: meters.refused("connections"))
-            app = application(serving, keys, limits, ("localhost", "127.0.0.1", "[::1]"), admin_keys=admin_keys)
+            hosts = ("localhost", "127.0.0.1", "[::1]")
+            app = application(serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope)
             config = uvicorn.Config(
                 app,
                 http=type("Bounded", (Quick,), {"bound": bound}),

@@ -39,6 +39,7 @@ HUGE = 10**5000  # too long for Python to print; its test names it by field
         ("logit_bias", [1]), ("logit_bias", {-1: 1}), ("logit_bias", {"a": 1}), ("logit_bias", {1: "1"}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: True}), ("logit_bias", {2**31: 1}), ("logit_bias", {1.5: 1}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("logit_bias", {"\u00b2": 1}),
+        ("logit_bias", {"\u0661\u0662": 1}),
         ("allowed_token_ids", []), ("allowed_token_ids", 5), ("allowed_token_ids", [-1]), ("allowed_token_ids", [1.0]),
         ("allowed_token_ids", range(65537)), ("allowed_token_ids", "12"),
         ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", [1]),

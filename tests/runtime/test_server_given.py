@@ -62,7 +62,7 @@ def test_contents_that_are_not_there_are_empty(server: Served) -> None:
         for message in ({"role": role, "content": None}, {"role": role}):
             told = chat(server, [message, *CHAT])
             assert told["choices"] == empty["choices"]
-    assert chat(server, [{"content": None}])["param"] == "messages"
+    assert chat(server, [{"content": None}])["param"] == "messages[0].role"
 
 
 def test_parts_that_are_text_under_any_name(server: Served) -> None:

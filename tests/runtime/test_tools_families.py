@@ -16,7 +16,7 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.flags import serve_parser
-from llmc_runtime.server.tools import marked, pythonic, xml
+from llmc_runtime.server.tools import formats, marked, pythonic, xml
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.dialect import dialect_of
 from llmc_runtime.server.tools.families import ALIASES, FORMATS
@@ -25,6 +25,7 @@ from llmc_runtime.server.tools.reasoning import FORMATS as REASONING
 from llmc_runtime.server.tools.values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
+from tests.runtime.test_tools_text import written as text_written
 
 TOOLS: Mapping[str, Any] = {
     "f": {
@@ -216,6 +217,39 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
         check_pieces(form, "".join(drawn), seed, TOOLS)
 
     check()
+
+
+@pytest.mark.parametrize("form", [*FORMS, formats.Hermes, formats.Llama3Json, formats.Mistral, formats.OpenAI])
+def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallFormat]) -> None:
+    draw = random.Random(form.name)
+    calls = [("f", {"text": "one <two>", "size": 3, "list": [1, "a"]}), ("get_weather", {"city": "Bonn"})]
+    calls = calls if form.several else calls[:1]
+    said = "Let me see.\n"
+    if form is formats.OpenAI:
+        end = f"<|constrain|>json<|message|>{json.dumps(calls[0][1])}"
+        text = f"{said}<|start|>assistant<|channel|>commentary to=functions.f {end}"
+    elif form in (formats.Hermes, formats.Llama3Json, formats.Mistral):
+        text = said + text_written(form, calls, draw)
+    else:
+        text = said + written(form, calls, draw)
+    marks = ("<|start|>assistant", "<|channel|>") if form is formats.OpenAI else form.openers()
+    bare = [one for one in (*marks, "{", "[") if len(one) == 1]
+    for end in range(len(said), len(text)):
+        content, found = parsed(form, cut(text[:end], draw), TOOLS, cut_off=True)
+        rest = content.removeprefix(said.rstrip()).lstrip()
+        opening = any(mark.startswith(rest) for mark in marks) or rest[:1] in bare
+        assert content.startswith(said.rstrip()) and (not rest or (opening and not found)), (text[:end], content)
+        assert len(rest) < 60 and not any(rest.startswith(mark) for mark in marks if mark not in bare), rest
+        for (name, arguments), (wanted, values) in zip(found, calls):
+            assert name == wanted and (json.dumps(values).startswith(arguments[:8]) or arguments)
+
+
+def test_what_a_cut_output_says_besides_calls_stays() -> None:
+    for form, text in (
+        (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (formats.Llama3Json, '{"city": "Bo'),
+        (formats.Hermes, "no <b>call</b>"), (marked.Phi4Mini, "functools are [fine"),
+    ):  # fmt: skip
+        assert parsed(form, [text], TOOLS, cut_off=True) == (text, []), text
 
 
 CODER, GLM, PY, V31 = xml.Qwen3Coder, xml.Glm45, pythonic.Pythonic, marked.DeepSeekV31

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,18 +14,25 @@ import textkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar.definition import close_objects
+from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.fields import ChatRequest
+from llmc_runtime.server.fields import ChatRequest, JsonSchema, ResponseFormat, TokenizeRequest
+from llmc_runtime.server.prompting import ROLES as ROLES_OF_THE_API
+from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.sampling import _of_format
 from llmc_runtime.server.tools.definitions import enforced, tools_of
 from llmc_runtime.server.tools.dialect import dialect_of
+from llmc_runtime.server.tools.grammar import form_of
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.server.tools.plan import plan_of
 from llmc_runtime.text.chat import ChatTemplate
 from llmc_runtime.text.reads import Reads
 from llmc_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.parrots import TOK, template
+from tests.runtime.parrots import FOLDER, TOK, template
 
+OTHERS = ("teacher", "User", "model", "ipython", "tool_results", "system\n", "", "<|im_start|>")
 NAMES = (
     "type",
     "function",
@@ -199,3 +208,93 @@ def test_other_families_are_not_taken_for_known_ones() -> None:
     with pytest.raises(ApiError, match="--tool-call-parser"):
         plan_of(asked, dialect_of(TOK, other))
     assert ChatTemplate(other, {}).reads.tools
+
+
+ROLES = {"gemma": {"model"}, "llama3": {"ipython"}, "mistral": {"tool_results"}}
+
+
+@pytest.mark.parametrize("name", sorted(one.stem for one in FOLDER.glob("*.jinja")))
+def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str) -> None:
+    pool = ThreadPoolExecutor(1)
+    prompting = Prompting(TOK, TOK.vocab_size, template(name), pool)
+
+    def refused(role: Any) -> str | None:
+        asked = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
+        try:
+            asyncio.run(prompting.of_chat(asked))
+        except ApiError as e:
+            assert e.status == 400
+            return e.param
+        return None
+
+    assert all(refused(role) != "messages[1].role" for role in ROLES_OF_THE_API)
+    for role in (*OTHERS, None, 3, ["user"]):
+        assert (refused(role) != "messages[1].role") == (isinstance(role, str) and role in ROLES.get(name, ())), role
+    pool.shutdown()
+
+
+def test_roles_of_a_template_are_constants_beside_a_role() -> None:
+    for text, roles in (
+        ("{% for m in messages %}{{ {'observation': 'O'}[m.role] }}{% endfor %}", {"observation"}),
+        (
+            "{% for m in messages %}{% if m['role'] in ['critic', 'judge'] %}{% endif %}{% endfor %}",
+            {"critic", "judge"},
+        ),
+        ("{% for m in messages %}{% if m.get('role') == 'poet' %}{% endif %}{% endfor %}", {"poet"}),
+        ("{% for m in messages %}{% set r = m.role %}{% if 'x' != r | lower %}{% endif %}{% endfor %}", {"x"}),
+        ("{% for m in messages %}{% if m.content == 'critic' %}{% endif %}{{ 'a' ~ m.role }}{% endfor %}", set()),
+    ):
+        assert ChatTemplate(text, {}).reads.roles == roles, text
+
+
+def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:
+    inner = {"type": "object", "properties": {"properties": {"type": "object", "properties": {"a": {"enum": [{}]}}}}}
+    schema = {
+        "type": "object", "properties": {"x": inner, "y": {"anyOf": [inner, {"type": "null"}]},
+        "z": {"$ref": "#/$defs/d"}},
+        "required": ["x"], "$defs": {"d": {"properties": {"e": {}}, "additionalProperties": {"type": "string"}}},
+        "default": {"properties": {"no": "schema"}}, "const": {"properties": {}},
+    }  # fmt: skip
+    wanted = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=copy.deepcopy(schema), strict=True))
+    form = _of_format(wanted)
+    assert form is not None and form.disable_additional_properties and form.whitespace_pattern == " ?"
+    close_objects(schema)
+    both = [schema["properties"]["x"], schema["properties"]["y"]["anyOf"][0]]
+    assert schema["additionalProperties"] is False and schema["required"] == ["x"]
+    assert schema["default"] == {"properties": {"no": "schema"}} and schema["const"] == {"properties": {}}
+    assert schema["$defs"]["d"]["additionalProperties"] == {"type": "string"}
+    for one in both:
+        assert one["additionalProperties"] is False and list(one["properties"]) == ["properties"]
+        assert one["properties"]["properties"]["additionalProperties"] is False
+    together = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    close_objects(together)
+    assert together == {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    for strict in (None, False):
+        open_form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={}, strict=strict)))
+        assert open_form is not None and not open_form.disable_additional_properties
+
+
+def test_strict_answers_and_strict_calls_have_no_further_properties() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    words = llguidance.LLTokenizer(TOK.backend.to_str(), n_vocab=TOK.vocab_size, eos_token=[TOK.eos_token_id or 0])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+    def takes(grammar: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(words, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(TOK.encode(text, add_special_tokens=False)))
+
+    for strict in (True, False):
+        form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema, strict=strict)))
+        assert form is not None
+        grammar = f"start: form\n{form_of(form, 'response_format')}"
+        assert takes(grammar, '{"a": 1}') and takes(grammar, '{"a":1}') and takes(grammar, '{ "a" : 1 }')
+        assert takes(grammar, '{"a": 1, "b": 2}') is not strict
+        assert not takes(grammar, '{"a":  1}') and not takes(grammar, '{\n"a": 1}')
+    function = {"name": "f", "parameters": schema, "strict": True}
+    asked = ChatRequest(messages=[{}], tools=[{"type": "function", "function": function}])
+    plan = plan_of(asked, dialect_of(TOK, template("qwen2.5"), "hermes", "none"))
+    wanted = plan.constrained(SamplingParams(max_tokens=9), "tools").structured_outputs
+    assert wanted is not None and wanted.grammar is not None
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1%s}}\n</tool_call>'
+    assert takes(wanted.grammar, call % "") and not takes(wanted.grammar, call % ', "b": 2')

@@ -37,10 +37,12 @@ def cut(text: str, draw: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
 
 
-def parsed(form: type[CallFormat], pieces: list[str], tools: Mapping[str, Any] = NAMES) -> Parsed:
-    """(content, [(name, arguments)]) of a text that comes in pieces."""
+def parsed(
+    form: type[CallFormat], pieces: list[str], tools: Mapping[str, Any] = NAMES, cut_off: bool = False
+) -> Parsed:
+    """(content, [(name, arguments)]) of a text that comes in pieces; cut_off: it ended before the model did."""
     reader, content, calls = form(tools), "", list[list[str]]()
-    out = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
+    out = [item for piece in pieces for item in reader.push(piece)] + reader.finish(cut=cut_off)
     for item in out:
         if isinstance(item, CallPiece) and item.name is not None:
             assert item.index == len(calls)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
+from llmc_runtime.core.allowed import masked
 from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.asks import LONGEST, RECORD, RESET
 from llmc_runtime.core.channel import default_command
@@ -35,7 +36,7 @@ from llmc_runtime.trace import Row
 
 _MOST_DEFAULTS = 16
 _LONGEST_TIMEOUT = 1_000_000  # seconds
-_INLINE = 4096  # characters that are encoded without a thread
+_INLINE, _INLINE_WORDS = 4096, 512  # characters of a prompt and of bad words that are encoded without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
 
 
@@ -68,6 +69,7 @@ class AsyncLLM:
         self._supervisor: Supervisor | None = None
         self._started = self._stopped = False
         self.generation: Mapping[str, Any] = {}  # defaults of sampling, by their names in generation_config.json
+        self._recent_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
         self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
 
     @classmethod
@@ -126,7 +128,7 @@ class AsyncLLM:
         supervisor.require()
         ready, tokenizer = await self._prompt(prompt), self.tokenizer
         params = self._defaults(ready) if sampling_params is None else as_params(sampling_params, 1)[0]
-        words = await self._words(params)
+        params, words = masked(params, self.config.vocab_size), await self._words(params)
         requests = supervisor.requests
         reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
         timer = None
@@ -266,9 +268,14 @@ class AsyncLLM:
         return as_prompt(given, self.tokenizer)
 
     async def _words(self, params: SamplingParams) -> list[list[int]]:
-        if sum(map(len, params.bad_words or ())) > _INLINE:
-            return await asyncio.to_thread(words_of, params, self.tokenizer)
-        return words_of(params, self.tokenizer)
+        """The bad words as token ids; many are tokenized in a thread, once for all prompts of a request, which share
+        them."""
+        words = params.bad_words
+        if sum(map(len, words or ())) <= _INLINE_WORDS:
+            return words_of(params, self.tokenizer)
+        if self._recent_words is None or self._recent_words[0] is not words:
+            self._recent_words = words, asyncio.create_task(asyncio.to_thread(words_of, params, self.tokenizer))
+        return await asyncio.shield(self._recent_words[1])
 
     def _defaults(self, prompt: Prompt) -> SamplingParams:
         config = self.config

@@ -17,6 +17,7 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.sched.token_mask import TokenMask
 from llmc_runtime.trace import Row
 
 TEXT_SIDE = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "bad_words"})
@@ -62,7 +63,7 @@ class Params(msgspec.Struct, array_like=True, gc=False):
     ignore_eos: bool
     logprobs: int | None
     logit_bias: dict[int, float] | None
-    allowed_token_ids: list[int] | None
+    allowed_token_ids: list[int] | bytes | None  # bytes: a TokenMask's
     prompt_logprobs: int | None
     structured_outputs: Form | None
 
@@ -201,7 +202,8 @@ def params_of(params: SamplingParams) -> Params:
     """The parameters as they are sent."""
     values = {name: getattr(params, name) for name in Params.__struct_fields__}
     for name in ("stop_token_ids", "allowed_token_ids"):
-        values[name] = None if values[name] is None else list(values[name])
+        ids = values[name]
+        values[name] = None if ids is None else ids.mask if isinstance(ids, TokenMask) else list(ids)
     form = params.structured_outputs
     if form is not None:
         flags = (form.disable_any_whitespace, form.disable_additional_properties, form.whitespace_pattern)
@@ -212,6 +214,8 @@ def params_of(params: SamplingParams) -> Params:
 def sampling_of(params: Params) -> SamplingParams:
     """The parameters that were sent, checked like any others. LlmcError E601."""
     values: dict[str, Any] = {name: getattr(params, name) for name in Params.__struct_fields__}
+    if isinstance(params.allowed_token_ids, bytes):
+        values["allowed_token_ids"] = TokenMask(params.allowed_token_ids)
     if params.structured_outputs is not None:
         values["structured_outputs"] = _structured(params.structured_outputs)
     return SamplingParams(**values)

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from llmc_runtime.grammar.limits import PARSER_LIMITS
 from llmc_runtime.sched.structured import StructuredOutputsParams
 
+# Keywords of JSON Schema whose values are schemas, or lists of them, and those whose values are schemas by name.
+_OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
+_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
 
 class Refused(Exception):
     """llguidance does not take the grammar."""
@@ -68,15 +72,38 @@ def _llguidance_text(llguidance: Any, wanted: Definition) -> str:
 
 
 def close_objects(schema: Any) -> None:
-    """Forbid additional properties in every object of the schema that names properties and does not allow others."""
-    if isinstance(schema, dict):
-        if "properties" in schema and "additionalProperties" not in schema:
-            schema["additionalProperties"] = False
-        for part in list(schema.values()):
-            close_objects(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            close_objects(part)
+    """Forbid further properties, in place, in every object that names its properties and does not say what others are.
+
+    An allOf of several parts keeps all objects open: its parts describe one object together, and closing each of them
+    would exclude the properties of the others.
+    """
+    if '"allOf":' not in json.dumps(schema) or not _composed(schema):
+        _close(schema)
+
+
+def _composed(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_composed, schema))
+    if not isinstance(schema, dict):
+        return False
+    parts = schema.get("allOf")
+    together = isinstance(parts, list) and (len(parts) > 1 or "properties" in schema)
+    return together or any(map(_composed, schema.values()))
+
+
+def _close(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("properties"), dict):
+        schema.setdefault("additionalProperties", False)
+    for key in _OF_NAMED_SCHEMAS:
+        if isinstance(schema.get(key), dict):
+            for part in schema[key].values():
+                _close(part)
+    for key in _OF_SCHEMAS:
+        found = schema.get(key)
+        for part in found if isinstance(found, list) else [found]:
+            _close(part)
 
 
 def first_line(text: str) -> str:

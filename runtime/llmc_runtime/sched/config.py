@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, without
+from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, mask_size, without
 from llmc_runtime.sched.params import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import STOPS, RowParams
+from llmc_runtime.sched.token_mask import TokenMask
 
 # A policy gives a request its place in the queue: smaller runs first, ties go by arrival.
 POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
@@ -139,12 +140,14 @@ def _shared(request: Request) -> Bans | None:
 
 def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> Bans:
     ids, top = request.params.allowed_token_ids, config.vocab_size - 1
-    if ids is not None and max(ids) > top:
+    known = len(ids.mask) == mask_size(config.vocab_size) if isinstance(ids, TokenMask) else not ids or max(ids) <= top
+    if not known:
         raise refused("allowed_token_ids", ids, f"ids of the vocabulary, 0 to {top}")
     if any(not word or min(word) < 0 or max(word) > top for word in request.bad_words):
         raise refused("bad_words", request.params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
     needed = without(mask_of(None, config.vocab_size), masked)
-    bans = Bans(mask_of(ids, config.vocab_size), request.bad_words, needed)
+    allowed = ids.mask if isinstance(ids, TokenMask) else mask_of(ids, config.vocab_size)
+    bans = Bans(allowed, request.bad_words, needed)
     if empty(both(bans.mask, needed)):
         raise refused("allowed_token_ids", ids, "at least one id that neither bad_words nor min_tokens excludes")
     return bans

@@ -5,6 +5,7 @@ A mask is 4 * ceil(vocabulary / 32) bytes, as the device reads it: id i is allow
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -25,9 +26,14 @@ class Guide(Protocol):
         """The request has ended, and asks for nothing more."""
 
 
+def mask_size(vocab_size: int) -> int:
+    """Bytes of a mask."""
+    return -(-vocab_size // 32) * 4
+
+
 def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
     """The mask that allows `ids` alone; None: the whole vocabulary."""
-    out = bytearray(-(-vocab_size // 32) * 4)
+    out = bytearray(mask_size(vocab_size))
     if ids is None:
         out[: vocab_size // 8] = b"\xff" * (vocab_size // 8)
         ids = range(vocab_size & ~7, vocab_size)
@@ -63,10 +69,10 @@ class Bans:
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
         self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
         self.keep = max(map(len, sequences), default=1) - 1  # tokens that matter for the next
-        self._behind: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by the token right before the banned one
+        self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token right before the banned one
         for s in sequences:
             if len(s) > 1:
-                self._behind.setdefault(s[-2], []).append((tuple(s[:-1]), s[-1]))
+                self._behind.setdefault(s[-2], []).append((array("I", s[:-1]).tobytes(), s[-1]))
 
     @property
     def fixed(self) -> bool:
@@ -75,8 +81,11 @@ class Bans:
 
     def after(self, past: Sequence[int]) -> bytes:
         """The mask behind these tokens, the last `keep` of an output."""
-        found = self._behind.get(past[-1], ()) if past else ()
-        hits = [last for begin, last in found if tuple(past[-len(begin) :]) == begin]
+        found = self._behind.get(past[-1]) if past else None
+        if not found:
+            return self.mask
+        text = array("I", past).tobytes()  # comparing bytes takes the same time for long words as for short ones
+        hits = [last for begin, last in found if text.endswith(begin)]
         return without(self.mask, hits) if hits else self.mask
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import BIASES, STOPS
 from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.sched.token_mask import TokenMask
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # of one stop string
@@ -21,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_ALLOWED = 65536
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 16 << 10  # of all bad words together
 MAX_N = 64
 MAX_INT = 2**31 - 1
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
@@ -40,9 +42,9 @@ class SamplingParams:
     prompt_logprobs  None: none; 0 to 20: those of each prompt token and of that many likeliest ones
     n             1 to 64 outputs; 1 where sampling is greedy. Output i draws with the seed + i
     logit_bias    None, or up to 1024 ids and what is added to their logits, cut to -100 to 100
-    allowed_token_ids  None, or the ids that may be generated, 1 to 65536
+    allowed_token_ids  None, or the ids that may be generated, 1 to 65536; also as a TokenMask
     structured_outputs  None, or a StructuredOutputsParams: the form of the text; min_tokens is then 0
-    bad_words     up to 128 strings of 1 to 1024 bytes that are not generated, behind a space or not
+    bad_words     up to 128 strings of 1 to 1024 bytes, 16 KiB together, that are not generated, behind a space or not
     """
 
     n: int = 1
@@ -64,7 +66,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Iterable[int] | None = None  # a tuple once constructed
+    allowed_token_ids: Iterable[int] | TokenMask | None = None  # a tuple or a TokenMask once constructed
     bad_words: Iterable[str] | None = ()  # a tuple once constructed
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -140,15 +142,17 @@ class SamplingParams:
             raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.logit_bias is not None:
             self._set(logit_bias=_biases(self.logit_bias))
-        if self.allowed_token_ids is not None:
+        if self.allowed_token_ids is not None and not isinstance(self.allowed_token_ids, TokenMask):
             allowed = f"1 to {MAX_ALLOWED} token ids, each 0 or more"
             ids = _tuple("allowed_token_ids", self.allowed_token_ids, allowed)
             if not 0 < len(ids) <= MAX_ALLOWED or not _are_ids(ids):
                 raise refused("allowed_token_ids", self.allowed_token_ids, allowed)
             self._set(allowed_token_ids=tuple(sorted(set(map(int, ids)))))
-        allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes"
+        allowed = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_BYTES} bytes, {MAX_BAD_WORD_BYTES} together"
         words = () if isinstance(self.bad_words, str) else _tuple("bad_words", self.bad_words, allowed)
         if isinstance(self.bad_words, str) or len(words) > MAX_BAD_WORDS or not all(map(_is_word, words)):
+            raise refused("bad_words", self.bad_words, allowed)
+        if sum(len(word.encode(errors="replace")) for word in words) > MAX_BAD_WORD_BYTES:
             raise refused("bad_words", self.bad_words, allowed)
         self._set(bad_words=words)
 
@@ -173,7 +177,7 @@ class SamplingParams:
 def refused(name: str, value: object, allowed: str) -> LlmcError:
     """E601: parameter `name` may not be `value`; `allowed` says in words what it may be."""
     try:
-        shown = repr(value)
+        shown = repr(value[:80] if isinstance(value, str | list | tuple) else value)
     except Exception as error:  # an integer of thousands of digits, a hostile __repr__
         shown = f"<{type(value).__name__}: {type(error).__name__}>"
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
@@ -205,9 +209,12 @@ def _biases(given: object) -> dict[int, float] | None:
         raise refused("logit_bias", given, allowed)
     out = {}
     for key, value in given.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
-        number = isinstance(value, Real) and not isinstance(value, bool) and value == value
-        if not _is_int(token) or not 0 <= token <= MAX_INT or not number:
+        if type(key) is int and type(value) is float and 0 <= key <= MAX_INT and value == value:
+            out[key] = MAX_BIAS if value > MAX_BIAS else max(-MAX_BIAS, value)
+            continue
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 else key
+        number = (type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))) and value == value
+        if not (type(token) is int or _is_int(token)) or not 0 <= token <= MAX_INT or not number:
             raise refused("logit_bias", given, allowed)
         out[int(token)] = min(MAX_BIAS, max(-MAX_BIAS, float(value)))
     return out or None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -34,6 +35,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    text: str = field(default="", init=False, repr=False, compare=False)  # what was given, as a text
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -50,6 +52,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise _refused(name, f"{name} is a text")
+        object.__setattr__(self, "text", self._text())
         size = len(self.text.encode(errors="replace")) + len(self.whitespace_pattern or "")
         if size > MAX_BYTES:
             raise _refused(f"{given[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
@@ -59,16 +62,32 @@ class StructuredOutputsParams:
         """Which of the five it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
-    @property
-    def text(self) -> str:
-        """What was given, as a text."""
+    def _text(self) -> str:
         value = getattr(self, self.kind)
+        if is_over(value, MAX_BYTES):
+            raise _refused(f"{self.kind} of more than {MAX_BYTES} bytes", f"up to {MAX_BYTES} bytes")
         if isinstance(value, str):
             return value
         try:
             return jsonlib.dumps({} if self.json_object else value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as e:
             raise _refused(self.kind, f"values that JSON can hold ({str(e)[:80]})") from None
+
+
+def is_over(value: Any, most: int) -> bool:
+    """Whether the JSON of a value is certainly longer than `most` bytes. It stops as soon as that is known, so that the
+    time depends on `most` and not on the value."""
+    level: list[Any] = [value]
+    while level:
+        maps = [one for one in level if type(one) is dict]
+        lists = [one for one in level if type(one) is list or type(one) is tuple]
+        most -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # marks around each value, and a digit
+        most -= sum(map(len, [one for one in level if type(one) is str]))
+        if most < 0:
+            return True
+        most -= sum(map(len, [key for one in maps for key in one if type(key) is str]))
+        level = list(chain(chain.from_iterable(map(dict.values, maps)), chain.from_iterable(lists)))
+    return most < 0
 
 
 def _texts(given: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from llmc_runtime.server.guard import Limits, read_body
 from llmc_runtime.server.handler import told
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.replies import as_error, as_json, while_connected
+from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.trace import document
 
@@ -135,10 +136,7 @@ def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[
 
 
 def _seconds(text: str | None) -> float:
-    try:
-        seconds = _SECONDS if text is None else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= LONGEST:
+    seconds = _SECONDS if text is None else seconds_of(text, LONGEST)
+    if seconds is None:
         raise ApiError(f"seconds: a number above 0, up to {LONGEST:g}", param="seconds")
     return seconds

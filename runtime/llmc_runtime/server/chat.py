@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from llmc_runtime.server.fields import ChatRequest
 from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
-from llmc_runtime.server.tools.message import Turn
+from llmc_runtime.server.tools.message import Turn, is_cut
 from llmc_runtime.server.tools.plan import Plan, plan_of
 
 
@@ -56,7 +57,9 @@ class Chat:
         prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
         plan = plan.behind(prompt, asked)
         form = "response_format" if asked.structured_outputs is None else "structured_outputs"
-        return prompt, plan.constrained(params, form), plan
+        if plan.tools is not None or params.structured_outputs is not None:  # schemas become a grammar
+            return prompt, await asyncio.to_thread(plan.constrained, params, form), plan
+        return prompt, params, plan
 
     async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
         """What the engine says; a grammar that was made of tools is blamed on them."""
@@ -73,7 +76,7 @@ class Chat:
     def _choice(self, index: int, choice: Choice, plan: Plan, usage: Usage) -> dict[str, Any]:
         """One finished output; its reasoning is counted."""
         turn, text = Turn(plan, self._asked.include_reasoning is False), "".join(choice.text)
-        message = turn.message(text, choice.token_ids)
+        message = turn.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
         if plan.thoughts is not None:
             usage.reasoning = (usage.reasoning or 0) + turn.reasoning_tokens
         return {
@@ -131,7 +134,8 @@ class Chat:
         if turn is None:
             delta: dict[str, Any] = {"content": one.text} if one.text else {}
         else:
-            delta = turn.take(one.text, one.token_ids, finish is not None).delta()
+            cut = is_cut(finish, one.stop_reason)
+            delta = turn.take(one.text, one.token_ids, finish is not None, cut).delta()
             finish = turn.finish_reason(finish)
         ids = self._asked.return_token_ids and one.token_ids
         if not delta and finish is None and logprobs is None and not ids:

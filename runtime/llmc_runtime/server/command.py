@@ -43,6 +43,7 @@ class Options:
     port: int = 8000
     names: Sequence[str] = ()
     keys: Sequence[str] = ()
+    key_scope: str = "all"
     hosts: Sequence[str] = ()
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None
@@ -182,7 +183,8 @@ def _application(options: Options, serving: Serving) -> ASGIApp:
 
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     limits = Limits(body=options.max_body)
-    app = application(serving, options.keys, limits, hosts, options.root_path, options.admin_keys)
+    path, scope = options.root_path, options.key_scope
+    app = application(serving, options.keys, limits, hosts, path, options.admin_keys, scope)
     return Logged(app, options.log_requests) if options.access_log else app
 
 

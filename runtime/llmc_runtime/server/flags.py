@@ -67,6 +67,9 @@ def _server(add: Any) -> None:
 def _keys(add: Any) -> None:
     add("--api-key-file", action="append", default=[], type=Path, metavar="FILE", help="API keys, one a line")
     add("--api-key-env", action="append", default=[], metavar="NAME", help="a variable with keys, comma-separated")
+    scopes = ("all", "all-but-metrics", "v1")
+    what = "what needs an API key: all but /health and /ready (default), not /metrics either, or /v1 alone as in vLLM"
+    add("--api-key-scope", default="all", choices=scopes, help=what)
     add("--admin-key-file", action="append", default=[], type=Path, metavar="FILE", help="keys of the /admin routes")
     add("--admin-key-env", action="append", default=[], metavar="NAME", help="a variable with such keys")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="the private key, PEM; may be in the certificate's file")

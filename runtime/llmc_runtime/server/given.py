@@ -93,7 +93,7 @@ def options_of(
     engine = {name: getattr(args, name) for name in _ENGINE} | {"cache_dir": args.cache or default_root(environment)}
     return Options(
         model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
-        keys=keys, hosts=args.allowed_hosts,
+        keys=keys, key_scope=args.api_key_scope, hosts=args.allowed_hosts,
         max_queued_requests=args.max_num_queued_reqs, max_queued_tokens=args.max_num_queued_tokens,
         max_per_key=args.max_num_reqs_per_key, max_queue_wait=_limit("--max-queue-wait", args.max_queue_wait),
         request_timeout=_limit("--request-timeout", args.request_timeout), max_connections=args.max_connections,

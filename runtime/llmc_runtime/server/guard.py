@@ -1,8 +1,8 @@
-"""Who may ask, and how big a request may be: keys, hosts, headers and bodies, checked on the raw request; no routes.
+"""Checks on the raw request before any routing: API keys, hosts, headers and the size of bodies.
 
-Every path needs a key, where there are keys, but the two of OPEN, compared as the bytes that came: whatever else a
-router takes a path for, nobody gets there without one. A browser that goes to PAGE brings it by HTTP Basic, which
-opens nothing else: what a browser sends by itself is good for the page alone, which has no data and changes nothing.
+With API keys, every path needs one but the exceptions of KEY_SCOPES, which are compared as the bytes that came: a path
+that a router reads differently is no exception. A browser brings the key for PAGE by HTTP Basic, which opens nothing
+else: what a browser sends by itself is good for the page alone, which has no data and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,12 +24,29 @@ from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.handler import noted
 from llmc_runtime.server.replies import as_error
 
-OPEN = frozenset({"/health", "/ready"})
-PAGE = b"/"
+PAGE = "/"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # the last one is this machine, too, to who asks from it
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
+_PROBES = ("/health", "/ready")
+_METRICS = ("/metrics", "/metrics/")
+_OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
+_TOKENIZING = ("/tokenize", "/tokenize/", "/detokenize", "/detokenize/")
+
+
+def _open(*reads: str, posts: Sequence[str] = ()) -> Mapping[str, frozenset[str]]:
+    return MappingProxyType(dict.fromkeys(reads, _READS) | dict.fromkeys(posts, frozenset({"POST"})))
+
+
+# For each --api-key-scope the paths, with methods, that need no API key. What is under /admin/ is never among them.
+KEY_SCOPES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "all": _open(*_PROBES),
+        "all-but-metrics": _open(*_PROBES, *_METRICS),
+        "v1": _open(*_PROBES, *_METRICS, *_OUTSIDE_V1, posts=_TOKENIZING),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +83,22 @@ class Keys:
 class Guard:
     """ASGI middleware. A request that passes has `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
 
-    Keys of `admin` open what is under /admin/, and nothing else; no other key opens that.
+    Keys of `admin` open what is under /admin/, and nothing else; no other key opens that. `key_scope`: which paths need
+    an API key, a name of KEY_SCOPES.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Sequence[str] | None, admin: Keys | None = None
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        limits: Limits,
+        hosts: Sequence[str] | None,
+        admin: Keys | None = None,
+        key_scope: str = "all",
     ) -> None:
         self._app, self._keys, self._limits = app, keys, limits
         self._admin = admin or Keys(())
+        self._open = KEY_SCOPES[key_scope]
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,6 +132,10 @@ class Guard:
         if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may see another end of the body
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        if not path.startswith("/") and path != "*":  # see target.OriginForm, which rewrites what may be rewritten
+            cause = "the request target has to be a path, or a URL of this server without user information"
+            raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
         if b"host" in headers:  # HTTP/1.1 has one; checks of old load balancers have none, and no browser's page is so
             self._check_host(headers[b"host"].decode("latin-1"))
         scope["llmc.key"], scope["llmc.admin"] = "", False
@@ -113,8 +143,7 @@ class Guard:
         if len(self._admin) and scope["path"].startswith("/admin/"):  # as the router will see it
             self._check_admin(scope, authorization)
             return
-        path = scope.get("raw_path") or scope["path"].encode()
-        if not len(self._keys) or (path.decode("latin-1") in OPEN and scope["method"] in _READS):
+        if not len(self._keys) or scope["method"] in self._open.get(path, ()):
             return
         page = path == PAGE and scope["method"] in _READS
         name = self._keys.name_of(_of_basic(authorization) if page else authorization)
@@ -126,7 +155,7 @@ class Guard:
         admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)
         if admin is None and ordinary is not None:
             cause = "this API key opens nothing under /admin/"
-            raise ApiError(cause, status=403, kind="permission_error", code="admin_key_needed")
+            raise ApiError(cause, status=403, code="admin_key_needed")
         if admin is None:
             raise _unknown_key()
         scope["llmc.admin"] = True
@@ -143,8 +172,7 @@ class Guard:
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:
     cause = "a valid API key is needed: Authorization: Bearer KEY"
-    kind, code = "authentication_error", "invalid_api_key"
-    return ApiError(cause, status=401, kind=kind, code=code, headers={"WWW-Authenticate": challenge})
+    return ApiError(cause, status=401, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
 def _of_basic(authorization: bytes) -> bytes:
@@ -166,7 +194,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if kind != "application/json":
         raise ApiError("Content-Type has to be application/json", status=415, code="unsupported_media_type")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:19]) > limits.body:
+    if length.isascii() and length.isdecimal() and int(length[:19]) > limits.body:
         raise _too_large(limits)
     body = bytearray()
     try:

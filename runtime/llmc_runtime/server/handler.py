@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from llmc_runtime.server.errors import ApiError, internal
+from llmc_runtime.server.logs import QUIET
 from llmc_runtime.server.replies import Gone, as_error, place
 
 log = logging.getLogger("llmc.serve")
@@ -37,7 +38,8 @@ def told(handler: Handler) -> Handler:
         except ApiError as e:
             noted(request.scope, e)
             if e.status >= 500:
-                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+                level = logging.DEBUG if request.scope["path"] in QUIET else logging.WARNING
+                log.log(level, "%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)
         except (Gone, ClientDisconnect):
             self.serving.meters.gone()

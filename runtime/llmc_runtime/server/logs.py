@@ -22,7 +22,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.replies import place
 
 log = logging.getLogger("llmc.request")
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # told at "debug" alone: they are asked all the time
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at "debug": probes and scrapers ask all the time
 MOST_WAITING = 10_000  # lines
 _FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # a disk that is full may have room again
 _GONE = 499  # the client went before its answer ended
@@ -197,7 +197,7 @@ class Logged:
     def _write(self, scope: Scope, record: Record) -> None:
         path = scope["path"]
         fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
-        quiet = path in _QUIET and scope["method"] == "GET"
+        quiet = path in QUIET and scope["method"] == "GET"
         log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.lengths import check_lengths
 
 MAX_DEPTH = 64
 _WHOLE = 2.0**63  # what is over is no integer that a field could have
@@ -52,6 +53,7 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
         raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
     if fields.get("modalities") not in (None, ["text"]):
         raise ApiError("modalities: models here are of text alone", param="modalities", code="unsupported_parameter")
+    check_lengths({name: fields[name] for name in known if name in fields})
     given = {name: _whole(fields[name]) for name in known if fields.get(name) is not None}
     try:
         return msgspec.convert(given, kind)

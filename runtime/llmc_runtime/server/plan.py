@@ -54,7 +54,7 @@ def render(told: Mapping[str, Any]) -> str:
             f"  KV cache  {_kv(kv)}",
         ]
     server = told["server"]
-    keys = f"{server['api_keys']} API keys, {server['admin_keys']} admin keys"
+    keys = f"{server['api_keys']} API keys (for {server['api_key_scope']}), {server['admin_keys']} admin keys"
     lines += [
         f"  listens   {server['address']}, {'TLS' if server['tls'] else 'no TLS'}, {keys}",
         f"  load      {server['max_num_queued_reqs']} sequences wait, bodies of {human(server['max_body_bytes'])}",
@@ -119,6 +119,7 @@ def _server(options: Options) -> dict[str, Any]:
     routes = [*description()["paths"], *(["/admin/*"] if options.admin_keys else [])]
     return {
         "address": address, "tls": options.tls is not None, "api_keys": len(set(options.keys)),
+        "api_key_scope": options.key_scope,
         "admin_keys": len(set(options.admin_keys)), "max_num_queued_reqs": options.max_queued_requests,
         "max_num_queued_tokens": options.max_queued_tokens, "max_num_reqs_per_key": options.max_per_key,
         "max_body_bytes": options.max_body, "routes": routes,

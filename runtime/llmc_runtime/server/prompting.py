@@ -11,13 +11,14 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of one request
-MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # and those that the chat template names
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
 # Types of parts that are text, and where it is.
 _TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
@@ -117,6 +118,7 @@ class Prompting:
         if tools is not None and not template.reads.tools:
             cause = "tools: the model's chat template has no place for them"
             raise ApiError(f"{cause}. Try: serve with --chat-template FILE, one that shows tools", param="tools")
+        _check_roles(messages, template.reads.roles)
         text = template.render(for_template(messages, template.reads, short), tools=tools, **variables)
         return Prompt(self.tokenizer.encode(text, add_special_tokens=False), text)
 
@@ -154,7 +156,20 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation, if its size is allowed and it is text alone."""
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise ApiError(f"messages: 1 to {MAX_MESSAGES} of them, not {len(messages)}", param="messages")
+    parts = sum(len(content) for one in messages if isinstance(content := one.get("content"), list))
+    if parts > MAX_PARTS:
+        raise ApiError(f"messages: up to {MAX_PARTS} parts of contents together, not {parts}", param="messages")
     return [_with_text(message, i) for i, message in enumerate(messages)]
+
+
+def _check_roles(messages: list[dict[str, Any]], more: frozenset[str]) -> None:
+    """ApiError 400 for a role that is neither one of OpenAI's nor named by the chat template: templates write a role
+    into the prompt as it is."""
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not (role in ROLES or role in more):
+            allowed = ", ".join((*ROLES, *sorted(more - {*ROLES})))
+            raise ApiError(f"messages[{i}].role: one of {allowed}", param=f"messages[{i}].role")
 
 
 def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:

@@ -11,10 +11,16 @@ from typing import Any
 
 from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_INT, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from llmc_runtime.sched.step import BIASES, STOPS
-from llmc_runtime.server.prompting import MAX_MESSAGES, MAX_PROMPTS
-from llmc_runtime.server.serving import MAX_SALT, MOST_SECONDS
+from llmc_runtime.server.lengths import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_SALT,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
+)
+from llmc_runtime.server.prompting import MAX_PROMPTS
+from llmc_runtime.server.serving import MOST_SECONDS
 from llmc_runtime.server.tools.calls import NAME
-from llmc_runtime.server.tools.definitions import MAX_TOOLS
 
 TIMEOUT: Mapping[str, Any] = MappingProxyType({"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS})
 _FUNCTION: Mapping[str, Any] = MappingProxyType(
@@ -66,6 +72,8 @@ def ranges() -> dict[str, dict[str, dict[str, Any]]]:
         "logit_bias": {"object": {"maxProperties": BIASES, "propertyNames": {"pattern": "^[0-9]+$"}}},
         "cache_salt": {"string": {"maxLength": MAX_SALT}},
         "messages": {"array": {"minItems": 1, "maxItems": MAX_MESSAGES}},
+        "documents": {"array": {"maxItems": MAX_DOCUMENTS}},
+        "chat_template_kwargs": {"object": {"maxProperties": MAX_TEMPLATE_KWARGS}},
         "tools": {"array": {"items": tool, "maxItems": MAX_TOOLS}},
         "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
         "tokens": {"array": {"items": token}},

@@ -21,13 +21,14 @@ from llmc_runtime.server.fields import Generation
 from llmc_runtime.server.logs import Record
 from llmc_runtime.server.meters import Meter, Meters
 from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
-MAX_SALT = 256  # characters
 MAX_CHOICES = 256  # outputs of one request, all prompts together
 MAX_TEXTS = 32  # tokenized at a time for /tokenize and /detokenize
 _THREADS = 4  # that tokenize
-_LONGEST_NUMBER, MOST_SECONDS = 32, 1_000_000
+MOST_SECONDS = 1_000_000
+_TOGETHER = 4  # prompts of one request that start in the same turn of the loop
 
 News = AsyncIterator[tuple[int, RequestOutput]]
 
@@ -121,11 +122,8 @@ class Serving:
         upper bound. ApiError 400 where it is no such number."""
         seconds = self.timeout
         if asked is not None:
-            try:
-                given = float(asked) if len(asked) <= _LONGEST_NUMBER else math.nan
-            except ValueError:
-                given = math.nan
-            if not 0 < given <= MOST_SECONDS:
+            given = seconds_of(asked, MOST_SECONDS)
+            if given is None:
                 cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {MOST_SECONDS}"
                 raise ApiError(cause, param="X-Request-Timeout")
             seconds = given if seconds is None else min(given, seconds)
@@ -161,8 +159,6 @@ class Serving:
             each = [fitted(params, room - len(prompt.ids)) for prompt in prompts]
         else:
             each = [params] * len(prompts)
-        if asked.cache_salt is not None and len(asked.cache_salt) > MAX_SALT:
-            raise ApiError(f"cache_salt: up to {MAX_SALT} characters", param="cache_salt")
         if asked.priority is not None and not -(2**31) <= asked.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
         if call.hold.place is None:
@@ -240,6 +236,8 @@ async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
     async def follow(index: int) -> None:
+        for _ in range(index // _TOGETHER):
+            await asyncio.sleep(0)  # others have a turn of the loop between the starts of many prompts
         try:
             async with aclosing(sources[index]) as source:  # type: ignore[type-var]
                 async for item in source:

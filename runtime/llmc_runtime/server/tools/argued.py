@@ -41,7 +41,7 @@ class ArguedFormat(CallFormat):
 
     def _open(self, name: str) -> None:
         """A call of this tool is read; it is certain with its first argument, or its end."""
-        self._call, self._fields = name, 0
+        self._call, self._fields, self._is_call = name, 0, name in self._tools
 
     def _key(self, key: str) -> None:
         """An argument is certain; its value follows."""

@@ -2,7 +2,8 @@
 
 Invariants, whatever the text and however it is cut into pieces: pieces joined are the same; what was given out is never
 taken back; the arguments of a call are the beginning of a JSON object, and the whole of one unless the text ended or
-was no JSON there; all else is content, but for the marks around calls and up to MAX_SPACE of white space beside them.
+was no JSON there; all else is content, but for the marks around calls, up to MAX_SPACE of white space beside them, and
+an unfinished call at the end of an output that was cut.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from llmc_runtime.server.tools.scan import JsonText
 
 MAX_SPACE = 64
 _SPACE = " \t\r\n"
+_BRACKETS = ("{", "[")  # they may begin a call, or any other text
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # a reader that waits for more text where it yields
@@ -78,6 +80,7 @@ class CallFormat(ABC):
         self._fresh_line = True  # only white space since the last line's end
         self._out: list[str | CallPiece] = []
         self._count = 0
+        self._cut = self._is_call = False  # `_is_call`: the attempt under way has read the name of a tool
         self._work = self._read()
         next(self._work)
 
@@ -139,10 +142,12 @@ class CallFormat(ABC):
         next(self._work)
         return self._taken()
 
-    def finish(self) -> list[str | CallPiece]:
-        """No more text comes: the rest."""
-        self._ended = True
-        next(self._work, None)
+    def finish(self, *, cut: bool = False) -> list[str | CallPiece]:
+        """No more text comes: the rest. With `cut` the output ended before the model did, for example at max_tokens;
+        then an unfinished call is dropped, where it would be content otherwise."""
+        self._ended, self._cut = True, cut
+        if not (cut and self._in_call()):
+            next(self._work, None)
         if self._space and not self._count:
             self._out.append(self._space)
         return self._taken()
@@ -154,6 +159,13 @@ class CallFormat(ABC):
     def _read(self) -> Steps[None]:
         yield
         yield from self._reading()
+
+    def _in_call(self) -> bool:
+        """Whether what is read at the moment is part of a call, or of one more call behind others."""
+        if self._mark is None:
+            return False
+        marks = tuple(one for one in self.openers() if one not in _BRACKETS)
+        return self._is_call or self._count > 0 or self._text.startswith(marks, self._mark)
 
     def _taken(self) -> list[str | CallPiece]:
         out, self._out = self._out, []
@@ -200,13 +212,14 @@ class CallFormat(ABC):
 
     def _partial(self, text: str, openers: Sequence[str]) -> int:
         """The length of the longest beginning of one of `openers` that `text` ends with."""
-        longest = 0 if self._ended else max(map(len, openers)) - 1
+        another = self._cut and self._count > 0  # what looks like the mark of one more call is that
+        longest = 0 if self._ended and not another else max(map(len, openers)) - 1
         ends = range(min(longest, len(text)), 0, -1)
         return next((n for n in ends if any(one.startswith(text[-n:]) for one in openers)), 0)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Read calls. What was read since the mark is content where it makes no sense. Whether there was a call."""
-        before = self._count
+        before, self._is_call = self._count, False
         try:
             yield from reader
         except Malformed:
@@ -225,7 +238,10 @@ class CallFormat(ABC):
             if found is not None and space <= MAX_SPACE:
                 self._at += space + len(found) if consume else 0
                 return found
-            if self._ended or space > MAX_SPACE or not any(one.startswith(bare) for one in markers):
+            begun = space <= MAX_SPACE and any(one.startswith(bare) for one in markers)
+            if self._ended and self._cut and begun:
+                self._at = len(self._text)  # the rest of the mark was cut off
+            if self._ended or not begun:
                 return None
             yield
 
@@ -314,6 +330,7 @@ class CallFormat(ABC):
                 name = yield from self._string()
                 if not self._is_name(name):
                     raise Malformed
+                self._is_call = name in self._tools
             elif key in ("arguments", "parameters") and not begun and arguments is None:
                 begun = name is not None
                 arguments = yield from self._arguments(name)

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from llmc_runtime.sched.structured import is_over
 from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.lengths import MAX_TOOLS
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_TOOLS = 128
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON
 MAX_CALLS = 32  # of an answer whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
@@ -39,11 +42,11 @@ class Tools:
 
 def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
     """What `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: nothing is called. ApiError 400."""
+    if len(given or ()) > MAX_TOOLS:
+        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(given or ())}", param="tools")
     definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(given or ())]
-    if len(definitions) > MAX_TOOLS:
-        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(definitions)}", param="tools")
-    if (size := len(json.dumps(definitions, ensure_ascii=False).encode(errors="replace"))) > MAX_BYTES:
-        raise ApiError(f"tools: their definitions have {size} bytes, at most {MAX_BYTES}", param="tools")
+    if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
+        raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
     functions = [one["function"] for one in definitions]
     names = [one["name"] for one in functions]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -88,7 +88,7 @@ class Llama3Json(CallFormat):
                     continue
             if (yield from self._attempt(self._object())) and (yield from self._optional(";")):
                 tagged = yield from self._optional("<|python_tag|>", consume=False)
-                if not tagged and not (yield from self._optional("{", consume=False)):
+                if not tagged and not (yield from self._optional("{", consume=False)) and not self._cut:
                     self._say(";")
 
     def _is_name(self, name: str) -> bool:

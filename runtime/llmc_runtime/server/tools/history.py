@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.lengths import MAX_CALLS as MAX_ALL_CALLS
 from llmc_runtime.server.parse import document
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.text.reads import Reads
@@ -24,7 +25,14 @@ def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) 
     Arguments, JSON text in the API, become objects unless the template joins them with text. Ids become nine letters
     and digits where the model's have to be that (`short_ids`), the same ones for the same ids.
     """
+    if (count := calls_in(messages)) > MAX_ALL_CALLS:
+        raise ApiError(f"messages: up to {MAX_ALL_CALLS} tool calls together, not {count}", param="messages")
     return [_message(one, f"messages[{i}]", reads, short_ids) for i, one in enumerate(messages)]
+
+
+def calls_in(messages: list[dict[str, Any]]) -> int:
+    """How many tool calls the messages have."""
+    return sum(len(calls) for one in messages if isinstance(calls := one.get("tool_calls"), list))
 
 
 def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:

@@ -27,6 +27,11 @@ class Bit:
         return told | ({"tool_calls": self.calls} if self.calls else {})
 
 
+def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
+    """Whether an output ended before the model ended it: at max_tokens, at a stop string, by an abort."""
+    return finish_reason != "stop" or isinstance(stop_reason, str)
+
+
 class Turn:
     """One output of a plan; `quiet`: its reasoning is told apart, and not told."""
 
@@ -36,18 +41,20 @@ class Turn:
         known = {} if plan.tools is None else plan.tools.known
         self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
         self._several = plan.tools is not None and plan.tools.several
+        self._forced = plan.tools is not None and plan.tools.forced
         self._ids: list[int] = []  # while there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
-    def take(self, text: str, ids: Sequence[int], final: bool) -> Bit:
-        """What is certain with this much more text, which came of `ids`; `final`: no more comes."""
+    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Bit:
+        """What is certain with this much more text, which came of `ids`; `final`: no more comes; `cut`: the output
+        ended before the model did. Under a forced tool choice nothing is content: what is no call is its markup."""
         bit = Bit(content=text)
         if self._splitter is not None:
             bit.reasoning, bit.content = self._split(self._splitter, text, ids, final)
         if self._calls is None:
             return bit
-        pieces = self._calls.push(bit.content) + (self._calls.finish() if final else [])
-        bit.content = "".join(piece for piece in pieces if isinstance(piece, str))
+        pieces = self._calls.push(bit.content) + (self._calls.finish(cut=cut) if final else [])
+        bit.content = "" if self._forced else "".join(piece for piece in pieces if isinstance(piece, str))
         for piece in pieces:
             if isinstance(piece, CallPiece) and (self._several or piece.index == 0):
                 self._add(bit.calls, piece)
@@ -57,16 +64,16 @@ class Turn:
         """That of the message: calls end it where nothing else cut it."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
-    def message(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
-        """The message of a finished output."""
-        bit = self.take(text, ids, True)
+    def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
+        """The message of a finished output; `cut` as for `take`."""
+        bit = self.take(text, ids, True, cut)
         calls: list[dict[str, Any]] = []
         for piece in bit.calls:
             if "id" in piece:
                 calls.append({"id": piece["id"], "type": "function", "function": dict(piece["function"])})
             else:
                 calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-        content = None if not bit.content and (calls or self.reasoning_tokens) else bit.content
+        content = None if not bit.content and (calls or self.reasoning_tokens or self._forced) else bit.content
         told: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if bit.reasoning:
             told |= {"reasoning": bit.reasoning, "reasoning_content": bit.reasoning}

@@ -15,6 +15,7 @@ from llmc_runtime.server.tools.definitions import Tools, tools_of
 from llmc_runtime.server.tools.dialect import Dialect
 from llmc_runtime.server.tools.families import FORMATS
 from llmc_runtime.server.tools.grammar import answer, calls_of, form_of
+from llmc_runtime.server.tools.history import calls_in
 from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
 
 
@@ -97,5 +98,5 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
     if tools.forced and asked.structured_outputs is not None:
         cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
         raise ApiError(f"{cause}: give one of them", param="structured_outputs")
-    earlier = sum(len(calls) for one in asked.messages if isinstance(calls := one.get("tool_calls"), list))
+    earlier = calls_in(asked.messages)
     return Plan(dialect, tools, form or formats.Llama3Json, dialect.thoughts, earlier=earlier)

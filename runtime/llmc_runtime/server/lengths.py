@@ -1,0 +1,62 @@
+"""How long the values of fields may be, checked on the decoded JSON before anything looks at their contents.
+
+A check takes the same time however long the value is: it reads the lengths of lists, mappings and texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from llmc_runtime.sched.step import BIASES, STOPS
+from llmc_runtime.sched.structured import MAX_BYTES, MAX_CHOICES
+from llmc_runtime.server.errors import ApiError
+
+MAX_SALT = 256
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of the contents of all messages together
+MAX_CALLS = 4096  # of earlier tool calls, all messages together
+MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_KWARGS = 64
+MAX_WORD = 256  # characters of names: a model's, a reasoning effort
+
+# By the path of a field: items of a list or a mapping, and characters of a text.
+MOST_ITEMS: Mapping[str, int] = MappingProxyType(
+    {
+        "stop": MAX_STOP_STRINGS, "stop_token_ids": STOPS, "allowed_token_ids": MAX_ALLOWED, "logit_bias": BIASES,
+        "bad_words": MAX_BAD_WORDS, "messages": MAX_MESSAGES, "tools": MAX_TOOLS, "documents": MAX_DOCUMENTS,
+        "chat_template_kwargs": MAX_TEMPLATE_KWARGS, "structured_outputs.choice": MAX_CHOICES,
+        "tool_choice.allowed_tools.tools": MAX_TOOLS,
+    }
+)  # fmt: skip
+MOST_CHARACTERS: Mapping[str, int] = MappingProxyType(
+    {
+        "stop": MAX_STOP_BYTES, "cache_salt": MAX_SALT, "model": MAX_WORD, "reasoning_effort": MAX_WORD,
+        "tool_choice": MAX_WORD, "response_format.type": MAX_WORD, "response_format.json_schema.name": MAX_WORD,
+        "structured_outputs.json": MAX_BYTES, "structured_outputs.regex": MAX_BYTES,
+        "structured_outputs.grammar": MAX_BYTES, "structured_outputs.whitespace_pattern": MAX_BYTES,
+    }
+)  # fmt: skip
+
+
+def check_lengths(fields: Mapping[str, Any]) -> None:
+    """ApiError 400 for a value that is longer than its field allows."""
+    for path, most in MOST_ITEMS.items():
+        value = _at(fields, path)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ApiError(f"{path}: up to {most}, not {len(value)}", param=path)
+    for path, most in MOST_CHARACTERS.items():
+        value = _at(fields, path)
+        if isinstance(value, str) and len(value) > most:
+            raise ApiError(f"{path}: up to {most} characters, not {len(value)}", param=path)
+
+
+def _at(fields: Mapping[str, Any], path: str) -> Any:
+    """The value at a path of names, None where there is none."""
+    value: Any = fields
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

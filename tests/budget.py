@@ -1,0 +1,183 @@
+"""The budget of the server: for every route, header and request field, what bounds the work that it causes.
+
+docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
+name of LIMITS, so that the page has the value of the constant; `where` names the modules of llmc_runtime that enforce a
+row. tests/test_budget.py walks the server's description and fails for a field without a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+# name: (module below llmc_runtime, attribute, unit)
+LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "body": ("server.guard", "Limits.body", "bytes"), "body_seconds": ("server.guard", "Limits.body_seconds", "s"),
+        "headers": ("server.guard", "Limits.headers", "bytes"),
+        "header_count": ("server.guard", "Limits.header_count", ""),
+        "head": ("server.wire", "MOST_HEAD", "bytes"), "head_seconds": ("server.wire", "Wire.head_seconds", "s"),
+        "write_seconds": ("server.wire", "Wire.write_seconds", "s"), "read": ("server.wire", "_READ", "bytes"),
+        "connections": ("server.wire", "MOST", ""), "depth": ("server.parse", "MAX_DEPTH", ""),
+        "queued": ("server.command", "Options.max_queued_requests", ""),
+        "queue_wait": ("server.command", "Options.max_queue_wait", "s"),
+        "timeout": ("server.serving", "MOST_SECONDS", "s"), "outputs": ("server.serving", "MAX_CHOICES", ""),
+        "texts": ("server.serving", "MAX_TEXTS", ""), "log_lines": ("server.logs", "MOST_WAITING", ""),
+        "open_listed": ("server.admin", "MOST_OPEN", ""), "trace_seconds": ("core.asks", "LONGEST", "s"),
+        "trace_rows": ("core.asks", "MOST_ROWS", ""), "prompts": ("server.prompting", "MAX_PROMPTS", ""),
+        "template_seconds": ("text.chat", "SECONDS", "s"), "template_size": ("text.chat", "SIZE", "characters"),
+        "messages": ("server.lengths", "MAX_MESSAGES", ""), "parts": ("server.lengths", "MAX_PARTS", ""),
+        "earlier_calls": ("server.lengths", "MAX_CALLS", ""), "documents": ("server.lengths", "MAX_DOCUMENTS", ""),
+        "template_kwargs": ("server.lengths", "MAX_TEMPLATE_KWARGS", ""),
+        "word": ("server.lengths", "MAX_WORD", "characters"),
+        "salt": ("server.lengths", "MAX_SALT", "characters"), "tools": ("server.lengths", "MAX_TOOLS", ""),
+        "tool_bytes": ("server.tools.definitions", "MAX_BYTES", "bytes"),
+        "calls": ("server.tools.definitions", "MAX_CALLS", ""), "n": ("sched.params", "MAX_N", ""),
+        "logprobs": ("sched.params", "MAX_LOGPROBS", ""), "stops": ("sched.params", "MAX_STOP_STRINGS", ""),
+        "stop_bytes": ("sched.params", "MAX_STOP_BYTES", "bytes"), "stop_ids": ("sched.step", "STOPS", ""),
+        "biases": ("sched.step", "BIASES", ""), "allowed": ("sched.params", "MAX_ALLOWED", ""),
+        "bad_words": ("sched.params", "MAX_BAD_WORDS", ""),
+        "bad_word_bytes": ("sched.params", "MAX_BAD_WORD_BYTES", "bytes"),
+        "form_bytes": ("sched.structured", "MAX_BYTES", "bytes"), "choices": ("sched.structured", "MAX_CHOICES", ""),
+        "grammar_seconds": ("grammar", "SECONDS", "s"), "grammars": ("grammar", "KEPT", ""),
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: `of` are routes ("GET /health"), or paths of fields ("tools[].function.name")."""
+
+    of: tuple[str, ...]
+    cpu: str
+    memory: str
+    answer: str
+    queue: str
+    where: tuple[str, ...]
+
+
+NONE = "–"
+_BODY = "its size, {body} (`--max-body-bytes`)"
+_FIXED = "a fixed text"
+_ADMIN = "admin keys alone"
+_COMPARED = "one comparison"
+
+# What holds for every connection and request, whatever the route.
+COMMON: tuple[Row, ...] = (
+    Row(("a connection",), "{read} are read at a time", "{head} of a head, {body} of a body, of each connection",
+        "a client that takes nothing for {write_seconds} is disconnected",
+        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)",
+        ("server.wire",)),
+    Row(("the head of a request",), "{header_count} lines", "{headers}", "400, 408 or 431", "{head_seconds} to arrive",
+        ("server.wire", "server.guard")),
+    Row(("the request target",), "one pass over it", "the head's limit",
+        "400 unless it is a path, or an absolute URL of this server", NONE, ("server.target", "server.guard")),
+    Row(("the header Authorization",), "a digest, compared with every key", "the head's limit", "401 or 403", NONE,
+        ("server.guard",)),
+    Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
+        "400, 413, 415 or 421", NONE, ("server.guard",)),
+    Row(("a body",), "decoded once; nesting of {depth} levels", _BODY, "400, 408 or 413", "{body_seconds} to arrive",
+        ("server.guard", "server.parse")),
+    Row(("a field that is not known",), "a look at its name, after decoding", "the body's limit",
+        "counted, not answered", NONE, ("server.parse",)),
+    Row(("the queue",), "refused before tokenizing",
+        "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens (`--max-num-queued-tokens`)",
+        "503 with Retry-After",
+        "{queue_wait} of estimated wait (`--max-queue-wait`); a share for each key, `--max-num-reqs-per-key`",
+        ("server.admission",)),
+    Row(("the log",), "a line for each request, written by a thread", "{log_lines} lines wait, later ones are dropped",
+        NONE, NONE, ("server.logs",)),
+)  # fmt: skip
+
+_ANSWERED = "max_tokens x outputs, with log-probabilities of {logprobs} alternatives a token at most"
+ROUTES: tuple[Row, ...] = (
+    Row(("POST /v1/completions", "POST /v1/chat/completions"),
+        "prompt and output tokens, which the scheduler shares among keys", "the KV cache of the admitted sequences",
+        _ANSWERED, "the queue's limits; {outputs} outputs",
+        ("server.serving", "server.admission", "sched.scheduler")),
+    Row(("POST /tokenize", "POST /detokenize"), "the text's length, in a thread", _BODY,
+        "an id or a text for each token",
+        "{texts} at a time, then 503", ("server.serving", "server.prompting")),
+    Row(("GET /v1/models", "GET /v1/models/{name}"), "the number of served names", NONE, "an entry for each name", NONE,
+        ("server.app",)),
+    Row(("GET /tokenizer_info", "GET /version", "GET /openapi.json", "GET /", "POST /v1/embeddings"), _FIXED, NONE,
+        _FIXED, NONE, ("server.app", "server.page")),
+    Row(("GET /health", "GET /ready"), "a few comparisons; never logged above debug", NONE, "a status without a body",
+        NONE, ("server.app", "server.handler")),
+    Row(("GET /metrics",), "the number of metrics, which requests cannot change", NONE, "a line for each", NONE,
+        ("server.meters",)),
+    Row(("GET /admin/state",), _ADMIN, NONE, "{open_listed} requests", NONE, ("server.admin",)),
+    Row(("GET /admin/trace",), _ADMIN, "{trace_rows} spans", "the same", "one at a time, {trace_seconds}",
+        ("server.admin", "core.asks")),
+    Row(("POST /admin/abort", "POST /admin/reset_prefix_cache", "POST /admin/log_level"), _ADMIN, _BODY, "one number",
+        NONE, ("server.admin",)),
+)  # fmt: skip
+
+FIELDS: tuple[Row, ...] = (
+    Row(("header X-Request-Id", "path name"), "a match of 128 characters; a comparison", "the head's limit",
+        "echoed where it has the form", NONE, ("server.guard", "server.serving")),
+    Row(("header X-Request-Timeout", "query seconds"), "a number of at most 20 digits", NONE,
+        "504 when the time is over", "{timeout} at most, and `--request-timeout`; {trace_seconds} for a trace",
+        ("server.seconds", "server.serving", "server.admin")),
+    Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE,
+        ("server.lengths", "server.serving")),
+    Row(("prompt",), "tokenized in threads; the model's length", "{prompts} prompts; the body's limit",
+        "`echo` repeats it", "counted as tokens, see the queue", ("server.prompting", "server.serving")),
+    Row(("tokens",), "decoded in a thread", "the body's limit", "the text of the ids", "{texts} at a time",
+        ("server.prompting", "server.serving")),
+    Row(("messages",), "rendered in a thread, {template_seconds}; {parts} parts, {earlier_calls} earlier calls",
+        "{messages} messages; {template_size} of rendered text", NONE, "the prompt that they make",
+        ("server.lengths", "server.prompting", "server.tools.history", "text.chat")),
+    Row(("documents", "chat_template_kwargs", "reasoning_effort"), "as messages: the template's time",
+        "{documents} documents, {template_kwargs} variables, {word}", NONE, "the prompt that they make",
+        ("server.lengths", "text.chat")),
+    Row(("tools", "tools[].type", "tools[].function", "tools[].function.name", "tools[].function.description",
+         "tools[].function.parameters", "tools[].function.parameters.type", "tools[].function.strict"),
+        "their size is known before anything else; a forced or strict call compiles a grammar, as response_format",
+        "{tools} tools, {tool_bytes} together", "{calls} calls where they are enforced", "the prompt that they make",
+        ("server.lengths", "server.tools.definitions", "server.tools.grammar")),
+    Row(("tool_choice", "parallel_tool_calls"), "{tools} names", NONE, "{calls} calls where they are enforced", NONE,
+        ("server.lengths", "server.tools.definitions")),
+    Row(("response_format", "response_format.type", "response_format.json_schema",
+         "response_format.json_schema.name", "response_format.json_schema.description",
+         "response_format.json_schema.schema", "response_format.json_schema.strict"),
+        "its size before its contents; compiling: {grammar_seconds}, then 400",
+        "{form_bytes}; {grammars} grammars are kept",
+        "white space of one character between parts", "requests of other forms do not wait for a compile",
+        ("server.sampling", "sched.structured", "grammar")),
+    Row(("structured_outputs", "structured_outputs.json", "structured_outputs.regex", "structured_outputs.choice",
+         "structured_outputs.grammar", "structured_outputs.json_object", "structured_outputs.disable_any_whitespace",
+         "structured_outputs.disable_additional_properties", "structured_outputs.whitespace_pattern"),
+        "as response_format", "{form_bytes}; {choices} choices", "as the grammar allows, `max_tokens` at most",
+        "as response_format", ("server.lengths", "sched.structured", "grammar")),
+    Row(("n", "best_of"), "each output is a sequence of its own", "KV of each output; the prompt's is shared",
+        "{n} outputs, {outputs} with all prompts", "each output is a sequence in the queue",
+        ("sched.params", "server.serving", "server.admission")),
+    Row(("max_tokens", "max_completion_tokens", "min_tokens"), "the model's length", "KV of so many tokens",
+        "so many tokens an output", "counted for admission before the start", ("sched.params", "sched.config",
+        "server.admission")),
+    Row(("logprobs", "top_logprobs", "prompt_logprobs"), "{logprobs} alternatives a token", "the same", "the same: "
+        "about 100 bytes an alternative and token", "admission counts tokens, not alternatives", ("sched.params",)),
+    Row(("echo", "return_token_ids", "return_tokens_as_token_ids", "return_token_strs"), "once a token", NONE,
+        "the prompt and its ids once more for each output", NONE, ("server.completions", "server.app")),
+    Row(("stop", "include_stop_str_in_output"), "a search of {stop_bytes} around each new token for each string",
+        "{stops} strings of {stop_bytes}", "ends it", NONE, ("server.lengths", "sched.params", "text.stops")),
+    Row(("stop_token_ids", "ignore_eos", "skip_special_tokens"), "set look-ups", "{stop_ids} ids", "ends it", NONE,
+        ("server.lengths", "sched.params")),
+    Row(("logit_bias",), "added on the device", "{biases} ids", NONE, NONE, ("server.lengths", "sched.params")),
+    Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
+        "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
+        ("server.lengths", "core.allowed", "sched.token_mask")),
+    Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
+        "{bad_words} words, {bad_word_bytes} together", NONE, NONE, ("server.lengths", "sched.params", "sched.guide")),
+    Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+         "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.params",)),
+    Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
+        "an event for each token and output at most; slow readers get fewer, larger ones", "one state an output",
+        "about 200 bytes an event besides the text", NONE, ("server.replies", "core.requests")),
+    Row(("priority", "cache_salt"), "a comparison; a hash a page", "{salt}", NONE,
+        "priority matters with `--scheduling-policy priority` alone", ("server.lengths", "server.serving")),
+    Row(("add_special_tokens", "add_generation_prompt", "continue_final_message", "include_reasoning"), "flags", NONE,
+        NONE, NONE, ("server.fields",)),
+)  # fmt: skip

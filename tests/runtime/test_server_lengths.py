@@ -1,0 +1,156 @@
+"""Lengths of fields: what is too long is refused by its length, at every limit, before its contents matter."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime import LlmcError, SamplingParams
+from llmc_runtime.core.allowed import masked, token_mask
+from llmc_runtime.core.messages import params_of, sampling_of
+from llmc_runtime.sched.guide import Bans, mask_of, mask_size
+from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
+from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams, is_over
+from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.fields import ChatRequest, CompletionRequest
+from llmc_runtime.server.lengths import MAX_CALLS, MAX_PARTS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
+from llmc_runtime.server.parse import parse
+from llmc_runtime.server.tools.history import for_template
+from llmc_runtime.text.reads import Reads
+
+from tests.runtime.served import Served, served
+
+CHAT: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+        one.rest()
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(("path", "most"), [*MOST_ITEMS.items(), *MOST_CHARACTERS.items()])
+def test_a_field_at_its_length_and_over_it(path: str, most: int) -> None:
+    kinds = ("x" * most, "x" * (most + 1)) if path in MOST_CHARACTERS else ([{}] * most, [{}] * (most + 1))
+    if MOST_ITEMS.get(path) == most and path in MOST_CHARACTERS:
+        kinds = ([{}] * most, [{}] * (most + 1))
+    check_lengths(nested(path, kinds[0]))
+    with pytest.raises(ApiError, match=f"{path}: up to {most}") as told:
+        check_lengths(nested(path, kinds[1]))
+    assert told.value.param == path and told.value.status == 400
+    kind = ChatRequest if path.partition(".")[0] not in CompletionRequest.__struct_fields__ else CompletionRequest
+    assert path.partition(".")[0] in kind.__struct_fields__  # a name that no request has would never be checked
+    with pytest.raises(ApiError, match=f"{path}: up to {most}"):
+        parse(json.dumps({"prompt": "x", "messages": CHAT, **nested(path, kinds[1])}).encode(), kind, lambda n: None)
+
+
+def test_the_server_names_the_field_that_is_too_long(server: Served) -> None:
+    for path, value in (
+        ("cache_salt", "x" * 257), ("stop", ["x"] * 17), ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("allowed_token_ids", [1] * 65_537), ("bad_words", ["x" * 1000] * 17), ("documents", [{}] * 1025),
+        ("chat_template_kwargs", {f"v{i}": 1 for i in range(65)}), ("tools", [{}] * 129),
+        ("messages", [{"role": "user", "content": ["x"] * 2100}] * 2),
+    ):  # fmt: skip
+        body = {"messages": CHAT, "max_tokens": 2, path: value}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == path, reply.text[:300]
+
+
+def test_allowed_ids_of_a_request_are_the_only_ones(server: Served) -> None:
+    ids = list(range(40, 60))
+    body = {"prompt": "x", "max_tokens": 8, "temperature": 1, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    reply = httpx.post(f"{server.url}/v1/completions", json={**body, "allowed_token_ids": ids}).json()
+    assert set(reply["choices"][0]["token_ids"]) <= set(ids)
+    size = server.serving.llm.config.vocab_size
+    for bad in ([], [-1], [size], [2**32], [2**70], ["x"], [1.5], [True]):
+        told = httpx.post(f"{server.url}/v1/completions", json={**body, "allowed_token_ids": bad})
+        assert told.status_code == 400 and "allowed_token_ids" in told.json()["error"]["param"], bad
+
+
+def test_masks_of_ids_and_their_way_to_the_engine() -> None:
+    draw = random.Random(3)
+    for size in (1, 31, 32, 33, 5000):
+        ids = [draw.randrange(size) for _ in range(200)]
+        mask = token_mask(ids, size).mask
+        assert mask == mask_of(ids, size) and len(mask) == mask_size(size)
+        params = masked(SamplingParams(allowed_token_ids=ids), size)
+        assert params.allowed_token_ids == TokenMask(mask) and masked(params, size) is params
+        assert sampling_of(params_of(params)).allowed_token_ids == TokenMask(mask)
+    plain = SamplingParams(allowed_token_ids=[3, 1, 2])
+    assert sampling_of(params_of(plain)).allowed_token_ids == plain.allowed_token_ids
+    for bad in ([5000], [0] * (MAX_ALLOWED + 1), []):
+        with pytest.raises(LlmcError, match="E601"):
+            token_mask(bad, 5000)
+
+
+def test_bad_words_have_a_limit_together() -> None:
+    SamplingParams(bad_words=["x" * 128] * (MAX_BAD_WORD_BYTES // 128))
+    with pytest.raises(LlmcError, match="E601"):
+        SamplingParams(bad_words=["x" * 128] * (MAX_BAD_WORD_BYTES // 128) + ["x"])
+
+
+def test_bans_behind_long_words() -> None:
+    draw, full = random.Random(5), mask_of(None, 64)
+    words = [[draw.randrange(3) for _ in range(draw.randrange(2, 9))] for _ in range(30)]
+    bans = Bans(full, words, full)
+    for _ in range(300):
+        past = [draw.randrange(3) for _ in range(draw.randrange(10))]
+        want = {
+            word[-1] for word in words if len(word) - 1 <= len(past) and past[len(past) - len(word) + 1 :] == word[:-1]
+        }
+        mask = bans.after(past[-bans.keep :])
+        assert {i for i in range(64) if not mask[i >> 3] >> (i & 7) & 1} == want
+
+
+def test_the_size_of_json_is_known_before_it_is_written() -> None:
+    draw = random.Random(7)
+
+    def value(depth: int) -> Any:
+        kind = draw.randrange(6 if depth < 4 else 3)
+        if kind < 3:
+            return draw.choice([None, True, 1, -2.5, "", "word" * draw.randrange(5)])
+        if kind == 3:
+            return [value(depth + 1) for _ in range(draw.randrange(5))]
+        return {f"k{i}": value(depth + 1) for i in range(draw.randrange(5))}
+
+    for _ in range(300):
+        one = value(0)
+        length = len(json.dumps(one, separators=(",", ":"), ensure_ascii=False))
+        assert not is_over(one, length + 4)  # what is said to be over is over
+    for large in (
+        {"a": "x" * 70_000},
+        {"a": [0] * 40_000},
+        {f"k{i}": {} for i in range(9000)},
+        {"a": {"b" * 70_000: 1}},
+    ):
+        assert is_over(large, MAX_BYTES)
+        with pytest.raises(LlmcError, match="E601"):
+            StructuredOutputsParams(json=large)
+    ring: list[Any] = []
+    ring.append(ring)
+    with pytest.raises(LlmcError, match="E601"):
+        StructuredOutputsParams(json={"a": ring})
+
+
+def test_parts_and_calls_are_counted_over_all_messages() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    reads = Reads(parts=False, tools=True, calls=True, arguments_as_text=False)
+    message = {"role": "assistant", "tool_calls": [call] * 128}
+    assert len(for_template([message] * (MAX_CALLS // 128), reads, False)) == MAX_CALLS // 128
+    with pytest.raises(ApiError, match=f"up to {MAX_CALLS} tool calls"):
+        for_template([message] * (MAX_CALLS // 128 + 1), reads, False)
+    assert MAX_PARTS >= 1024

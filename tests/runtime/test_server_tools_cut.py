@@ -1,0 +1,64 @@
+"""Tool calls that max_tokens cuts off, in each family's form: nothing of their markup is content, whole or streamed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+from llmc_runtime.server.serving import Serving  # noqa: E402
+
+from tests.runtime.families import BEGINS, DUMPED, FAMILIES, WRITTEN  # noqa: E402
+from tests.runtime.parrots import TOK, parrots, say  # noqa: E402
+from tests.runtime.test_server_tools import TOOLS, Ask, client, joined, simple  # noqa: E402
+
+Servers = tuple[str, Mapping[str, Serving]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with parrots() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(servers: Servers) -> Ask:
+    """The parrot `name` says `text`: the answer."""
+
+    def asked(name: str, text: str, **more: Any) -> Any:
+        given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more
+        return client(servers, name).chat.completions.create(**given)
+
+    return asked
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forced_calls_that_max_tokens_cuts_off_leave_no_content(ask: Ask, name: str) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    thought, called = WRITTEN[name][1], WRITTEN[name][0].replace("%s", DUMPED)
+    draw = random.Random(name)
+    for choice in ("required", named):
+        for most in (1, 2, *draw.sample(range(3, len(TOK.encode(called)) - 4), 4)):
+            asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": most}
+            whole = ask(name, thought + called, **asked).choices[0]
+            told = simple(whole)
+            assert whole.message.content is None and told["finish"] in ("length", "tool_calls")
+            assert joined(list(ask(name, thought + called, stream=True, **asked))) == told
+            assert all(function in ("get_weather", "now") for function, _ in told["tool_calls"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_the_model_that_max_tokens_cuts_off_leave_no_markup(ask: Ask, name: str) -> None:
+    thought, called = WRITTEN[name][1], WRITTEN[name][0].replace("%s", DUMPED)
+    count = len(TOK.encode(thought + called))
+    for most in random.Random(name).sample(range(len(TOK.encode(thought)) + 12, count - 1), 4):
+        told = simple(ask(name, thought + called, tools=TOOLS, max_tokens=most).choices[0])
+        begun = told["tool_calls"] or not told["content"]
+        opening = BEGINS.get(name, "[TOOL_CALLS]").startswith(told["content"][:4]) and len(told["content"]) < 24
+        assert begun or opening, (most, told)
+        assert not (told["tool_calls"] and told["content"]), (most, told)
