@@ -30,7 +30,6 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
         part.take(RequestDelta("1", [token], end, logprobs=[TokenLogprobs(value, 1, [], [])]))
         if rng.random() < 0.5 or end:
             said.append(part.news())
-            part.logprobs[:] = [{} for _ in part.logprobs]  # nobody looks into these again
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
         assert len(part._text._told) + len(part._text._fresh) < 5 + i - sum(len(one.token_ids) for one in said)

@@ -333,7 +333,7 @@ class Scheduler:
             return
         if request.scores is None or len(found) != item.num_tokens - item.emit:
             raise RuntimeError(f"request {request.id!r}: {len(found)} scores of a chunk of {item.num_tokens} tokens")
-        request.scores += found
+        request.scores.extend(found)
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
@@ -354,7 +354,7 @@ class Scheduler:
             if len(request.scores) != request.num_prompt - 1:
                 told = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
                 raise RuntimeError(f"request {request.id!r}: {told}")
-            delta.prompt_logprobs = [_cut(s, request.params.prompt_logprobs or 0) for s in request.scores]
+            delta.prompt_logprobs = request.scores
         end = request.finish_of(token)
         delta.stopped = end is not None and end[0] == "stop"
         if end is None and request.guide is not None:
