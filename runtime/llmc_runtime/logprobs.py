@@ -60,7 +60,7 @@ class LogprobRows(Sequence[Row | None]):
     @overload
     def __getitem__(self, index: slice) -> list[Row | None]: ...
 
-    def __getitem__(self, index: int | slice) -> Row | None | list[Row | None]:
+    def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
         if isinstance(index, slice):
             return [self._row(self.start + i) for i in range(*index.indices(len(self)))]
         at = index + len(self) if index < 0 else index

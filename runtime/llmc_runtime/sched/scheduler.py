@@ -19,8 +19,8 @@ device applies the diffs and the work of all steps in the order in which they we
 - A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
   again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
 - Every request in a step has a row of logits, of its last token. One whose prompt is scored takes one for each token of
-  its chunk: of those that the step's other requests leave, at least one. Scores are taken at commit and survive a
-  preemption; what is not scored yet is never taken from the prefix cache.
+  its chunk: of those that the step's other requests leave, and one is left while another tenant waits; at least one.
+  Scores are taken at commit and survive a preemption; what is not scored yet is never taken from the prefix cache.
 - What a guided request may get next depends on its tokens (a grammar, bad words of several tokens), so its mask can be
   sent only when all of them are known. A step that is planned before is open: it computes its logits meanwhile, and
   samples when guide() has given the masks, once all steps before it are committed. Nothing is planned behind an open
@@ -46,7 +46,7 @@ from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.step import RowInit, RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
-from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting
+from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting, prompt_service
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
@@ -111,7 +111,7 @@ class Scheduler:
 
     def next(self) -> Step:
         """Plan one step behind those under way. It is empty, and then not under way, where no request lives, where all
-        that live wait for a step under way, or behind an open step: at depth 1 only the first."""
+        wait for a step under way, or behind an open step: at depth 1 only the first."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
@@ -290,7 +290,8 @@ class Scheduler:
         if request.scores is not None and start < request.num_prompt - 1:
             scored = len(request.scores)
             score = start >= scored
-            count = min(count, 1 + self._spare if score else scored - start)
+            spare = max(0, self._spare - self.waiting.has_other(request.tenant))
+            count = min(count, 1 + spare if score else scored - start)
             self._spare -= count - 1 if score else 0
         return Work(request.row, count, count == missing, score)
 
@@ -307,7 +308,7 @@ class Scheduler:
         counters.prefix_cache_hits += cached
         if request.num_cached is None:
             request.num_cached, request.started = cached, self.clock()
-            request.account.service += request.num_prompt - cached
+            request.account.service += prompt_service(request, cached)
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.pages = pages
