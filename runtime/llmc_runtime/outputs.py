@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.logprobs import Logprob as Logprob
+from llmc_runtime.logprobs import LogprobRows, Row
+from llmc_runtime.sched.logprobs import PackedLogprobs
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import RequestDelta
-from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.text.output import OutputText
 from llmc_runtime.text.tokenizer import Tokenizer
-
-
-class Logprob(NamedTuple):
-    """One candidate at one position: natural-log probability, rank (1 is the likeliest), its vocabulary entry."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass
@@ -28,14 +21,15 @@ class CompletionOutput:
 
     `token_ids` includes the token that ended it; `text` leaves out stop strings and stop tokens unless asked for.
     `finish_reason`: "stop", "length", "abort", or None while it goes on; `stop_reason`: the stop string or stop
-    token id, None for the model's own end token. `logprobs`: per token, candidates by id, the sampled one first.
+    token id, None for the model's own end token. `logprobs`: per token, candidates by id, the sampled one first; in
+    outputs of the kind "delta" a sequence that makes each mapping when it is read, otherwise a list.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[Row | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -47,7 +41,8 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
-    per prompt token, candidates by id, its own first; None for the first token, behind which there is nothing.
+    per prompt token, candidates by id, its own first; None for the first token, which has no predecessor. It is a list,
+    or for the kind "delta" a sequence as `logprobs` are.
     `times`: the seconds that it waited for a row, and from there to its first token; None before that."""
 
     request_id: str
@@ -56,7 +51,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[Row | None] | None = None
     times: tuple[float, float] | None = field(default=None, compare=False)
 
 
@@ -66,7 +61,7 @@ class Piece:
 
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Row | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     index: int = 0
@@ -84,7 +79,6 @@ class Collector:
     tokenizer: Tokenizer | None
     visible: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: LlmcError | None = None
@@ -104,8 +98,9 @@ class Collector:
         )
         self._given = 0
         self._total = 0.0  # log-probability of all tokens
-        self._scores: list[dict[int, Logprob] | None] | None = None
-        self._scored: Sequence[TokenLogprobs] | None = None  # of the prompt, as the engine told them
+        self._rows = PackedLogprobs(params.logprobs or 0)
+        self._scores: PackedLogprobs | None = None  # of the prompt, from its second token
+        self._listed: list[Row | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -119,17 +114,25 @@ class Collector:
 
     @property
     def num_scored(self) -> int:
-        """Prompt tokens whose log-probabilities came and were not asked for yet."""
-        return 0 if self._scored is None else len(self._scored)
+        """Prompt tokens whose log-probabilities are there and not in a list yet."""
+        return 0 if self._scores is None or self._listed is not None else len(self._scores)
 
     @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Of each prompt token, see RequestOutput. Made when first asked for, which a thread may do: of a long prompt
-        they are a million objects."""
-        if self._scored is not None:
-            pairs = zip(self.prompt_ids[1:], self._scored, strict=True)
-            self._scores, self._scored = [None, *(self._candidates(token, row) for token, row in pairs)], None
-        return self._scores
+    def scores(self) -> LogprobRows | None:
+        """The log-probabilities of the prompt, each made when it is read."""
+        if self._scores is None:
+            return None
+        if len(self._scores) != len(self.prompt_ids) - 1:
+            raise ValueError("the log-probabilities are not those of the prompt")
+        return LogprobRows(self.prompt_ids, self._scores, self._spelled, 0, len(self.prompt_ids), 1)
+
+    @property
+    def prompt_logprobs(self) -> list[Row | None] | None:
+        """The same as a list, made on first use. A thread may do that: a long prompt has a million objects."""
+        scores = self.scores
+        if self._listed is None and scores is not None:
+            self._listed = list(scores)
+        return self._listed
 
     def take(self, delta: RequestDelta) -> bool:
         """Add a delta; True if a stop string ended the request, which the engine then has to be told."""
@@ -139,12 +142,13 @@ class Collector:
         if delta.times is not None:
             self.times = delta.times
         if delta.prompt_logprobs is not None:
-            self._scored = delta.prompt_logprobs
+            self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
+            self._scores.extend(delta.prompt_logprobs)
         rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)
             if rows:
-                self.logprobs.append(self._candidates(token, rows[i]))
+                self._rows.append(rows[i])
                 self._total += rows[i].logprob
             silent = i == last and delta.stopped and not self.params.include_stop_str_in_output
             if not silent and (stop := self._text.push(token)) is not None:
@@ -163,28 +167,28 @@ class Collector:
     def piece(self) -> Piece:
         """What is new since the last call."""
         one = self.news()
-        return Piece(one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop_reason, one.index)
+        rows = None if one.logprobs is None else list(one.logprobs)
+        return Piece(one.text, one.token_ids, rows, one.finish_reason, one.stop_reason, one.index)
 
     def news(self) -> CompletionOutput:
         """The same, as an output."""
-        new = slice(self._given, len(self.token_ids))
-        self._given = len(self.token_ids)
-        tokens, total, logprobs = self.token_ids[new], None, None
+        start, self._given = self._given, len(self.token_ids)
+        tokens, total, logprobs = self.token_ids[start:], None, None
         if self.params.logprobs is not None:
-            logprobs = self.logprobs[new]
-            total = sum(row[token].logprob for row, token in zip(logprobs, tokens))
+            logprobs = LogprobRows(self.token_ids, self._rows, self._spelled, start, self._given)
+            total = sum(self._rows.own(i)[0] for i in range(start, self._given))
         text = self._text.take(final=self.finished)
         return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
 
     def output(self) -> CompletionOutput:
         """Everything so far."""
-        wanted = self.params.logprobs is not None
+        wanted, count = self.params.logprobs is not None, len(self.token_ids)
         return CompletionOutput(
             self.index,
             self._text.text,
             list(self.token_ids),
             self._total if wanted else None,
-            list(self.logprobs) if wanted else None,
+            list(LogprobRows(self.token_ids, self._rows, self._spelled, 0, count)) if wanted else None,
             self.finish_reason,
             self.stop_reason,
         )
@@ -194,13 +198,6 @@ class Collector:
         if late is not None and reason != "stop":
             reason, stop = "stop", late
         self.finish_reason, self.stop_reason = reason, stop
-
-    def _candidates(self, token: int, row: TokenLogprobs) -> dict[int, Logprob]:
-        out = {token: Logprob(row.logprob, row.rank, self._spelled(token))}
-        for rank, (other, value) in enumerate(zip(row.top_ids, row.top_logprobs), 1):
-            if other != token:
-                out[other] = Logprob(value, rank, self._spelled(other))
-        return out
 
     def _spelled(self, token: int) -> str | None:
         if self.tokenizer is None or not self.params.detokenize:

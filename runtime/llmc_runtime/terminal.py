@@ -171,6 +171,7 @@ class Session:
             document["logprobs"] = [
                 [{"id": i, "token": c.decoded_token, "logprob": c.logprob, "rank": c.rank} for i, c in row.items()]
                 for row in completion.logprobs
+                if row is not None
             ]
         return document
 

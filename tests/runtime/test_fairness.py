@@ -69,6 +69,44 @@ def test_output_weighs_more_than_prompts_and_cached_prompts_nothing() -> None:
     assert again.num_cached == 8 and service.service == before + 1 + OUTPUT_WEIGHT
 
 
+def test_scored_prompts_weigh_as_output_does() -> None:
+    rig = Rig(max_num_seqs=1)
+    add(rig, "p", 9, "a", max_tokens=1, prompt_logprobs=2)
+    rig.add("wait", 3)
+    account = rig.scheduler.waiting.tenants["a"]
+    rig.step()
+    assert account.service == 9 * OUTPUT_WEIGHT
+    for name in list(rig.expected):
+        rig.abort(name)
+
+
+def test_scoring_leaves_a_row_for_another_tenant() -> None:
+    rig = Rig(max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=False)
+    for i in range(20):
+        add(rig, f"s{i:02}", 40, "scorer", max_tokens=1, prompt_logprobs=1)
+    rig.step()
+    assert [r.id for r in rig.scheduler.running] == ["s00"], "alone it takes all rows of logits"
+    light = add(rig, "b", 4, "other", max_tokens=3)
+    steps = 0
+    while light.status is Status.WAITING:
+        rig.step()
+        steps += 1
+    assert steps <= 3, "it does not wait until the prompt that runs is scored"
+    assert rig.scheduler.running[0].id == "s00"
+    for name in list(rig.expected):
+        rig.abort(name)
+
+
+def test_two_scorers_and_readers_take_turns_by_what_they_cost() -> None:
+    rig = Rig(max_num_seqs=1, prefix_caching=False)
+    for i in range(40):  # 4 tokens of prompt and 2 of output: 8
+        add(rig, f"s{i:02}", 4, "short", max_tokens=2)
+    for i in range(10):  # 15 scored tokens and 1 of output: 32
+        add(rig, f"l{i:02}", 15, "scorer", max_tokens=1, prompt_logprobs=0)
+    order = "".join(name[0] for name in rig.drain())
+    assert Counter(order[:25]) == {"s": 20, "l": 5}, order
+
+
 def test_who_comes_back_saved_nothing_up() -> None:
     rig = Rig(max_num_seqs=1, prefix_caching=False)
     for i in range(60):

@@ -9,10 +9,12 @@ import threading
 import pytest
 import textkit
 from llmc_runtime import SamplingParams
-from llmc_runtime.core.messages import Delta
+from llmc_runtime.core.messages import Delta, Rows
 from llmc_runtime.core.requests import Requests
-from llmc_runtime.outputs import Collector, Logprob
+from llmc_runtime.logprobs import Logprob, LogprobRows
+from llmc_runtime.outputs import Collector
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -30,7 +32,6 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
         part.take(RequestDelta("1", [token], end, logprobs=[TokenLogprobs(value, 1, [], [])]))
         if rng.random() < 0.5 or end:
             said.append(part.news())
-            part.logprobs[:] = [{} for _ in part.logprobs]  # nobody looks into these again
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
         assert len(part._text._told) + len(part._text._fresh) < 5 + i - sum(len(one.token_ids) for one in said)
@@ -44,18 +45,21 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
     ids = [rng.randrange(10, 300) for _ in range(length)]
     scores = [TokenLogprobs(-rng.random(), 3, [7], [-0.1]) for _ in ids[1:]]
     where: set[bool] = set()
-    inner = Collector._candidates
+    inner = LogprobRows._row
 
-    def watched(part: Collector, token: int, row: TokenLogprobs) -> dict[int, Logprob]:
+    def watched(rows: LogprobRows, at: int) -> dict[int, Logprob] | None:
         where.add(threading.current_thread() is threading.main_thread())
-        return inner(part, token, row)
+        return inner(rows, at)
 
-    monkeypatch.setattr(Collector, "_candidates", watched)
+    monkeypatch.setattr(LogprobRows, "_row", watched)
 
     async def asked() -> None:
         requests = Requests(lambda numbers: None)
         reader = requests.open("r", Prompt(ids), SamplingParams(prompt_logprobs=1, max_tokens=1), tok, "cumulative")
-        requests.take([Delta(reader.first, [50], "length", None, None, 0, None, scores, False)])
+        packed = PackedLogprobs(1)
+        packed.extend(scores)
+        rows = Rows(1, bytes(packed.data))
+        requests.take([Delta(reader.first, [50], "length", None, None, 0, None, rows, False)])
         assert not where
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None

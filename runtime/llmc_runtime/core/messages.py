@@ -6,14 +6,15 @@ process answers with `Report`. Request ids are numbers that the front gives, ris
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.logprobs import PackedLogprobs
+from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured import StructuredOutputsParams
@@ -146,6 +147,21 @@ class Failed(_Message):
     fault: Fault
 
 
+class Rows(msgspec.Struct, array_like=True, gc=False):
+    """PackedLogprobs on their way: encoding and decoding them copies bytes and makes no objects."""
+
+    width: int
+    data: bytes
+
+    def packed(self) -> PackedLogprobs:
+        """The rows."""
+        return PackedLogprobs(self.width, self.data)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.width <= MAX_LOGPROBS or len(self.data) % (12 + 12 * self.width):
+            raise ValueError("no rows of log-probabilities")
+
+
 class Delta(msgspec.Struct, array_like=True, gc=False):
     """A RequestDelta on its way."""
 
@@ -153,10 +169,10 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     new_token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | None
-    logprobs: list[TokenLogprobs] | None
+    logprobs: Rows | None
     num_cached: int
     fault: Fault | None
-    prompt_logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: Rows | None
     stopped: bool
     times: tuple[float, float] | None = None
 
@@ -242,19 +258,30 @@ def _structured(form: Form) -> StructuredOutputsParams:
     )
 
 
+def _packed(rows: Sequence[TokenLogprobs] | None) -> Rows | None:
+    if rows is None:
+        return None
+    if not isinstance(rows, PackedLogprobs):
+        given, rows = rows, PackedLogprobs(max((len(row.top_ids) for row in rows), default=0))
+        rows.extend(given)
+    return Rows(rows.width, bytes(rows.data))
+
+
 def sent(delta: RequestDelta) -> Delta:
     """The delta of an engine whose ids are numbers in letters."""
     fault = None if delta.error is None else fault_of(delta.error)
     return Delta(
-        int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
-        delta.num_cached, fault, delta.prompt_logprobs, delta.stopped, delta.times,
+        int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, _packed(delta.logprobs),
+        delta.num_cached, fault, _packed(delta.prompt_logprobs), delta.stopped, delta.times,
     )  # fmt: skip
 
 
 def received(delta: Delta) -> RequestDelta:
     """The delta as the collectors take it."""
     error = None if delta.fault is None else error_of(delta.fault)
+    rows = None if delta.logprobs is None else delta.logprobs.packed()
+    scores = None if delta.prompt_logprobs is None else delta.prompt_logprobs.packed()
     return RequestDelta(
-        str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs,
-        delta.num_cached, error, delta.prompt_logprobs, delta.stopped, delta.times,
+        str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, rows,
+        delta.num_cached, error, scores, delta.stopped, delta.times,
     )  # fmt: skip

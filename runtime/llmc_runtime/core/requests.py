@@ -54,7 +54,7 @@ class Reader:
                 self._waiting = asyncio.get_running_loop().create_future()
                 await self._waiting
             self._changed = False
-            if self.answer.parts[0].num_scored > _INLINE:  # others go on meanwhile
+            if self._kind != "delta" and self.answer.parts[0].num_scored > _INLINE:  # others go on meanwhile
                 await asyncio.to_thread(getattr, self.answer.parts[0], "prompt_logprobs")
             if self.error is not None:
                 raise self.error
@@ -83,7 +83,8 @@ class Reader:
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         answer, first = self.answer, self.answer.parts[0]
-        finished, cached, scores = not self._open, first.num_cached, first.prompt_logprobs
+        finished, cached = not self._open, first.num_cached
+        scores = first.scores if self._kind == "delta" else first.prompt_logprobs
         return RequestOutput(
             answer.request_id, answer.prompt, self._prompt_ids, outputs, finished, cached, scores, first.times
         )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, mask_size, without
+from llmc_runtime.sched.logprobs import PackedLogprobs
 from llmc_runtime.sched.params import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import STOPS, RowParams
@@ -93,7 +94,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
     request.gate = len(prompt) + params.min_tokens
     request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     request.stops = stops
-    request.scores = None if params.prompt_logprobs is None else []
+    request.scores = None if params.prompt_logprobs is None else PackedLogprobs(params.prompt_logprobs)
     request.row_params = RowParams(
         temperature=params.temperature,
         top_p=params.top_p,

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guide import Bans, Guide
+from llmc_runtime.sched.logprobs import PackedLogprobs
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.step import RowInit, RowParams, TokenLogprobs, Work
 
@@ -69,9 +70,7 @@ class Request:
     gate: int = field(default=0, init=False)  # below this many tokens nothing stops it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty where ignored
     stops: frozenset[int] = field(default=frozenset(), init=False)
-    scores: list[TokenLogprobs] | None = field(
-        default=None, init=False
-    )  # of the prompt from its second token, if wanted
+    scores: PackedLogprobs | None = field(default=None, init=False)  # of the prompt from its second token, if wanted
     needs_init: bool = field(default=False, init=False)  # its row is built by the next step that runs it
     dropped: bool = field(default=False, init=False)  # its mask was late for the step under way, whose token is dropped
     late_masks: int = field(default=0, init=False)
@@ -126,9 +125,9 @@ class RequestDelta:
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     num_cached: int = 0
     error: LlmcError | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     stopped: bool = False
     times: tuple[float, float] | None = None

@@ -19,8 +19,8 @@ device applies the diffs and the work of all steps in the order in which they we
 - A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
   again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
 - Every request in a step has a row of logits, of its last token. One whose prompt is scored takes one for each token of
-  its chunk: of those that the step's other requests leave, at least one. Scores are taken at commit and survive a
-  preemption; what is not scored yet is never taken from the prefix cache.
+  its chunk: of those that the step's other requests leave, and one is left while another tenant waits; at least one.
+  Scores are taken at commit and survive a preemption; what is not scored yet is never taken from the prefix cache.
 - The mask of a guided request (see guided) depends on its tokens. A step planned before they are known is open: it
   computes its logits meanwhile, and samples when guide() has given the masks, once all steps before it are committed.
   Nothing is planned behind an open step. A row whose mask is late samples anything; its token is dropped and its row
@@ -47,7 +47,7 @@ from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.guided import Guided, follow, known_mask, may_sample
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
-from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting
+from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting, prompt_service
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
@@ -112,7 +112,7 @@ class Scheduler:
 
     def next(self) -> Step:
         """Plan one step behind those under way. It is empty, and then not under way, where no request lives, where all
-        that live wait for a step under way, or behind an open step: at depth 1 only the first."""
+        wait for a step under way, or behind an open step: at depth 1 only the first."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
@@ -288,7 +288,8 @@ class Scheduler:
         if request.scores is not None and start < request.num_prompt - 1:
             scored = len(request.scores)
             score = start >= scored
-            count = min(count, 1 + self._spare if score else scored - start)
+            spare = max(0, self._spare - self.waiting.has_other(request.tenant))
+            count = min(count, 1 + spare if score else scored - start)
             self._spare -= count - 1 if score else 0
         return Work(request.row, count, count == missing, score)
 
@@ -305,7 +306,7 @@ class Scheduler:
         counters.prefix_cache_hits += cached
         if request.num_cached is None:
             request.num_cached, request.started = cached, self.clock()
-            request.account.service += request.num_prompt - cached
+            request.account.service += prompt_service(request, cached)
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.pages = pages
@@ -331,7 +332,7 @@ class Scheduler:
             return
         if request.scores is None or len(found) != item.num_tokens - item.emit:
             raise RuntimeError(f"request {request.id!r}: {len(found)} scores of a chunk of {item.num_tokens} tokens")
-        request.scores += found
+        request.scores.extend(found)
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
@@ -352,7 +353,7 @@ class Scheduler:
             if len(request.scores) != request.num_prompt - 1:
                 told = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
                 raise RuntimeError(f"request {request.id!r}: {told}")
-            delta.prompt_logprobs = [_cut(s, request.params.prompt_logprobs or 0) for s in request.scores]
+            delta.prompt_logprobs = request.scores
         end = request.finish_of(token)
         delta.stopped = end is not None and end[0] == "stop"
         if end is None and request.guide is not None:

@@ -2,7 +2,8 @@
 
 Among tenants the one that got the least service goes first (the virtual token counter of Sheng et al., "Fairness in
 Serving Large Language Models", OSDI 2024). Service is counted in tokens: one for each prompt token that was computed
-when its request first got a row, OUTPUT_WEIGHT for each token generated. A tenant that has nothing waiting saves
+when its request first got a row, OUTPUT_WEIGHT for each token generated and for each prompt token that is scored, as
+both need a row of logits. A tenant that has nothing waiting saves
 nothing up: when it comes (back), its count is lifted to the least of those that wait. Requests that ran before and were
 preempted go first of all, the oldest of them first, as long as their own tenant has nobody before them. Within a tenant
 the order is that of the keys; with one tenant there is no other.
@@ -73,6 +74,11 @@ class Tenant(Account):
             self._gone = 0
 
 
+def prompt_service(request: Request, cached: int) -> int:
+    """The service of computing a prompt of which `cached` tokens are in the prefix cache."""
+    return (request.num_prompt - cached) * (1 if request.scores is None else OUTPUT_WEIGHT)
+
+
 class Waiting:
     """All waiting requests. A request is `enter`ed and `leave`s once in its life, and is added and taken in between."""
 
@@ -136,6 +142,10 @@ class Waiting:
                 return min(heads, key=_KEY)
         least = self._least()
         return None if least is None else least.head
+
+    def has_other(self, tenant: str) -> bool:
+        """Whether a request of another tenant waits."""
+        return self._count > len(self.tenants[tenant])
 
     def clear(self) -> None:
         """Nobody waits, and nothing is remembered."""

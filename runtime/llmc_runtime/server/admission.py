@@ -16,7 +16,7 @@ from llmc_runtime.server.pace import Pace
 
 SOONEST, LATEST = 1.0, 60.0  # seconds after which a refused client may be told to try again
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
-           "connections", "texts")  # fmt: skip
+           "connections", "texts", "answer_bytes")  # fmt: skip
 _SHARE = 4  # a key may hold so many times what is free
 _NEW = 0.1  # weight of the newest answer in the mean length
 
@@ -45,6 +45,8 @@ class Admission:
     by_key: Counter[str] = field(default_factory=Counter)
     tokens_by_key: Counter[str] = field(default_factory=Counter)
     mean_output: float = math.inf  # tokens of an output, lately
+    answers: int = 256 << 20  # bytes of answers with log-probabilities or ids, all together; a key has half of them
+    answer_bytes: Counter[str] = field(default_factory=Counter)  # those that are open, by key
 
     @property
     def full(self) -> bool:
@@ -109,6 +111,17 @@ class Admission:
         self.check_wait(key, within)
         return Place(self, key, sequences, prompts, outputs)
 
+    def answer(self, key: str, nbytes: int) -> AnswerRoom:
+        """Room for an answer of so many bytes, to be closed when it was sent. ApiError 429 where the key has too much
+        open, 503 where all keys have. One answer alone always has room."""
+        mine, all_keys = self.answer_bytes[key], self.answer_bytes.total()
+        if mine and self.keys > 1 and mine + nbytes > self.answers // 2:
+            words = f"this API key has answers of {mine:,} bytes open; with this one of {nbytes:,} bytes"
+            raise self._too_many("answer_bytes", f"{words} they pass {self.answers // 2:,}")
+        if all_keys and all_keys + nbytes > self.answers:
+            raise self.turn_away("answer_bytes", "the answers that are open take too much memory")
+        return AnswerRoom(self, key, nbytes)
+
     def check_size(self, sequences: int, tokens: int) -> None:
         """ApiError 400 for what never fits."""
         if sequences > self.sequences or tokens > self.tokens:
@@ -145,6 +158,21 @@ class Admission:
         """An output had so many tokens."""
         known = tokens if math.isinf(self.mean_output) else self.mean_output
         self.mean_output = known + _NEW * (tokens - known)
+
+
+class AnswerRoom:
+    """Bytes of one answer that are accounted for until `close`."""
+
+    def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
+        self._counts, self._key, self._bytes = admission.answer_bytes, key, nbytes
+        self._counts[key] += nbytes
+
+    def close(self) -> None:
+        """The answer was sent, or is not wanted any more. Once, or again without effect."""
+        self._counts[self._key] -= self._bytes
+        self._bytes = 0
+        if not self._counts[self._key]:
+            del self._counts[self._key]
 
 
 class Place:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmc_runtime.outputs import CompletionOutput, Logprob, RequestOutput
+from llmc_runtime.logprobs import Logprob, LogprobRows, Row
+from llmc_runtime.outputs import CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.lazy import Lazy
 from llmc_runtime.server.serving import News
 
 LEAST = -9999.0  # log-probabilities on the wire; JSON has no infinity
-Row = dict[int, Logprob]
 
 
 @dataclass
@@ -20,7 +22,7 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Row] = field(default_factory=list)
+    logprobs: LogprobRows | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -28,7 +30,9 @@ class Choice:
         """Add what is new."""
         self.text.append(news.text)
         self.token_ids += news.token_ids
-        self.logprobs += news.logprobs or []
+        rows = news.logprobs
+        if isinstance(rows, LogprobRows):
+            self.logprobs = rows if self.logprobs is None else self.logprobs.joined(rows)
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
 
 
@@ -63,7 +67,7 @@ class Whole:
     """A finished answer: outputs by prompt, the scores of each prompt, usage."""
 
     choices: list[list[Choice]]
-    prompt_logprobs: list[list[Row | None] | None]
+    prompt_logprobs: list[Sequence[Row | None] | None]
     usage: Usage
 
 
@@ -81,11 +85,11 @@ async def gather(news: News, prompts: list[Prompt], n: int) -> Whole:
     return whole
 
 
-def told_scores(rows: list[Row | None] | None) -> list[Any] | None:
+def told_scores(rows: Sequence[Row | None] | None) -> Lazy | None:
     """prompt_logprobs in vLLM's form: a list over positions of {id: {logprob, rank, decoded_token}}."""
     if rows is None:
         return None
-    return [
+    return Lazy(
         None
         if row is None
         else {
@@ -93,7 +97,7 @@ def told_scores(rows: list[Row | None] | None) -> list[Any] | None:
             for token, one in row.items()
         }
         for row in rows
-    ]
+    )
 
 
 def clamped(one: Logprob) -> float:

@@ -26,7 +26,7 @@ from llmc_runtime.server.meters import CONTENT_TYPE
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import parse
-from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
+from llmc_runtime.server.replies import Events, as_answer, as_error, as_json, while_connected
 from llmc_runtime.server.rooted import Rooted, tidy
 from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.target import OriginForm
@@ -205,9 +205,14 @@ class Endpoints:
         not come so far has it given back here."""
         try:
             if not stream:
-                return as_json(await while_connected(request.receive, answer.whole()))
+                return await while_connected(request.receive, self._whole(answer, call))
             chunks = await while_connected(request.receive, answer.pieces())
         except BaseException:
             call.hold.release()
+            call.hold.sent()
             raise
-        return Events(chunks, self.serving.meters.gone)
+        return Events(chunks, self.serving.encoding, self.serving.meters.gone, call.hold.sent)
+
+    async def _whole(self, answer: Completion | Chat, call: Call) -> Response:
+        meters, sent = self.serving.meters, call.hold.sent
+        return await as_answer(await answer.whole(), self.serving.encoding, meters.gone, sent)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from llmc_runtime.logprobs import Row
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
+from llmc_runtime.server.answer import Choice, Usage, clamped, gather, spelled, told_scores
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest
+from llmc_runtime.server.lazy import Lazy
 from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
@@ -82,7 +84,7 @@ class Chat:
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs or []),
             "finish_reason": turn.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             **({"token_ids": choice.token_ids} if self._asked.return_token_ids else {}),
@@ -150,16 +152,19 @@ class Chat:
             choices[-1] |= {"finish_reason": finish, "stop_reason": one.stop_reason}
         return choices
 
-    def _logprobs(self, tokens: list[int], rows: list[Row]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: list[int], rows: Sequence[Row | None]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
+        content = self._content(tokens, rows)
+        return {"content": Lazy(content) if len(tokens) > 1 else list(content), "refusal": None}
+
+    def _content(self, tokens: list[int], rows: Sequence[Row | None]) -> Iterator[dict[str, Any]]:
         most, as_id = self._asked.top_logprobs or 0, bool(self._asked.return_tokens_as_token_ids)
-        content = []
         for token, row in zip(tokens, rows, strict=True):
+            assert row is not None  # that of a token which was generated
             ranked = sorted(row.items(), key=lambda item: item[1].rank)
             top = [self._told(t, row, as_id) for t, one in ranked if one.rank <= most][:most]
-            content.append({**self._told(token, row, as_id), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+            yield {**self._told(token, row, as_id), "top_logprobs": top}
 
     def _told(self, token: int, row: Row, as_id: bool) -> dict[str, Any]:
         return {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
 _SHORTEST_KEY = 8
 _PENDING = 2048  # connections that wait to be accepted
+_ANSWERS = 4  # of the greatest size may be open at a time
 _LOOK = 0.05  # seconds between two looks at what is still open
 
 
@@ -53,6 +54,7 @@ class Options:
     max_connections: int | None = None
     metrics_alias: str | None = None
     max_body: int = 8 << 20
+    max_answer: int = 64 << 20
     shutdown_timeout: int = 30
     keep_alive: int = 15
     log_level: str = "info"
@@ -234,10 +236,12 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     admission = Admission(
         sequences, waiting + rows * length, options.max_per_key, meters.refused, rows, len(options.keys),
         math.inf if options.max_queue_wait is None else options.max_queue_wait, lambda: llm.num_waiting,
+        answers=_ANSWERS * options.max_answer,
     )  # fmt: skip
     meters.gauges["estimated_queue_wait_seconds"] = ("Seconds until a new request is expected to run", admission.wait)
     parsers = options.tool_call_parser, options.reasoning_parser
-    return Serving(llm, names, admission, meters, options.chat_template, *parsers, options.request_timeout)
+    timeout, most = options.request_timeout, options.max_answer
+    return Serving(llm, names, admission, meters, options.chat_template, *parsers, timeout, most)
 
 
 def draining(uvicorn: Any, config: Any, there: Callable[[], None], drain: Callable[[Any], None]) -> Any:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from llmc_runtime.outputs import CompletionOutput, Logprob
+from llmc_runtime.logprobs import Logprob, LogprobRows, Row
+from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
+from llmc_runtime.server.answer import Choice, Usage, Whole, clamped, gather, spelled, told_scores
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
+from llmc_runtime.server.lazy import Lazy, is_lazy
 from llmc_runtime.server.prompting import MAX_PROMPTS
 from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
-Scores = list[Row | None] | None
+Scores = Sequence[Row | None] | None
 Chunks = AsyncIterator[dict[str, Any] | bytes]
 
 
@@ -37,18 +41,21 @@ class Completion:
         prompts, params = await self._ready()
         news = self._serving.run(prompts, params, self._asked, self._call)
         whole = await gather(news, prompts, params.n)
-        choices = []
-        for i, (prompt, outputs, scores) in enumerate(zip(prompts, whole.choices, whole.prompt_logprobs)):
-            for k, choice in enumerate(outputs):
-                if self._silent:
-                    choice = Choice(finish_reason="length")
-                told = self._choice(i * params.n + k, prompt, choice, scores, {})
-                if self._asked.prompt_logprobs is not None:
-                    told["prompt_logprobs"] = told_scores(scores)
-                choices.append(told)
         if self._silent:
             whole.usage.generated = 0
-        return {**self._head, "choices": choices, "usage": whole.usage.told()}
+        return {**self._head, "choices": Lazy(self._choices(prompts, whole)), "usage": whole.usage.told()}
+
+    def _choices(self, prompts: list[Prompt], whole: Whole) -> Iterator[dict[str, Any]]:
+        index = 0
+        for prompt, outputs, scores in zip(prompts, whole.choices, whole.prompt_logprobs):
+            for choice in outputs:
+                if self._silent:
+                    choice = Choice(finish_reason="length")
+                told = self._choice(index, prompt, choice, scores, {})
+                if self._asked.prompt_logprobs is not None:
+                    told["prompt_logprobs"] = told_scores(scores)
+                index += 1
+                yield told
 
     async def pieces(self) -> Chunks:
         """The answer's JSON, or ready events of it, chunk by chunk; it returns once the first news are there."""
@@ -94,7 +101,7 @@ class Completion:
                     if always or last:
                         chunk["usage"] = usage.told() if always else None
                     left -= one.finish_reason is not None
-                    if left:
+                    if left or is_lazy(chunk):
                         yield chunk
                     else:
                         ends = event(chunk)
@@ -132,7 +139,8 @@ class Completion:
         asked, ids = self._asked, {}
         if asked.return_token_ids:
             ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
-        tokens, rows = list(choice.token_ids), list[Row | None](choice.logprobs)
+        tokens = list(choice.token_ids)
+        rows: list[Sequence[Row | None]] = [choice.logprobs or []]
         text, prompting = "".join(choice.text), self._serving.prompting
         shown = [asked.skip_special_tokens is False or not prompting.is_special(token) for token in tokens]
         if asked.echo and prompt is not None:
@@ -140,28 +148,51 @@ class Completion:
             tokens = prompt.ids + tokens
             unseen = prompting.unseen(prompt)
             shown = [False] * unseen + [True] * (len(prompt.ids) - unseen) + shown
-            rows = (scores or [None] * len(prompt.ids)) + rows
-        logprobs, begin = None, offsets.setdefault(index, 0)
-        if asked.logprobs is not None:
-            logprobs, offsets[index] = self._logprobs(tokens, rows, shown, begin)
+            rows = [scores or [None] * len(prompt.ids), *rows]
+        offsets.setdefault(index, 0)
+        logprobs = None if asked.logprobs is None else self._logprobs(tokens, rows, shown, offsets, index)
         return {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason, **ids,
         }  # fmt: skip
 
     def _logprobs(
-        self, tokens: list[int], rows: list[Row | None], shown: list[bool], offset: int
-    ) -> tuple[dict[str, Any], int]:
-        """OpenAI's object, and where in the text the next token begins; those that are not `shown` take no room."""
-        out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token, row, seen in zip(tokens, rows, shown, strict=True):
-            text = self._serving.prompting.spelled(token) if row is None else spelled(token, row[token])
-            out["text_offset"].append(offset)
-            out["tokens"].append(f"token_id:{token}" if self._asked.return_tokens_as_token_ids else text)
-            out["token_logprobs"].append(None if row is None else clamped(row[token]))
-            out["top_logprobs"].append(None if row is None else self._top(token, row))
-            offset += len(text) * seen
-        return out, offset
+        self,
+        tokens: list[int],
+        rows: list[Sequence[Row | None]],
+        shown: list[bool],
+        offsets: dict[int, int],
+        index: int,
+    ) -> dict[str, Any]:
+        """OpenAI's object. When it is encoded, offsets[index] becomes the place in the text of the next token; tokens
+        that are not `shown` take no room."""
+        texts = partial(self._texts, tokens, rows)
+
+        def places() -> Iterator[int]:
+            offset = offsets[index]
+            for (_, text), seen in zip(texts(), shown, strict=True):
+                yield offset
+                offset += len(text) * seen
+            offsets[index] = offset
+
+        as_ids, each = self._asked.return_tokens_as_token_ids, zip(tokens, chain(*rows), strict=True)
+        out: dict[str, Iterator[Any]] = {
+            "text_offset": places(),
+            "token_logprobs": (None if one is None else clamped(one) for one, _ in texts()),
+            "tokens": (f"token_id:{t}" for t in tokens) if as_ids else (text for _, text in texts()),
+            "top_logprobs": (None if row is None else self._top(token, row) for token, row in each),
+        }
+        make: Callable[[Iterator[Any]], Any] = Lazy if len(tokens) > 1 else list
+        return {name: make(items) for name, items in out.items()}
+
+    def _texts(self, tokens: list[int], rows: list[Sequence[Row | None]]) -> Iterator[tuple[Logprob | None, str]]:
+        """Each token's own log-probability, where it has one, and text."""
+        at = 0
+        for some in rows:
+            for i in range(len(some)):
+                token, at = tokens[at], at + 1
+                one = some.own(i) if isinstance(some, LogprobRows) else None
+                yield one, self._serving.prompting.spelled(token) if one is None else spelled(token, one)
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
         """The likeliest candidates and the token itself by their texts; of two with one text the likelier."""

@@ -54,6 +54,7 @@ def _server(add: Any) -> None:
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model (the folder's)")
     add("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="names that a Host header may have")
     add("--max-body-bytes", type=parse_bytes, default=8 << 20, metavar="BYTES", help="of one request (8M)")
+    add("--max-answer-bytes", type=parse_bytes, default=64 << 20, metavar="BYTES", help="of one answer (64M)")
     add(
         "--timeout-keep-alive",
         type=positive,

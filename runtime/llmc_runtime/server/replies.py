@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc_runtime.server.errors import ApiError, internal
+from llmc_runtime.server.lazy import Encoding, is_lazy
 
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
@@ -43,6 +44,55 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+async def as_answer(
+    value: Any, encoding: Encoding, gone: Callable[[], None], sent: Callable[[], None] = lambda: None
+) -> Response:
+    """A JSON answer. What is encoded in one slice is sent with its length, what is not in chunks as it is made; `gone`
+    is called where the client goes away meanwhile, `sent` when the answer is not needed any more."""
+    parts = encoding.parts(value)
+    first = await anext(parts)
+    second = await anext(parts, None)
+    if second is None:
+        sent()
+        return Response(first, media_type="application/json")
+    return InParts(_again(first, second, parts), gone, sent)
+
+
+async def _again(first: bytes, second: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    yield second
+    async for part in rest:
+        yield part
+
+
+class InParts(Response):
+    """A JSON answer of unknown length, sent as the client takes it."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: AsyncIterator[bytes], gone: Callable[[], None], sent: Callable[[], None]) -> None:
+        super().__init__(None)
+        if "content-length" in self.headers:
+            del self.headers["content-length"]
+        self._parts, self._gone, self._sent = parts, gone, sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it."""
+        try:
+            await while_connected(receive, self._send(send))
+        except Gone:
+            self._gone()
+        finally:
+            self._sent()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._parts) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class Final(bytes):
     """The last events of a stream: they leave together with its end."""
 
@@ -66,15 +116,21 @@ class Plain:
 
 class Events(Response):
     """Chunks, JSON or events that are ready, as server-sent events, then [DONE]; an error on the way becomes the last
-    event. `gone` is told where the client went away."""
+    event. `gone` is called where the client went away, `sent` when the stream is over."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[Any], gone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[Any],
+        encoding: Encoding,
+        gone: Callable[[], None],
+        sent: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         if "content-length" in self.headers:
             del self.headers["content-length"]
-        self._chunks, self._gone = chunks, gone
+        self._chunks, self._encoding, self._gone, self._sent = chunks, encoding, gone, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
@@ -82,6 +138,8 @@ class Events(Response):
             await while_connected(receive, self._send(send, scope.get("llmc.part")))
         except Gone:
             self._gone()
+        finally:
+            self._sent()
 
     async def _send(self, send: Send, part: Callable[[bytes], Awaitable[None]] | None) -> None:
         """`part` sends a part of the body, the last one excepted; None: `send` does."""
@@ -96,8 +154,13 @@ class Events(Response):
                 async for chunk in chunks:
                     if isinstance(chunk, Final):
                         tail = chunk
+                    elif isinstance(chunk, bytes):
+                        await part(chunk)
+                    elif is_lazy(chunk):
+                        async for some in self._encoding.parts(chunk, b"data: ", b"\n\n"):
+                            await part(some)
                     else:
-                        await part(chunk if isinstance(chunk, bytes) else event(chunk))
+                        await part(event(chunk))
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:

@@ -8,20 +8,22 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.admission import Admission, Place
+from llmc_runtime.server.admission import Admission, AnswerRoom, Place
 from llmc_runtime.server.errors import ApiError, internal, late, not_found, told, unavailable
 from llmc_runtime.server.fields import Generation
+from llmc_runtime.server.lazy import Encoding
 from llmc_runtime.server.logs import Record
 from llmc_runtime.server.meters import Meter, Meters
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.seconds import seconds_of
+from llmc_runtime.server.size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
 MAX_CHOICES = 256  # outputs of one request, all prompts together
@@ -40,6 +42,7 @@ class Hold:
     seconds: float | None = None
     deadline: float | None = None
     place: Place | None = None
+    answer: AnswerRoom | None = None
 
     @property
     def left(self) -> float | None:
@@ -50,6 +53,11 @@ class Hold:
         """Give the place back; so many tokens were generated."""
         if self.place is not None:
             self.place.close(tokens)
+
+    def sent(self) -> None:
+        """The answer has left, or nobody waits for it any more."""
+        if self.answer is not None:
+            self.answer.close()
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Call:
 class Serving:
     """A started AsyncLLM under `names`, the first of which answers carry; `template`: another chat template; `calls`,
     `thoughts`: how the model marks calls and reasoning, by name (see tools.dialect); `timeout`: seconds that a request
-    may take. LlmcError E601 for other names."""
+    may take; `max_answer`: bytes that one answer may have. LlmcError E601 for other names."""
 
     def __init__(
         self,
@@ -81,10 +89,13 @@ class Serving:
         calls: str = AUTO,
         thoughts: str = AUTO,
         timeout: float | None = None,
+        max_answer: int = MAX_ANSWER,
     ) -> None:
+        self.max_answer = max_answer
         self.llm, self.names = llm, tuple(names)
         self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
+        self.encoding = Encoding()
         self._texts = 0  # being tokenized for their own sake
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
@@ -159,12 +170,33 @@ class Serving:
             each = [fitted(params, room - len(prompt.ids)) for prompt in prompts]
         else:
             each = [params] * len(prompts)
+        each = self._sized(prompts, each, params, asked, call, given is None)
         if asked.priority is not None and not -(2**31) <= asked.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
         if call.hold.place is None:
             self.reserve(call, params, len(prompts))
-        jobs = list(zip(prompts, each))
+        jobs = list(zip(prompts, each, strict=True))
         return self._admitted(jobs, asked.priority or 0, f"{call.key}/{asked.cache_salt or ''}", call)
+
+    def _sized(
+        self,
+        prompts: list[Prompt],
+        each: list[SamplingParams],
+        params: SamplingParams,
+        asked: Generation,
+        call: Call,
+        open_end: bool,
+    ) -> list[SamplingParams]:
+        """The parameters of each prompt, once the answer has room. ApiError 400, 429 or 503."""
+        lengths, outputs = [len(prompt.ids) for prompt in prompts], params.n * len(prompts)
+        size = size_of(asked, params, lengths, sum((one.max_tokens or 0) * one.n for one in each))
+        if open_end and size.total > self.max_answer:
+            each = [cut(one, size, self.max_answer, outputs) for one in each]
+            size = replace(size, tokens=sum((one.max_tokens or 0) * one.n for one in each))
+        check_size(asked, size, self.max_answer)
+        if size.held:
+            call.hold.answer = self.admission.answer(call.key, size.total)
+        return each
 
     async def _admitted(self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call) -> News:
         record, hold = call.record or Record(), call.hold
@@ -173,7 +205,7 @@ class Serving:
         assert hold.place is not None  # see run
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
-            hold.place.resize(sum(len(prompt.ids) for prompt, _ in jobs), outputs)
+            hold.place.resize(sum(_weight(params) * len(prompt.ids) for prompt, params in jobs), outputs)
             news = [
                 self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
@@ -219,6 +251,11 @@ class Serving:
             raise internal() from e
         finally:
             meter.end(rest)
+
+
+def _weight(params: SamplingParams) -> int:
+    """What a token of the prompt counts."""
+    return 1 if params.prompt_logprobs is None else SCORE_WEIGHT
 
 
 def _too_long(tokens: int, most: int, call: Call) -> ApiError:
