@@ -24,7 +24,7 @@ def noted(scope: Scope, error: ApiError) -> None:
     """Have the request's line in the log name the error."""
     record = scope.get("llmc.record")
     if record is not None:
-        record.fail(error.code)
+        record.fail(error.code, error.reason)
 
 
 def told(handler: Handler) -> Handler:
@@ -36,7 +36,7 @@ def told(handler: Handler) -> Handler:
             return await handler(self, request)
         except ApiError as e:
             noted(request.scope, e)
-            if e.status >= 500:
+            if e.status >= 500 and e.reason is None:  # refusals have the request's own line
                 log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)
         except (Gone, ClientDisconnect):
