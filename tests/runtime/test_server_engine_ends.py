@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -116,9 +117,8 @@ def test_told_to_retry_it_stays_says_when_and_recovers() -> None:
         for ended in (1, 2):
             answers = Answers(command.url)
             os.kill(engine_of(command), signal.SIGKILL)
-            found = re.fullmatch(
-                r"the engine ended (\d) times within an hour; the next try is in (\d+) s", answers.told()
-            )
+            words = r"the engine ended (\d) times within an hour; the next try is in (\d+) s"
+            found = re.fullmatch(words, answers.told())
             assert found is not None and int(found[1]) == ended and int(found[2]) <= ended
             wait_for(lambda: healthy(command.url))
         assert "".join(command.lines).count("llmc: the engine ended") == 2
@@ -165,6 +165,7 @@ def test_in_process_an_engine_that_is_tried_again_is_starting(tmp_path: Path) ->
                 with pytest.raises(LlmcError) as refused:
                     await last(llm, {"prompt_token_ids": [40]})
                 assert refused.value.code in ("E660", "E661")
+                await asyncio.sleep(0.02)
             assert llm.failures >= 3 and llm.state == "starting" and not llm.gave_up
 
     run(strike())
