@@ -22,6 +22,6 @@ if __name__ == "__main__":
     with listening(options.host, options.port, options.uds) as bound:
         try:
             with asyncio.Runner(loop_factory=ServerLoop) as runner:
-                runner.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls))
+                sys.exit(runner.run(serve_over(fake(float(pace), tok=TOK), options, bound, tls)))
         except KeyboardInterrupt:
             sys.exit(130)

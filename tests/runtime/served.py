@@ -20,6 +20,7 @@ from llmc_runtime.server.app import application
 from llmc_runtime.server.guard import Limits
 from llmc_runtime.server.meters import Meters, about
 from llmc_runtime.server.serving import Serving
+from llmc_runtime.server.shed import Shed
 from llmc_runtime.server.wire import MOST_HEAD, Bound, Wire
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -79,11 +80,12 @@ def served(
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
             bound = Bound(connections, lambda: meters.refused("connections"))
+            shed = Shed(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")
-            app = application(serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope)
+            app = application(serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed)
             config = uvicorn.Config(
                 app,
-                http=type("Bounded", (Quick,), {"bound": bound}),
+                http=type("Bounded", (Quick,), {"bound": bound, "shed": shed}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -20,6 +20,8 @@ class EngineArgs:
     start_timeout      seconds that opening may take
     max_restarts       engine processes that are replaced within an hour; at the next one AsyncLLM gives up
     restart_delay      seconds before the first of these; doubled for each one after
+    max_restart_delay  with this, AsyncLLM never gives up: after max_restarts it keeps trying, at intervals that double
+                       from a second up to so many seconds
     """
 
     model: str | Path
@@ -47,11 +49,14 @@ class EngineArgs:
     start_timeout: float = 900.0
     max_restarts: int = 3
     restart_delay: float = 0.5
+    max_restart_delay: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_timeout", "step_timeout", "start_timeout", "restart_delay", "max_restarts"):
+        for name in (
+            "heartbeat_timeout", "step_timeout", "start_timeout", "restart_delay", "max_restarts", "max_restart_delay",
+        ):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name == "step_timeout":
+            if value is None and name in ("step_timeout", "max_restart_delay"):
                 continue
             least = 0 if name in ("max_restarts", "restart_delay") else 0.1
             if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e6:

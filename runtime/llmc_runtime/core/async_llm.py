@@ -195,6 +195,26 @@ class AsyncLLM:
         return 0 if self._supervisor is None else self._supervisor.restarts
 
     @property
+    def failures(self) -> int:
+        """Times that the engine process has ended, or not opened, within the hour before the last of them."""
+        return 0 if self._supervisor is None else self._supervisor.failures
+
+    @property
+    def retry_in(self) -> float | None:
+        """Seconds until the next engine process is started, once more than `max_restarts` have failed within an hour
+        and `max_restart_delay` has it try on; else None."""
+        return None if self._supervisor is None else self._supervisor.retry_in
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the engine has failed too often and is not started again."""
+        return self._supervisor is not None and self._supervisor.gave_up.is_set()
+
+    async def wait_given_up(self) -> None:
+        """Return when the engine has failed too often and is not started again. LlmcError E660 before start()."""
+        await self._running().gave_up.wait()
+
+    @property
     def engine_pid(self) -> int | None:
         """The process id of the engine."""
         return None if self._supervisor is None else self._supervisor.pid

@@ -17,6 +17,7 @@ from llmc_runtime.metrics import Stat, added, nothing
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FORGIVEN = 3600.0  # seconds after which a failure no longer counts
 _STOP = 3.0  # seconds that an engine process has for its end
+_MOST_DOUBLINGS = 20  # of the interval between two tries
 _PATIENCE = 30.0  # seconds that an answer may take, steps in front of it included
 
 
@@ -24,7 +25,7 @@ class Supervisor:
     """One engine process at a time, of one event loop. Whatever it loses, every open request is told.
 
     `state`: "starting" (also between two processes), "ready", "draining" (nothing new is taken), "dead"; `error`: the
-    last failure; `restarts`: processes that were replaced.
+    last failure; `restarts`: processes that were replaced; `gave_up` is set after the last of them has failed.
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class Supervisor:
         self.ready: Ready | None = None
         self.startup: dict[str, float] = {}  # seconds of each part of the last start
         self._past = nothing()  # what the engines before this one counted
+        self.gave_up = asyncio.Event()
         self._failures: list[float] = []
+        self._beyond = 0  # failures in a row beyond `max_restarts`
+        self._next_try: float | None = None  # when, while the supervisor waits beyond `max_restarts`
         self._channel: Channel | None = None
         self._opening: asyncio.Task[Ready] | None = None  # the first
         self._watch: asyncio.Task[None] | None = None
@@ -49,6 +53,16 @@ class Supervisor:
         """How it is now."""
         lost = self._state == READY and (self._channel is None or not self._channel.alive)
         return STARTING if lost else self._state
+
+    @property
+    def failures(self) -> int:
+        """Times that the engine has ended, or not opened, within the hour before the last of them."""
+        return len(self._failures)
+
+    @property
+    def retry_in(self) -> float | None:
+        """Seconds until the next process is started, once more than `max_restarts` have failed; else None."""
+        return None if self._next_try is None else max(0.0, self._next_try - time.monotonic())
 
     @property
     def pulse(self) -> Pulse | None:
@@ -137,7 +151,7 @@ class Supervisor:
         except BaseException:
             await asyncio.shield(channel.kill())
             raise
-        self._channel, self._state, self.error = channel, READY, None
+        self._channel, self._state, self.error, self._next_try = channel, READY, None, None
         total, stages = time.monotonic() - began, self.ready.stages
         self.startup = {"total": total, "process": max(0.0, total - sum(stages.values())), **stages}
         return self.ready
@@ -171,6 +185,8 @@ class Supervisor:
             if delay is None:
                 self._give_up()
                 return
+            if self._next_try is not None:
+                self._say(f"the engine ended {self.failures} times within an hour; the next try is in {delay:g} s")
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
@@ -182,18 +198,25 @@ class Supervisor:
                 self._say(f"the engine did not open again: {self.error.cause}")
 
     def _delay(self) -> float | None:
-        """Seconds until the next try; None where there were enough."""
-        now = time.monotonic()
+        """Seconds until the next try; None: there is none."""
+        now, args = time.monotonic(), self._args
         self._failures = [*(t for t in self._failures if now - t < _FORGIVEN), now]
-        count = len(self._failures)
-        return None if count > self._args.max_restarts else self._args.restart_delay * 2.0 ** (count - 1)
+        self._beyond = self._beyond + 1 if len(self._failures) > args.max_restarts else 0
+        if not self._beyond:
+            return args.restart_delay * 2.0 ** (len(self._failures) - 1)
+        if args.max_restart_delay is None:
+            return None
+        delay = min(2.0 ** min(self._beyond - 1, _MOST_DOUBLINGS), args.max_restart_delay)
+        self._next_try = now + delay
+        return delay
 
     def _give_up(self) -> None:
         cause = "" if self.error is None else self.error.cause
-        words = f"the engine ended {len(self._failures)} times within an hour, the last time so: {cause}"
+        words = f"the engine ended {self.failures} times within an hour, the last time so: {cause}"
         self.error = LlmcError("E664", words, "start again when the cause is found; its messages are on stderr")
         self._state = DEAD
         self._say(words)
+        self.gave_up.set()
 
 
 def _cancelled() -> bool:

@@ -96,8 +96,26 @@ class Admission:
         self, reason: str, words: str, code: str = "server_overloaded", seconds: float | None = None
     ) -> ApiError:
         """The refusal, counted; `seconds` after which another try makes sense, where the queue does not decide that."""
+        return self._refusal(reason, unavailable(words, code, self.retry if seconds is None else max(seconds, SOONEST)))
+
+    def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self.refused(reason)
-        return unavailable(words, code, self.retry if seconds is None else min(max(seconds, SOONEST), LATEST))
+        error.reason = reason
+        return error
+
+    @property
+    def busy(self) -> bool:
+        """Whether `check_least` could refuse anybody."""
+        if self.draining or self.queued or self.full:
+            return True
+        half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
+        return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
+
+    def check_least(self, key: str) -> None:
+        """ApiError as `place` for the smallest request there is: a refusal before anything else is known of it."""
+        self.check_open()
+        self._check_key(1, 2, key)
+        self.check_wait(key)
 
     def place(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> Place:
         """Room for so many sequences, tokens of prompts and most tokens of all outputs, to be closed at the end; it has
@@ -140,9 +158,8 @@ class Admission:
                 raise self._too_many("key_share", f"this API key has {held} sequences open, and the rest is for others")
 
     def _too_many(self, reason: str, cause: str) -> ApiError:
-        self.refused(reason)
         kind, code = "rate_limit_error", "rate_limit_exceeded"
-        return ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry))
+        return self._refusal(reason, ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry)))
 
     def count(self, place: Place, sign: int) -> None:
         """A place is taken, or given back."""

@@ -29,6 +29,7 @@ from llmc_runtime.server.parse import parse
 from llmc_runtime.server.replies import Events, as_answer, as_error, as_json, while_connected
 from llmc_runtime.server.rooted import Rooted, tidy
 from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.shed import Shed
 from llmc_runtime.server.target import OriginForm
 from llmc_runtime.server.tools.definitions import tools_of
 
@@ -43,17 +44,21 @@ def application(
     root_path: str = "",
     admin_keys: Sequence[str] = (),
     key_scope: str = "all",
+    shed: Shed | None = None,
 ) -> ASGIApp:
     """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
     proxy in front takes off the path, or not; without `admin_keys` there is nothing under /admin/; `key_scope`: which
-    paths need one of `keys` (guard.KEY_SCOPES)."""
+    paths need one of `keys` (guard.KEY_SCOPES); `shed` refuses requests from their heads, and gets its check of keys
+    here."""
     limits, root_path = limits or Limits(), tidy(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
     if admin_keys:
         routes += Admin(serving, limits).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope)
+    shed = shed or Shed(serving)
+    guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
+    shed.check = guarded.check
     return OriginForm(Rooted(guarded, root_path) if root_path else guarded)
 
 

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.serving import Serving
+    from llmc_runtime.server.shed import Shed
 
+ENGINE_FAILED = 4  # exit code
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
+_NOTICE = 0.5  # seconds in which requests are told that the engine is gone, before the server ends
 _SHORTEST_KEY = 8
 _PENDING = 2048  # connections that wait to be accepted
 _ANSWERS = 4  # of the greatest size may be open at a time
@@ -78,8 +81,8 @@ class Options:
 
 
 def serve(options: Options) -> int:
-    """Serve until a signal ends it. The exit code: 0 after SIGTERM. SystemExit where it comes before the server is
-    there; LlmcError E646, E649, E665, those of opening."""
+    """Serve until a signal ends it. The exit code: 0 after SIGTERM, ENGINE_FAILED where the engine failed too often.
+    SystemExit where a signal comes before the server is there; LlmcError E646, E649, E665, those of opening."""
     require_packages()
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.server.logs import teller
@@ -92,8 +95,7 @@ def serve(options: Options) -> int:
         llm = AsyncLLM(options.model, say=say, **options.engine)
         llm.compile()
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
-            runner.run(serve_over(llm, options, bound, tls))
-    return 0
+            return runner.run(serve_over(llm, options, bound, tls))
 
 
 def require_packages() -> None:
@@ -106,8 +108,9 @@ def require_packages() -> None:
         raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
 
 
-async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Start `llm` and serve it on a bound socket until a signal has ended it and every request."""
+async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> int:
+    """Start `llm` and serve it on a bound socket until a signal has ended it and every request, or its engine has
+    failed too often. The exit code: 0, ENGINE_FAILED."""
     import uvicorn
 
     from llmc_runtime.server.dump import dump_on_quit
@@ -155,22 +158,39 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             signal.signal(signal.SIGHUP, server.handle_exit)
         if isinstance(tls, Renewed):
             tasks.add(loop.create_task(tls.follow()))
+        failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])
         finally:
+            failed.cancel()
             serving.close()
+    return ENGINE_FAILED if llm.gave_up else 0
+
+
+async def _end_with_engine(llm: AsyncLLM, server: Any, say: Callable[[str], None]) -> None:
+    """End the server when the engine is not started again. Requests that are open have been answered by then, and for
+    a moment those that come are."""
+    await llm.wait_given_up()
+    say(f"the server ends with exit code {ENGINE_FAILED}: its engine failed {llm.failures} times within an hour")
+    server.config.timeout_graceful_shutdown = _EXTRA_SECONDS
+    await asyncio.sleep(_NOTICE)
+    server.should_exit = True
 
 
 def _config(options: Options, serving: Serving, connections: int) -> Any:
     """What uvicorn is told, loaded."""
     import uvicorn
 
+    from llmc_runtime.server.logs import Refusals
+    from llmc_runtime.server.shed import Shed
     from llmc_runtime.server.wire import MOST_HEAD, bound_of, wire
 
     bound = bound_of(connections, lambda: serving.meters.refused("connections"))
     serving.meters.gauges["connections_open"] = ("Connections of clients", lambda: bound.open)
+    shed = Shed(serving, options.root_path, Refusals(options.access_log))
+    app = _application(options, serving, shed)
     config = uvicorn.Config(
-        _application(options, serving), http=wire(bound), ws="none", lifespan="off", log_config=None, access_log=False,
+        app, http=wire(bound, shed), ws="none", lifespan="off", log_config=None, access_log=False,
         h11_max_incomplete_event_size=MOST_HEAD, server_header=False, timeout_keep_alive=options.keep_alive,
         backlog=_PENDING, timeout_graceful_shutdown=options.shutdown_timeout + _EXTRA_SECONDS,
     )  # fmt: skip
@@ -178,7 +198,7 @@ def _config(options: Options, serving: Serving, connections: int) -> Any:
     return config
 
 
-def _application(options: Options, serving: Serving) -> ASGIApp:
+def _application(options: Options, serving: Serving, shed: Shed) -> ASGIApp:
     from llmc_runtime.server.app import application
     from llmc_runtime.server.guard import LOOPBACK, Limits
     from llmc_runtime.server.logs import Logged
@@ -186,8 +206,8 @@ def _application(options: Options, serving: Serving) -> ASGIApp:
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     limits = Limits(body=options.max_body)
     path, scope = options.root_path, options.key_scope
-    app = application(serving, options.keys, limits, hosts, path, options.admin_keys, scope)
-    return Logged(app, options.log_requests) if options.access_log else app
+    app = application(serving, options.keys, limits, hosts, path, options.admin_keys, scope, shed)
+    return Logged(app, options.log_requests, shed.refusals) if options.access_log else app
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:

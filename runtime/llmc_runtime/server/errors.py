@@ -15,12 +15,15 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 _TOO_LONG = frozenset({"E602", "E603", "E604"})
 _OF_PROMPT = frozenset({"E605", "E606", "E620", "E621", "E625"})
 _OF_CHAT = frozenset({"E630", "E631", "E632", "E633", "E634"})
-_OF_ENGINE = frozenset({"E608", "E660", "E661", "E662", "E663", "E664"})
+OF_ENGINE = frozenset({"E608", "E660", "E661", "E662", "E663", "E664"})
 _OF_GRAMMAR = frozenset({"E650", "E651", "E652"})
 
 
 class ApiError(Exception):
-    """`status` and the four fields of OpenAI's error object; `headers` go with the answer."""
+    """`status` and the four fields of OpenAI's error object; `headers` go with the answer. `reason`: why the request
+    was not admitted, one of admission.REASONS; None for errors of other kinds."""
+
+    reason: str | None = None
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ def told(error: LlmcError, prompt_param: str) -> ApiError:
         return ApiError(words, param="bad_words")
     if error.code == "E653":
         return unavailable(error.cause)
-    if error.code in _OF_ENGINE:
+    if error.code in OF_ENGINE:
         return unavailable("the engine is not there now", "engine_unavailable")
     return internal()
 

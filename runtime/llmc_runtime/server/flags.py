@@ -127,6 +127,8 @@ def _engine(add: Any) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share equal beginnings")
     add("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="who runs first (fcfs)")
     add("--seed", type=int, default=0, metavar="N", help="of the seeds of requests that bring none (0)")
+    what = "when it has ended four times within an hour: exit (code 4), or retry at growing intervals (exit)"
+    add("--on-engine-failure", default="exit", choices=("exit", "retry"), help=what)
     add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
     add("--prepare", action="store_true", help="build device graphs (of GPUs) and grammars' vocabulary at the start")
     add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")

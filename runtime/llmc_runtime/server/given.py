@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmc_runtime.server.command import Options
 
 _MOST = 1 << 20  # bytes of a file
+_LONGEST_PAUSE = 300.0  # seconds between two tries to start the engine again
 _ENGINE = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_prefix_caching",
     "scheduling_policy", "seed", "threads", "prepare", "canary", "target", "dtype", "generation_config",
@@ -91,6 +92,7 @@ def options_of(
         remedy = "make another one for /admin: openssl rand -hex 24"
         raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
     engine = {name: getattr(args, name) for name in _ENGINE} | {"cache_dir": args.cache or default_root(environment)}
+    engine["max_restart_delay"] = _LONGEST_PAUSE if args.on_engine_failure == "retry" else None
     return Options(
         model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
         keys=keys, key_scope=args.api_key_scope, hosts=args.allowed_hosts,

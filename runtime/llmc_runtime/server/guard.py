@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ from llmc_runtime.server.replies import as_error
 
 PAGE = "/"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # the last one is this machine, too, to who asks from it
-_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
 _PROBES = ("/health", "/ready")
@@ -84,7 +84,8 @@ class Guard:
     """ASGI middleware. A request that passes has `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
 
     Keys of `admin` open what is under /admin/, and nothing else; no other key opens that. `key_scope`: which paths need
-    an API key, a name of KEY_SCOPES.
+    an API key, a name of KEY_SCOPES. `refuse` raises ApiError for a request that is refused whatever its body says; the
+    body is not read then.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class Guard:
         hosts: Sequence[str] | None,
         admin: Keys | None = None,
         key_scope: str = "all",
+        refuse: Callable[[Scope], None] = lambda scope: None,
     ) -> None:
-        self._app, self._keys, self._limits = app, keys, limits
+        self._app, self._keys, self._limits, self._refuse = app, keys, limits, refuse
         self._admin = admin or Keys(())
         self._open = KEY_SCOPES[key_scope]
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
@@ -110,7 +112,7 @@ class Guard:
             return await send({"type": "websocket.close", "code": 1008})
         headers = dict(reversed(scope["headers"]))  # the first of a name counts
         name = headers.get(b"x-request-id", b"")
-        scope["llmc.id"] = name.decode() if _ID.fullmatch(name) else uuid.uuid4().hex
+        scope["llmc.id"] = name.decode() if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -118,13 +120,15 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope, headers)
+            self.check(scope, headers)
+            self._refuse(scope)
         except ApiError as e:
             noted(scope, e)
             return await as_error(e)(scope, receive, named)
         return await self._app(scope, receive, named)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """ApiError where the request's host, headers or key are refused. Sets `llmc.key` and `llmc.admin`."""
         raw = scope["headers"]
         if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
             cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"

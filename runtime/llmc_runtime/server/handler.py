@@ -25,7 +25,7 @@ def noted(scope: Scope, error: ApiError) -> None:
     """Have the request's line in the log name the error."""
     record = scope.get("llmc.record")
     if record is not None:
-        record.fail(error.code)
+        record.fail(error.code, error.reason)
 
 
 def told(handler: Handler) -> Handler:
@@ -37,7 +37,7 @@ def told(handler: Handler) -> Handler:
             return await handler(self, request)
         except ApiError as e:
             noted(request.scope, e)
-            if e.status >= 500:
+            if e.status >= 500 and e.reason is None:  # refusals have the request's own line
                 level = logging.DEBUG if request.scope["path"] in QUIET else logging.WARNING
                 log.log(level, "%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)

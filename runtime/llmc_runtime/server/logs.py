@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -10,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -123,8 +125,8 @@ class Json(logging.Formatter):
 class Record:
     """One HTTP request on its way: rooms that know more add to it. `texts`: log the texts of prompts, too."""
 
-    def __init__(self, texts: bool = False) -> None:
-        self._texts, self._began = texts, time.monotonic()
+    def __init__(self, texts: bool = False, began: float | None = None) -> None:
+        self._texts, self._began = texts, time.monotonic() if began is None else began
         self.status, self.complete = 0, False
         self._id: str | None = None
         self._first: float | None = None
@@ -132,6 +134,7 @@ class Record:
         self._cached: dict[str, int] = {}
         self._reasons: dict[str, None] = {}
         self._error: str | None = None
+        self.refusal: str | None = None  # why the request was not admitted
 
     def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
         """The answer `name` is generated for these prompts."""
@@ -153,9 +156,10 @@ class Record:
             if one.finish_reason is not None:
                 self._reasons[one.finish_reason] = None
 
-    def fail(self, code: str | None) -> None:
-        """The request is refused, or its answer ended, with an error of this code."""
-        self._error = self._error or code or "error"
+    def fail(self, code: str | None, refusal: str | None = None) -> None:
+        """The request is refused, or its answer ended, with an error of this code; `refusal`: why it was not
+        admitted."""
+        self._error, self.refusal = self._error or code or "error", refusal
 
     def fields(self) -> dict[str, Any]:
         """What is known of it now; what it has not is left out."""
@@ -170,11 +174,42 @@ class Record:
         return told | {"error": self._error}
 
 
+class Refusals:
+    """Bounds the log lines of requests that were not admitted: LINES a second have lines of their own, and one line at
+    the end of the second counts the others by reason. Without `lines` there are none of either."""
+
+    LINES = 10
+
+    def __init__(self, lines: bool = True) -> None:
+        self.lines, self._left = lines, self.LINES
+        self._more: Counter[str] = Counter()
+        self._second: asyncio.TimerHandle | None = None
+
+    def take(self, reason: str) -> bool:
+        """A request was refused; whether it has a line of its own. In an event loop."""
+        if not self.lines:
+            return False
+        if self._second is None:
+            self._second = asyncio.get_running_loop().call_later(1.0, self._end)
+        if self._left:
+            self._left -= 1
+            return True
+        self._more[reason] += 1
+        return False
+
+    def _end(self) -> None:
+        self._second, self._left = None, self.LINES
+        if self._more:
+            fields = {"requests": self._more.total(), **self._more}
+            log.warning("more requests were refused", extra={"fields": fields})
+            self._more = Counter()
+
+
 class Logged:
     """ASGI middleware around all others: one line for each request that has ended."""
 
-    def __init__(self, app: ASGIApp, texts: bool = False) -> None:
-        self._app, self._texts = app, texts
+    def __init__(self, app: ASGIApp, texts: bool = False, refusals: Refusals | None = None) -> None:
+        self._app, self._texts, self._refusals = app, texts, refusals or Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Logged."""
@@ -195,10 +230,17 @@ class Logged:
             self._write(scope, record)
 
     def _write(self, scope: Scope, record: Record) -> None:
-        path = scope["path"]
-        fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
-        quiet = path in QUIET and scope["method"] == "GET"
-        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
+        if record.refusal is not None and not self._refusals.take(record.refusal):
+            return
+        request_line(scope, record)
+
+
+def request_line(scope: Mapping[str, Any], record: Record) -> None:
+    """Write the line of a request that has ended."""
+    path = scope["path"]
+    fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
+    quiet = path in QUIET and scope["method"] == "GET"
+    log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

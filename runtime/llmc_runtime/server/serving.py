@@ -15,8 +15,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.admission import Admission, AnswerRoom, Place
-from llmc_runtime.server.errors import ApiError, internal, late, not_found, told, unavailable
+from llmc_runtime.server.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
+from llmc_runtime.server.errors import OF_ENGINE, ApiError, internal, late, not_found, told, unavailable
 from llmc_runtime.server.fields import Generation
 from llmc_runtime.server.lazy import Encoding
 from llmc_runtime.server.logs import Record
@@ -112,10 +112,33 @@ class Serving:
 
     def check_ready(self) -> None:
         """ApiError 503 where nothing can be generated now."""
-        if not self.admission.draining and not self.llm.is_running:
-            words, start = "the engine is not there now", self.llm.startup.get("total")  # it takes that long again
-            raise self.admission.turn_away("engine", words, "engine_unavailable", start)
+        self._check_engine()
         self.admission.check_open()
+
+    def check_least(self, key: str) -> None:
+        """ApiError where even the smallest request of this key would be refused now."""
+        self._check_engine()
+        self.admission.check_least(key)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `check_least` could refuse anybody."""
+        return self.admission.busy or not self.llm.is_running
+
+    def _check_engine(self) -> None:
+        if not self.admission.draining and not self.llm.is_running:
+            words, seconds = self._absence()
+            raise self.admission.turn_away("engine", words, "engine_unavailable", seconds)
+
+    def _absence(self) -> tuple[str, float]:
+        """Why there is no engine now, and seconds after which another try makes sense: a start takes as long as the
+        last one, a minute at most of which counts."""
+        start, ended = min(self.llm.startup.get("total", SOONEST), LATEST), self.llm.failures
+        if self.llm.gave_up:
+            return f"the engine ended {ended} times within an hour; the server is ending", start
+        if (left := self.llm.retry_in) is not None:
+            return f"the engine ended {ended} times within an hour; the next try is in {left:.0f} s", left + start
+        return "the engine is not there now", start
 
     @contextmanager
     def texts(self) -> Iterator[None]:
@@ -241,6 +264,9 @@ class Serving:
             if e.code == "E666":
                 self.meters.late()
                 raise late(call.hold.seconds or 0.0) from None
+            if e.code in OF_ENGINE and not self.admission.draining:
+                words, seconds = self._absence()
+                raise unavailable(words, "engine_unavailable", max(seconds, SOONEST)) from None
             raise told(e, call.prompt_param) from None
         except (asyncio.CancelledError, GeneratorExit):
             rest = "abort"

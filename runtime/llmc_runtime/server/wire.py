@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError, unavailable
 from llmc_runtime.server.linger import Lingering
+from llmc_runtime.server.shed import Shed
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
@@ -68,20 +69,22 @@ def bound_of(most: int, refused: Callable[[], None]) -> Bound:
     return Bound(most, refused, polite=_POLITE if soft == resource.RLIM_INFINITY else allowed(soft)[1])
 
 
-def wire(bound: Bound) -> type[Wire]:
-    """The protocol of one server, whose connections are bounded together."""
-    return type("BoundWire", (Wire,), {"bound": bound})
+def wire(bound: Bound, shed: Shed | None = None) -> type[Wire]:
+    """The protocol of one server, whose connections are bounded together; `shed` refuses what it has no room for."""
+    return type("BoundWire", (Wire,), {"bound": bound, "shed": shed})
 
 
 class Wire(H11Protocol):
     """One connection."""
 
     bound = Bound()
+    shed: Shed | None = None
     head_seconds = 15.0
     write_seconds = 30.0  # in which a client has to take something of what is sent
     _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
     _extra = False  # it is one too many
+    _skip = 0  # bytes of a refused body that are still to come
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,11 +127,55 @@ class Wire(H11Protocol):
             self._refuse(503, unavailable("the server has too many connections", "too_many_connections"))
             self.transport.close()
             return
+        if self._skip or (self.shed is not None and self.shed.active and self._between):
+            data = self._shed(data)
+            if not data:
+                return
         if self._timer is None and self._idle:
             self._timer = self.loop.call_later(self.head_seconds, self._late)
         super().data_received(data)
         if not self._idle:
             self._cancel()
+
+    def _shed(self, data: bytes) -> bytes:
+        """Refuse the requests at the beginning of `data`, between two requests, that are refused from their heads
+        alone. What is left for the parser."""
+        assert self.shed is not None
+        while data and not self.transport.is_closing():  # a client that reads no answers is left to the parser
+            if self._skip:
+                skipped = min(self._skip, len(data))
+                self._skip, data = self._skip - skipped, data[skipped:]
+                if not self._skip:
+                    self._await_next()
+                continue
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4 or self.flow.write_paused:
+                return data
+            answer = self.shed.answer(data[:end], self.server_state.default_headers)
+            if answer is None:
+                return data
+            self._cancel()
+            self.server_state.total_requests += 1
+            self._skip, data = answer.length, data[end:]
+            if self._skip <= len(data):
+                self._skip, data = 0, data[self._skip :]
+            self.transport.write(answer.data)
+            if answer.closes:
+                self.transport.close()
+            else:
+                self._await_next()
+        return b""
+
+    def _await_next(self) -> None:
+        """Close the connection unless a refused body, or the next request, comes in time."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    @property
+    def _between(self) -> bool:
+        """The connection is between two requests: nothing of the next one was received."""
+        states = self.conn.states
+        return states[h11.CLIENT] is states[h11.SERVER] is h11.IDLE and not self.conn.trailing_data[0] and self._idle
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
@@ -171,7 +218,7 @@ class Wire(H11Protocol):
 
     def _unread(self) -> bool:
         """The client may be sending something that nobody reads."""
-        return self._extra or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self._extra or self._skip > 0 or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
     def _idle(self) -> bool:

@@ -1,0 +1,369 @@
+"""Goodput and refusals of `llmc-serve` under more load than it can serve: `python -m bench.overload ARTIFACT [--json]`.
+
+The bench starts a server, measures its peak in closed loops, then offers fixed multiples of that peak in an open loop
+(Poisson arrivals, whether or not earlier requests have ended), over kept connections or with a new one for each
+request. For each load it reports: goodput (requests a second that completed within the objective), its share of the
+peak, latencies of completed and of refused requests, and CPU time of the front, the engine and this client. The client
+shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
+
+The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TICK = os.sysconf("SC_CLK_TCK")
+LOADS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+TIMEOUT = 60.0  # seconds after which a request without an answer counts as lost
+LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+WARM = 2.0  # seconds of a load before it is measured
+MOST_OPEN = 3000  # connections of the client
+
+
+@dataclass
+class Row:
+    """One measurement. Rates are requests a second, latencies milliseconds, CPU seconds a second."""
+
+    mode: str
+    load: float
+    rate: float
+    sent: float
+    goodput: float
+    share: float
+    completed: float
+    refused: float
+    failed: int
+    done_p50: float
+    done_p99: float
+    refused_p50: float
+    refused_p99: float
+    front: float
+    engine: float
+    client: float
+    late_p99: float
+
+
+@dataclass
+class Log:
+    """What happened to requests: (when it ended, seconds it took) by kind; of `late`, seconds behind schedule."""
+
+    done: list[tuple[float, float]] = field(default_factory=list)
+    refused: list[tuple[float, float]] = field(default_factory=list)
+    late: list[tuple[float, float]] = field(default_factory=list)
+    failed: int = 0
+
+    def within(self, begin: float, end: float) -> Log:
+        """What happened between two moments; failures count whenever they happened."""
+        parts = ([one for one in some if begin <= one[0] < end] for some in (self.done, self.refused, self.late))
+        return Log(*parts, self.failed)
+
+
+class Link:
+    """One connection with one request on its way."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+        self.socket.connect_ex(("127.0.0.1", port))
+        self.began = 0.0
+        self.unsent = b""
+        self.got = b""
+
+    def start(self, request: bytes, now: float) -> None:
+        """Begin to send a request."""
+        self.began, self.unsent, self.got = now, request, b""
+
+    def send(self) -> bool:
+        """Send what the system takes; whether all of it has left."""
+        try:
+            self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            if e.errno not in (errno.ENOTCONN, errno.EAGAIN):
+                raise
+        return not self.unsent
+
+    def receive(self) -> int | None:
+        """The status of the answer once it is whole. OSError where the connection ends before."""
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError
+        self.got += data
+        head, found, body = self.got.partition(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        if not found or len(body) < (int(length[1]) if length else 0):
+            return None
+        return int(head[9:12])
+
+
+class Client:
+    """Sends requests to one server over kept connections, or a new one each; one thread, sockets and epoll alone, so
+    that it takes little of a machine that the server shares."""
+
+    def __init__(self, port: int, keep: bool, request: bytes) -> None:
+        self._port, self._keep, self._request = port, keep, request
+        self._poll = select.epoll()
+        self._idle: list[Link] = []
+        self._busy: dict[int, Link] = {}
+
+    def start(self, due: float, log: Log) -> None:
+        """Send a request; `due` is when it should have been sent."""
+        now = time.perf_counter()
+        log.late.append((now, max(0.0, now - due)))
+        if len(self._busy) >= MOST_OPEN:
+            log.failed += 1
+            return
+        link, events = self._idle.pop() if self._idle else None, select.EPOLLIN
+        fresh = link is None
+        link = link or Link(self._port)
+        link.start(self._request, now)
+        try:
+            events |= 0 if link.send() else select.EPOLLOUT
+        except OSError:
+            log.failed += 1
+            link.socket.close()
+            return
+        fd = link.socket.fileno()
+        self._busy[fd] = link
+        if fresh:
+            self._poll.register(fd, events)
+        elif events != select.EPOLLIN:
+            self._poll.modify(fd, events)
+
+    def wait(self, seconds: float, log: Log) -> int:
+        """Take what comes within `seconds`; how many requests have ended."""
+        ended = 0
+        for fd, events in self._poll.poll(max(0.0, seconds)):
+            link = self._busy.get(fd)
+            if link is None:  # the server closed an idle connection
+                self._drop(next(one for one in self._idle if one.socket.fileno() == fd))
+                continue
+            try:
+                if link.unsent and events & select.EPOLLOUT and link.send():
+                    self._poll.modify(fd, select.EPOLLIN)
+                status = link.receive() if events & ~select.EPOLLOUT else None
+            except OSError:
+                self._busy.pop(fd).socket.close()
+                log.failed += 1
+                ended += 1
+                continue
+            if status is not None:
+                ended += 1
+                self._end(fd, link, status, log)
+        return ended
+
+    def _end(self, fd: int, link: Link, status: int, log: Log) -> None:
+        now = time.perf_counter()
+        where = log.done if status == 200 else log.refused if status in (429, 503) else None
+        if where is None:
+            log.failed += 1
+        else:
+            where.append((now, now - link.began))
+        del self._busy[fd]
+        if self._keep and b"onnection: close" not in link.got:
+            self._idle.append(link)
+        else:
+            link.socket.close()
+
+    def _drop(self, link: Link) -> None:
+        self._idle.remove(link)
+        link.socket.close()
+
+    def rest(self, log: Log) -> None:
+        """Wait for what is open; what does not end within TIMEOUT has failed."""
+        end = time.perf_counter() + TIMEOUT
+        while self._busy and time.perf_counter() < end:
+            self.wait(0.1, log)
+        log.failed += len(self._busy)
+        for link in (*self._busy.values(), *self._idle):
+            link.socket.close()
+        self._busy.clear()
+        self._idle.clear()
+
+
+class Server:
+    """A running `llmc-serve`: its port and its processes."""
+
+    def __init__(self, artifact: str, options: Sequence[str]) -> None:
+        code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
+        env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, artifact, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.lines, self.port, there = 0, 0, threading.Event()
+
+        def read() -> None:
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.lines += 1
+                if not there.is_set() and (found := re.search(r" at http://[^ ]*:(\d+)$", line.strip())):
+                    self.port = int(found[1])
+                    there.set()
+            there.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        if not there.wait(120) or not self.port:
+            self.process.kill()
+            raise SystemExit("the server did not start")
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        self.engine = int(children[0])
+
+    def cpu(self) -> tuple[float, float, float]:
+        """CPU seconds so far of the front, the engine and this process."""
+        mine = resource.getrusage(resource.RUSAGE_SELF)
+        return _cpu(self.process.pid), _cpu(self.engine), mine.ru_utime + mine.ru_stime
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def request_of(args: argparse.Namespace, keep: bool) -> bytes:
+    """A completion of token ids, as bytes; without a kept connection it says so."""
+    ids = [random.Random(7).randrange(10, 400) for _ in range(args.input_len)]
+    body = {"prompt": ids, "max_tokens": args.output_len, "ignore_eos": True, "temperature": 0}
+    data = json.dumps(body).encode() + b" " * args.padding
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\nUser-Agent: bench\r\nAccept: */*\r\n"
+    return (head + ("\r\n" if keep else "Connection: close\r\n\r\n")).encode() + data
+
+
+def closed(client: Client, width: int, seconds: float) -> Log:
+    """`width` requests open at any time; what ended in the `seconds` after warming up."""
+    log, end = Log(), time.perf_counter() + WARM + seconds
+    for _ in range(width):
+        client.start(time.perf_counter(), log)
+    while (now := time.perf_counter()) < end:
+        for _ in range(client.wait(end - now, log)):
+            client.start(time.perf_counter(), log)
+    client.rest(log)
+    return log.within(end - seconds, end)
+
+
+def offered(client: Client, server: Server, rate: float, seconds: float) -> tuple[Log, list[float]]:
+    """Requests at `rate`, at random times; what ended in the `seconds` after warming up, and CPU seconds then."""
+    draw, log, before = random.Random(11), Log(), None
+    due = time.perf_counter()
+    begin = due + WARM
+    end = begin + seconds
+    while (due := due + draw.expovariate(rate)) < end:
+        while (now := time.perf_counter()) < due:
+            client.wait(due - now, log)
+        if before is None and due >= begin:
+            before = server.cpu()
+        client.start(due, log)
+        client.wait(0.0, log)
+    after = server.cpu()
+    client.rest(log)
+    return log.within(begin, end), [b - a for a, b in zip(before or after, after)]
+
+
+def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
+    """Every load over one kind of connections."""
+    client = Client(server.port, keep, request_of(args, keep))
+    peaks = [closed(client, width, args.seconds).done for width in args.widths]
+    best = max(peaks, key=len)
+    peak, took = len(best) / args.seconds, statistics.median(took for _, took in best)
+    objective = 3 * took + args.queue / peak
+    mode = "kept" if keep else "new"
+    print(f"{mode}: peak {peak:.1f}/s at {1e3 * took:.0f} ms, objective {objective:.2f} s", file=sys.stderr)
+    rows = []
+    for load in args.loads:
+        log, cpu = offered(client, server, load * peak, args.seconds)
+        rows.append(row(mode, load, load * peak, peak, log, cpu, args.seconds, objective))
+        print(line(rows[-1]), file=sys.stderr, flush=True)
+        time.sleep(1.0)
+    return rows
+
+
+def row(
+    mode: str, load: float, rate: float, peak: float, log: Log, cpu: list[float], seconds: float, objective: float
+) -> Row:
+    """One load's figures."""
+    good = sum(took <= objective for _, took in log.done) / seconds
+    done, refused = ([took for _, took in some] for some in (log.done, log.refused))
+    return Row(
+        mode, load, rate, len(log.late) / seconds, good, good / peak, len(done) / seconds, len(refused) / seconds,
+        log.failed, *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
+        *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99),
+    )  # fmt: skip
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The value below which a share `q` lies; 0 of none."""
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
+
+
+HEAD = (
+    "mode   load offered/s  sent/s  good/s  share  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
+    "CPU front engine client late ms"
+)
+
+
+def line(one: Row) -> str:
+    """A row of the table."""
+    return (
+        f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
+        f"{one.done_p50:7.0f} {one.done_p99:7.0f} {one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
+        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.client:6.2f} {one.late_p99:9.1f}"
+    )
+
+
+def main() -> None:
+    """Measure and print a table, or JSON."""
+    ap = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__.split("\n\n")[0])
+    ap.add_argument("artifact")
+    ap.add_argument("--json", action="store_true", help="print the rows as JSON")
+    ap.add_argument("--loads", type=float, nargs="+", default=LOADS, help="multiples of the peak")
+    ap.add_argument("--modes", nargs="+", choices=("kept", "new"), default=("kept", "new"), help="connections")
+    ap.add_argument("--widths", type=int, nargs="+", default=(16, 32), help="closed loops that find the peak")
+    ap.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement (10)")
+    ap.add_argument("--input-len", type=int, default=64, help="tokens of a prompt (64)")
+    ap.add_argument("--output-len", type=int, default=64, help="tokens of an answer (64)")
+    ap.add_argument("--padding", type=int, default=0, help="bytes of white space behind each body (0)")
+    ap.add_argument("--queue", type=int, default=64, help="--max-num-queued-reqs of the server (64)")
+    ap.add_argument("--server-options", default="", help="further options of the server, in one argument")
+    args = ap.parse_args()
+    options = ["--max-num-queued-reqs", str(args.queue), *args.server_options.split()]
+    server = Server(args.artifact, options)
+    try:
+        rows = [one for mode in args.modes for one in measured(server, mode == "kept", args)]
+    finally:
+        server.stop()
+    if args.json:
+        print(json.dumps([asdict(one) for one in rows], indent=1))
+    else:
+        print("\n".join([HEAD, *map(line, rows)]))
+    print(f"lines of the server's log: {server.lines}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
