@@ -31,6 +31,7 @@ from llmc_runtime.server.offload.pool import OffloadedJob
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.page import page_route
 from llmc_runtime.server.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
+from llmc_runtime.server.parts import InParts
 from llmc_runtime.server.replies import Events, as_error, as_json, while_connected
 from llmc_runtime.server.rooted import Rooted, tidy
 from llmc_runtime.server.serving import Call, Serving
@@ -219,7 +220,7 @@ class Endpoints:
         """The answer that a text process makes of a large body."""
         job = await while_connected(request.receive, self.serving.offload.begin(name, body))
         job.close()
-        return Response(bytes(job.answer), media_type="application/json")
+        return InParts(job.answer, "application/json")
 
     def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
         return Call(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 MOST_WAITING = 1024  # jobs, of all keys
-SECONDS = 10.0  # that a job waits at most
+SECONDS = 30.0  # that a job waits at most
 
 
 class Lanes:

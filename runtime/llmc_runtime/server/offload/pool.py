@@ -216,7 +216,7 @@ class OffloadedJob:
         assert self._process is not None
         self._open = False
         await self._process.send(m.PROMPTS, characters.to_bytes(4, "little", signed=True))
-        found = []
+        found: list[Prompt] = []
         while True:
             kind, payload = await self._process.receive()
             if kind != m.IDS:
@@ -238,8 +238,8 @@ class OffloadedJob:
         self._ended(*await self._process.receive())
 
     def _ended(self, kind: bytes, payload: bytearray) -> None:
-        end: m.Done | m.Failure
-        end = msgspec.msgpack.decode(payload, type=m.Done if kind == m.DONE else m.Failure)
+        decode = msgspec.msgpack.decode
+        end = decode(payload, type=m.Done) if kind == m.DONE else decode(payload, type=m.Failure)
         self._good = not end.leaves
         self._unknown(end.unknown)
         if isinstance(end, m.Failure):
