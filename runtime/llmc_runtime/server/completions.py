@@ -11,12 +11,11 @@ from llmc_runtime.outputs import CompletionOutput, Logprob
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.answer import Choice, Row, Usage, clamped, gather, spelled, told_scores
-from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
 from llmc_runtime.server.offload.pool import OffloadedJob
 from llmc_runtime.server.prompting import MAX_PROMPTS, prompts_in
 from llmc_runtime.server.replies import Final, Plain, event
-from llmc_runtime.server.sampling import of_completion
+from llmc_runtime.server.sampling import check_silent, of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
 Scores = list[Row | None] | None
@@ -59,8 +58,7 @@ class Completion:
 
     async def _ready(self) -> tuple[list[Prompt], SamplingParams]:
         asked, serving = self._asked, self._serving
-        if self._silent and not asked.echo:
-            raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
+        check_silent(asked)
         serving.check_model(asked.model)
         serving.check_ready()
         params = of_completion(asked, serving.llm)

@@ -36,6 +36,12 @@ class Defaults(Protocol):
         """The parameters that they make."""
 
 
+def check_silent(asked: CompletionRequest) -> None:
+    """ApiError 400 where nothing is generated, and the prompt not shown either."""
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
+
+
 def of_completion(asked: CompletionRequest, llm: Defaults) -> SamplingParams:
     """Parameters of a completion. ApiError 400 names the field."""
     more: dict[str, Any] = {"max_tokens": asked.max_tokens}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import h11
@@ -25,6 +26,9 @@ MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
 _READ = 16 << 10  # bytes of a body of known length that are read at a time
 _READ_PARSED = 2 << 10  # and of heads and of bodies in chunks: at worst chunks of a byte, 3 ms of parsing
+_WORDS: Mapping[int, str] = MappingProxyType(
+    {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+)
 _MOST_LINES = 256  # of a head; whoever sends more is refused before they are parsed
 _OWN, _LEAST_OWN = 128, 40  # descriptors that the server needs besides, with what is on its way; at the very least
 _POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
@@ -210,12 +214,7 @@ class Wire(H11Protocol):
 
     def _refuse(self, status: int, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())
-        words = {
-            400: "Bad Request",
-            408: "Request Timeout",
-            431: "Request Header Fields Too Large",
-            503: "Service Unavailable",
-        }[status]
+        words = _WORDS[status]
         head = f"HTTP/1.1 {status} {words}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

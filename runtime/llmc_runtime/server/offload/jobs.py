@@ -16,7 +16,7 @@ from llmc_runtime.server.fields import ChatRequest, CompletionRequest, Detokeniz
 from llmc_runtime.server.offload import messages as m
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.prompting import Prompting, prompts_in
-from llmc_runtime.server.sampling import of_chat, of_completion
+from llmc_runtime.server.sampling import check_silent, of_chat, of_completion
 from llmc_runtime.server.tools.definitions import tools_of
 from llmc_runtime.server.tools.dialect import dialect_of
 from llmc_runtime.server.tools.plan import Plan, plan_of
@@ -74,6 +74,8 @@ class Texts:
     def completion(self, body: bytearray) -> Job:
         """A completion, checked as far as possible without its prompts. ApiError."""
         asked = self._parse(body, CompletionRequest)
+        check_silent(asked)
+        self._check_model(asked.model)
         of_completion(asked, self._defaults)
         count, known = prompts_in(asked.prompt)
         left = msgspec.structs.replace(asked, prompt="")
@@ -83,6 +85,7 @@ class Texts:
     def chat(self, body: bytearray) -> Job:
         """A chat, checked as far as possible without its messages. ApiError."""
         asked = self._parse(body, ChatRequest)
+        self._check_model(asked.model)
         of_chat(asked, self._defaults)
         plan = plan_of(asked, self._dialect)
         left = msgspec.structs.replace(
@@ -95,6 +98,7 @@ class Texts:
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize. ApiError."""
         asked = self._parse(body, TokenizeRequest)
+        self._check_model(asked.model)
         check_tokenize(asked)
         if asked.prompt is not None:
             ids = self._prompting.listed_ids(asked.prompt, asked.add_special_tokens is not False)
@@ -106,6 +110,7 @@ class Texts:
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize. ApiError."""
         asked = self._parse(body, DetokenizeRequest)
+        self._check_model(asked.model)
         return msgspec.json.encode({"prompt": self._prompting.text_of(asked.tokens)})
 
     def _parse(self, body: bytearray, kind: type[T]) -> T:
@@ -113,9 +118,11 @@ class Texts:
         check_size(body)
         asked = parse(body, kind, self._count)
         body.clear()
-        if asked.model and asked.model not in self._spec.names:
-            raise not_found(f"the model {asked.model[:80]!r} is not served here", "model", "model_not_found")
         return asked
+
+    def _check_model(self, name: str | None) -> None:
+        if name and name not in self._spec.names:
+            raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
 
     def _count(self, unknown: int) -> None:
         self.unknown = unknown

@@ -37,6 +37,8 @@ class TextPool:
         self._idle: list[TextProcess] = []
         self._busy: set[TextProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._given = asyncio.Event()
+        self._starting = 0  # of which there is no process yet
         self._closed = False
 
     @property
@@ -46,7 +48,8 @@ class TextPool:
 
     def warm(self) -> None:
         """Have a process ready before the first large body comes."""
-        if not self._idle and len(self._busy) < PROCESSES and not self._closed:
+        if not self._idle and not self._starting and self._there < PROCESSES and not self._closed:
+            self._starting += 1
             self.keep(self._start_idle())
 
     def close(self) -> None:
@@ -78,24 +81,35 @@ class TextPool:
 
     async def take(self) -> TextProcess:
         """An idle process, or a new one. ApiError 503 where there is none."""
-        while self._idle:
-            process = self._idle.pop()
-            if process.alive:
+        while True:
+            self._given.clear()
+            if self._idle:
+                process = self._idle.pop()
+                if not process.alive:
+                    self.keep(process.end())
+                    continue
                 self._busy.add(process)
-                if not self._idle:
-                    self.warm()
-                return process
-            self.keep(process.end())
-        return await self._start()
+            elif self._there < PROCESSES:
+                process = await self._start()
+            else:  # one is starting
+                await self._given.wait()
+                continue
+            self.warm()
+            return process
 
     def give(self, process: TextProcess, good: bool) -> None:
         """Take a process back; where it is not good any more, it is ended, and another one started."""
         self._busy.discard(process)
+        self._given.set()
         if good and process.alive and not self._closed:
             self._idle.append(process)
             return
         self.keep(process.end())
         self.warm()
+
+    @property
+    def _there(self) -> int:
+        return len(self._idle) + len(self._busy) + self._starting
 
     def keep(self, work: Any) -> asyncio.Task[Any]:
         """Run it in the background; whoever awaits the task gets its errors, and nobody else."""
@@ -110,25 +124,31 @@ class TextPool:
             task.exception()
 
     async def _start_idle(self) -> None:
+        self._starting -= 1  # `_start` counts it from here on
         try:
             self.give(await self._start(), True)
         except ApiError as e:
             log.warning("%s", e.message)
 
     async def _start(self) -> TextProcess:
+        self._starting += 1
         try:
             if self._file is None:
                 self._file = await asyncio.to_thread(self._spec_file)
             process = TextProcess(self._file)
+            self._busy.add(process)
         except OSError as e:
             raise unavailable(f"the system gives no process for large bodies: {e.strerror}") from None
-        self._busy.add(process)
+        finally:
+            self._starting -= 1
+            self._given.set()
         try:
             async with asyncio.timeout(_START_SECONDS):
                 kind, _ = await process.receive()
                 assert kind == m.READY
         except BaseException as e:
             self._busy.discard(process)
+            self._given.set()
             self.keep(process.end())
             if isinstance(e, Ended | TimeoutError):
                 raise unavailable("the process for large bodies does not start") from None
