@@ -90,7 +90,7 @@ class Target:
         assert self.url, "".join(self.lines)
         self.host, self.port = str(urlsplit(self.url).hostname), int(urlsplit(self.url).port or 0)
         self._links = threading.local()
-        self.pids = self.processes()
+        self.pids = self.lasting()
         self.golden = b""
 
     def _read(self) -> None:
@@ -115,10 +115,19 @@ class Target:
         top = psutil.Process(self.process.pid)
         return {one.pid: one.create_time() for one in (top, *top.children(recursive=True))}
 
+    def lasting(self) -> dict[int, float]:
+        """Those of them that stay: processes for large bodies come and go."""
+        found = self.processes()
+        for pid in list(found):
+            with contextlib.suppress(psutil.Error):
+                if any("server.offload" in word for word in psutil.Process(pid).cmdline()):
+                    del found[pid]
+        return found
+
     @property
     def engine(self) -> int:
         """The engine's process id."""
-        return max(self.processes().keys() - {self.process.pid})
+        return max(self.lasting().keys() - {self.process.pid})
 
     def memory(self) -> int:
         """Resident bytes of all its processes."""

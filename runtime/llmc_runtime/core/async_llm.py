@@ -227,6 +227,11 @@ class AsyncLLM:
             raise LlmcError("E660", "the engine is starting", "wait for start()")
         return ready
 
+    @property
+    def vocab_size(self) -> int:
+        """The token ids that the model has. LlmcError E660 before they are known."""
+        return self.config.vocab_size
+
     async def check_health(self) -> None:
         """LlmcError where no request would be taken now."""
         self._running().require()

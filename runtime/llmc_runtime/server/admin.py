@@ -6,7 +6,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
@@ -26,7 +27,9 @@ from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.trace import document
 
+T = TypeVar("T", bound=msgspec.Struct)
 MOST_OPEN = 1000  # requests that the state lists, the oldest
+_MOST_BODY = 4 << 10  # bytes
 _LEVELS = ("debug", "info", "warning", "error")
 _SECONDS = 5.0  # of a trace
 
@@ -90,7 +93,7 @@ class Admin:
     @told
     async def abort(self, request: Request) -> Response:
         """POST /admin/abort: end an answer; its client is told 503."""
-        wanted = parse(await read_body(request, self.limits), AbortRequest, self.serving.meters.unknown).id
+        wanted = (await self._read(request, AbortRequest)).id
         names = {one["id"] for one in self.serving.llm.open_requests()}
         found = [name for name in names if wanted in (name, name.rpartition("-")[0])]
         ended = [await self.serving.llm.abort(name) for name in found]
@@ -101,11 +104,18 @@ class Admin:
     @told
     async def log_level(self, request: Request) -> Response:
         """POST /admin/log_level: what is told on stderr from now on."""
-        asked = parse(await read_body(request, self.limits), LevelRequest, self.serving.meters.unknown)
+        asked = await self._read(request, LevelRequest)
         if asked.level not in _LEVELS:
             raise ApiError(f"level: one of {', '.join(_LEVELS)}", param="level")
         logging.getLogger("llmc").setLevel(asked.level.upper())
         return as_json({"level": asked.level})
+
+    async def _read(self, request: Request, kind: type[T]) -> T:
+        body = await read_body(request, replace(self.limits, body=_MOST_BODY), self.serving.bodies)
+        try:
+            return parse(body.data, kind, self.serving.meters.unknown)
+        finally:
+            body.drop()
 
 
 def state_of(serving: Serving) -> dict[str, Any]:
@@ -118,6 +128,7 @@ def state_of(serving: Serving) -> dict[str, Any]:
         "state": llm.state,
         "draining": admission.draining,
         "engine_pid": llm.engine_pid,
+        "text_pids": serving.offload.pids,
         "open_sequences": admission.open_sequences,
         "open_tokens": admission.open_tokens,
         "stats": llm.stats(),

@@ -16,7 +16,7 @@ from llmc_runtime.server.pace import Pace
 
 SOONEST, LATEST = 1.0, 60.0  # seconds after which a refused client may be told to try again
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
-           "connections", "texts", "answer_bytes")  # fmt: skip
+           "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
 _SHARE = 4  # a key may hold so many times what is free
 _NEW = 0.1  # weight of the newest answer in the mean length
 

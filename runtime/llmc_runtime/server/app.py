@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
 from llmc_runtime.server.admin import Admin
+from llmc_runtime.server.bodies import Body
 from llmc_runtime.server.chat import Chat
 from llmc_runtime.server.completions import Completion
 from llmc_runtime.server.errors import ApiError, not_found
@@ -23,9 +25,13 @@ from llmc_runtime.server.fields import ChatRequest, CompletionRequest, Detokeniz
 from llmc_runtime.server.guard import Guard, Keys, Limits, read_body
 from llmc_runtime.server.handler import told
 from llmc_runtime.server.meters import CONTENT_TYPE
+from llmc_runtime.server.offload.jobs import check_tokenize, token_list
+from llmc_runtime.server.offload.messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from llmc_runtime.server.offload.pool import OffloadedJob
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.parse import parse
+from llmc_runtime.server.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
+from llmc_runtime.server.parts import InParts
 from llmc_runtime.server.replies import Events, as_answer, as_error, as_json, while_connected
 from llmc_runtime.server.rooted import Rooted, tidy
 from llmc_runtime.server.serving import Call, Serving
@@ -101,43 +107,50 @@ class Endpoints:
     @told
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = await self._read(request, CompletionRequest)
-        call = self._call(request, "cmpl", "prompt")
-        return await self._reply(request, Completion(self.serving, asked, call), bool(asked.stream), call)
+        async with self._read(request, CompletionRequest, COMPLETION) as (asked, job):
+            call = self._call(request, "cmpl", "prompt")
+            answer = Completion(self.serving, asked, call, job)
+            return await self._reply(request, answer, bool(asked.stream), call)
 
     @told
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = await self._read(request, ChatRequest)
-        call = self._call(request, "chatcmpl", "messages")
-        return await self._reply(request, Chat(self.serving, asked, call), bool(asked.stream), call)
+        async with self._read(request, ChatRequest, CHAT) as (asked, job):
+            call = self._call(request, "chatcmpl", "messages")
+            return await self._reply(request, Chat(self.serving, asked, call, job), bool(asked.stream), call)
 
     @told
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a text or of a conversation."""
-        asked = await self._read(request, TokenizeRequest)
-        self.serving.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError("give one of prompt and messages", param="prompt")
-        prompting = self.serving.prompting
-        with self.serving.texts():
-            if asked.prompt is not None:
-                ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
-            else:
-                tools, short = tools_of(asked.tools, None, None), self.serving.dialect.short_ids
-                ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
-        tokenizer = prompting.tokenizer
-        names = [tokenizer.token(i) for i in ids] if asked.return_token_strs else None
-        most = self.serving.llm.config.max_model_len
-        return as_json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names})
+        serving, key = self.serving, request.scope["llmc.key"]
+        body = await read_body(request, self.limits, serving.bodies)
+        with serving.texts(key):
+            if is_large(body.data, SMALL_TEXT):
+                return await self._offloaded(request, TOKENIZE, body)
+            asked = self._small(body, TokenizeRequest)
+            serving.check_model(asked.model)
+            check_tokenize(asked)
+            prompting = serving.prompting
+            async with serving.lanes.slot(key):
+                if asked.prompt is not None:
+                    ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
+                else:
+                    tools, short = tools_of(asked.tools, None, None), serving.dialect.short_ids
+                    ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
+            return as_json(token_list(prompting, ids, asked, serving.llm.config.max_model_len))
 
     @told
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        asked = await self._read(request, DetokenizeRequest)
-        self.serving.check_model(asked.model)
-        with self.serving.texts():
-            return as_json({"prompt": await self.serving.prompting.decode(asked.tokens)})
+        serving, key = self.serving, request.scope["llmc.key"]
+        body = await read_body(request, self.limits, serving.bodies)
+        with serving.texts(key):
+            if is_large(body.data, SMALL_TEXT):
+                return await self._offloaded(request, DETOKENIZE, body)
+            asked = self._small(body, DetokenizeRequest)
+            serving.check_model(asked.model)
+            async with serving.lanes.slot(key):
+                return as_json({"prompt": await serving.prompting.decode(asked.tokens)})
 
     @told
     async def tokenizer_info(self, request: Request) -> Response:
@@ -192,8 +205,30 @@ class Endpoints:
             "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size,
         }  # fmt: skip
 
-    async def _read(self, request: Request, kind: type[T]) -> T:
-        return parse(await read_body(request, self.limits), kind, self.serving.meters.unknown)
+    @asynccontextmanager
+    async def _read(self, request: Request, kind: type[T], name: bytes) -> AsyncIterator[tuple[T, OffloadedJob | None]]:
+        """The request, and where its body is large the job of the text process that has its prompts."""
+        body = await read_body(request, self.limits, self.serving.bodies)
+        if not is_large(body.data, SMALL_BODY):
+            yield self._small(body, kind), None
+            return
+        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
+        try:
+            yield msgspec.json.decode(job.parsed.fields, type=kind), job
+        finally:
+            job.close()
+
+    def _small(self, body: Body, kind: type[T]) -> T:
+        try:
+            return parse(body.data, kind, self.serving.meters.unknown)
+        finally:
+            body.drop()
+
+    async def _offloaded(self, request: Request, name: bytes, body: Body) -> Response:
+        """The answer that a text process makes of a large body."""
+        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
+        job.close()
+        return InParts(job.answer, "application/json")
 
     def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
         return Call(

@@ -17,6 +17,7 @@ from llmc_runtime.server.answer import Choice, Usage, clamped, gather, spelled, 
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest
 from llmc_runtime.server.lazy import Lazy
+from llmc_runtime.server.offload.pool import OffloadedJob
 from llmc_runtime.server.replies import Final, Plain, event
 from llmc_runtime.server.sampling import of_chat
 from llmc_runtime.server.serving import Call, News, Serving, begun
@@ -25,10 +26,10 @@ from llmc_runtime.server.tools.plan import Plan, plan_of
 
 
 class Chat:
-    """One call of the endpoint."""
+    """One call of the endpoint; `job` has the messages where the body was large."""
 
-    def __init__(self, serving: Serving, asked: ChatRequest, call: Call) -> None:
-        self._serving, self._asked, self._call = serving, asked, call
+    def __init__(self, serving: Serving, asked: ChatRequest, call: Call, job: OffloadedJob | None = None) -> None:
+        self._serving, self._asked, self._call, self._job = serving, asked, call, job
         self._head = {"id": call.id, "created": int(time.time()), "model": serving.names[0]}
 
     async def whole(self) -> dict[str, Any]:
@@ -55,13 +56,23 @@ class Chat:
         serving.check_ready()
         params, plan = of_chat(asked, serving.llm), plan_of(asked, serving.dialect)
         serving.reserve(self._call, params)
-        tools = None if plan.tools is None else plan.tools.given
-        prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
-        plan = plan.behind(prompt, asked)
+        prompt, plan = await self._prompt(plan)
         form = "response_format" if asked.structured_outputs is None else "structured_outputs"
         if plan.tools is not None or params.structured_outputs is not None:  # schemas become a grammar
             return prompt, await asyncio.to_thread(plan.constrained, params, form), plan
         return prompt, params, plan
+
+    async def _prompt(self, plan: Plan) -> tuple[Prompt, Plan]:
+        """The prompt, and the plan for an output behind it."""
+        asked, serving, job = self._asked, self._serving, self._job
+        if job is not None:
+            (prompt,) = await job.prompts(self._call.logged_characters)
+            thoughts = plan.thoughts if job.done.reasons else None
+            return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.parsed.earlier)
+        tools = None if plan.tools is None else plan.tools.given
+        async with serving.lanes.slot(self._call.key):
+            prompt = await serving.prompting.of_chat(asked, tools, serving.dialect.short_ids)
+        return prompt, plan.behind(prompt, asked)
 
     async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
         """What the engine says; a grammar that was made of tools is blamed on them."""

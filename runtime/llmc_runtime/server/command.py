@@ -8,6 +8,7 @@ import math
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ _NOTICE = 0.5  # seconds in which requests are told that the engine is gone, bef
 _SHORTEST_KEY = 8
 _PENDING = 2048  # connections that wait to be accepted
 _ANSWERS = 4  # of the greatest size may be open at a time
+_ARENAS = 4  # heaps of threads
+_SWITCH_SECONDS = 0.0005  # after which a thread that renders a template gives way to the event loop
 _LOOK = 0.05  # seconds between two looks at what is still open
 
 
@@ -115,9 +118,12 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.logs import teller, to_stderr
+    from llmc_runtime.server.memory import return_freed_memory
     from llmc_runtime.server.wire import MOST, descriptors
 
     to_stderr(options.log_level, options.log_format)
+    return_freed_memory(_ARENAS)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     say = teller(options.log_format)
     most = descriptors(options.max_connections)
     if options.max_connections is None and most < MOST:
@@ -152,6 +158,7 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(leave(server))))
 
         dump_on_quit(loop, serving)
+        serving.offload.warm()
         server = draining(uvicorn, config, there, drain)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup

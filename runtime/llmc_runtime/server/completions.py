@@ -14,12 +14,12 @@ from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.answer import Choice, Usage, Whole, clamped, gather, spelled, told_scores
-from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import CompletionRequest
 from llmc_runtime.server.lazy import Lazy, is_lazy
-from llmc_runtime.server.prompting import MAX_PROMPTS
+from llmc_runtime.server.offload.pool import OffloadedJob
+from llmc_runtime.server.prompting import MAX_PROMPTS, prompts_in
 from llmc_runtime.server.replies import Final, Plain, event
-from llmc_runtime.server.sampling import of_completion
+from llmc_runtime.server.sampling import check_silent, of_completion
 from llmc_runtime.server.serving import Call, News, Serving, begun
 
 Scores = Sequence[Row | None] | None
@@ -27,10 +27,10 @@ Chunks = AsyncIterator[dict[str, Any] | bytes]
 
 
 class Completion:
-    """One call of the endpoint."""
+    """One call of the endpoint; `job` has the prompts where the body was large."""
 
-    def __init__(self, serving: Serving, asked: CompletionRequest, call: Call) -> None:
-        self._serving, self._asked, self._call = serving, asked, call
+    def __init__(self, serving: Serving, asked: CompletionRequest, call: Call, job: OffloadedJob | None = None) -> None:
+        self._serving, self._asked, self._call, self._job = serving, asked, call, job
         self._head = {
             "id": call.id, "object": "text_completion", "created": int(time.time()), "model": serving.names[0],
         }  # fmt: skip
@@ -65,16 +65,18 @@ class Completion:
 
     async def _ready(self) -> tuple[list[Prompt], SamplingParams]:
         asked, serving = self._asked, self._serving
-        if self._silent and not asked.echo:
-            raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
+        check_silent(asked)
         serving.check_model(asked.model)
         serving.check_ready()
         params = of_completion(asked, serving.llm)
-        single = isinstance(asked.prompt, str) or not asked.prompt or isinstance(asked.prompt[0], int)
-        known = len(asked.prompt) if single and not isinstance(asked.prompt, str) else 0
-        if single or len(asked.prompt) <= MAX_PROMPTS:  # more are refused below
-            serving.reserve(self._call, params, 1 if single else len(asked.prompt), known)
-        return await serving.prompting.of_completion(asked), params
+        job = self._job
+        count, known = prompts_in(asked.prompt) if job is None else (job.parsed.prompts, job.parsed.known)
+        if count <= MAX_PROMPTS:  # more are refused below
+            serving.reserve(self._call, params, count, known)
+        if job is not None:
+            return await job.prompts(-1 if asked.echo else self._call.logged_characters), params
+        async with serving.lanes.slot(self._call.key):
+            return await serving.prompting.of_completion(asked), params
 
     async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> Chunks:
         usage = Usage(sum(len(prompt.ids) for prompt in prompts))

@@ -7,11 +7,11 @@ else: what a browser sends by itself is good for the page alone, which has no da
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmc_runtime.server.bodies import STEP_BYTES, STEP_SECONDS, Body, BodyBudget
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.handler import noted
 from llmc_runtime.server.replies import as_error
@@ -190,8 +191,8 @@ def _of_basic(authorization: bytes) -> bytes:
         return b""
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body of a POST. ApiError 408, 413, 415."""
+async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Body:
+    """The whole body of a POST. ApiError 408, 413, 415, and 503 where the budget has no room for it."""
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise ApiError("send the body as it is: no Content-Encoding", status=415, code="unsupported_media_type")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -200,17 +201,22 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdecimal() and int(length[:19]) > limits.body:
         raise _too_large(limits)
-    body = bytearray()
+    body, began = Body(budget, request.scope["llmc.key"]), time.monotonic()
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with body.evictable(limits.body_seconds):
             async for part in request.stream():
-                body += part
+                body.take(part)
                 if len(body) > limits.body:
                     raise _too_large(limits)
-    except TimeoutError:
+    except BaseException as e:
+        body.drop()
+        if not isinstance(e, TimeoutError):
+            raise
         cause = f"the body did not come within {limits.body_seconds:.0f} s"
+        if time.monotonic() - began < limits.body_seconds - 1:
+            cause = f"the body came slower than {STEP_BYTES / STEP_SECONDS:.0f} bytes a second"
         raise ApiError(cause, status=408, code="timeout", headers={"Connection": "close"}) from None
-    return bytes(body)
+    return body
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -136,6 +136,11 @@ class Record:
         self._error: str | None = None
         self.refusal: str | None = None  # why the request was not admitted
 
+    @property
+    def prompt_characters(self) -> int:
+        """How much of each prompt's text is logged."""
+        return _MOST_TEXT if self._texts else 0
+
     def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
         """The answer `name` is generated for these prompts."""
         self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)

@@ -12,6 +12,9 @@ from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.lengths import check_lengths
 
 MAX_DEPTH = 64
+SMALL_BODY = 32 << 10  # bytes of a body that is read in the event loop, at most
+SMALL_TEXT = 8 << 10  # and where the answer has a value for each token of it
+_SMALL_CONTAINERS = 1500  # objects and lists of such a body
 _WHOLE = 2.0**63  # what is over is no integer that a field could have
 # Known, and of no effect here.
 _IGNORED = frozenset(
@@ -40,7 +43,12 @@ _BOM = b"\xef\xbb\xbf"  # in front of what some editors and shells write
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
+def is_large(body: bytes | bytearray, small: int) -> bool:
+    """Whether reading a body could hold the event loop: it has more than `small` bytes, or many objects and lists."""
+    return len(body) > small or body.count(b"{") + body.count(b"[") > _SMALL_CONTAINERS
+
+
+def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]) -> T:
     """The body as a `kind`; `unknown` is told how many fields of it nobody knows. ApiError 400 names what is wrong."""
     fields = document(body)
     known = kind.__struct_fields__
@@ -63,7 +71,7 @@ def parse(body: bytes, kind: type[T], unknown: Callable[[int], None]) -> T:
         raise ApiError(f"{param}: {words}" if path else words, param=param, code="invalid_type") from None
 
 
-def document(body: bytes) -> dict[str, Any]:
+def document(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a body. ApiError 400 where it is none, or nested deeper than MAX_DEPTH."""
     try:
         value = msgspec.json.decode(body.removeprefix(_BOM))
@@ -79,7 +87,7 @@ def document(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _utf16(body: bytes) -> bool:
+def _utf16(body: bytes | bytearray) -> bool:
     return body[:2] in (b"\xff\xfe", b"\xfe\xff")
 
 

@@ -1,11 +1,13 @@
-"""What a request continues, brought into token ids off the event loop: texts, ids, conversations. It runs nothing."""
+"""The prompts of a request as token ids: texts, ids, conversations; in threads, or within a text process."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
@@ -13,23 +15,42 @@ from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS
 from llmc_runtime.server.tools.history import for_template
+from llmc_runtime.text.bounded import TooLong, encode_bounded
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128  # of one request
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # and those that the chat template names
+LIST_TOKENS = 262_144  # that /tokenize and /detokenize take at most, or as many as the model's context has
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
 # Types of parts that are text, and where it is.
 _TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
 _FORMS = "prompt: a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
 
-class Prompting:
-    """Tokenizes for one model, in threads of `pool`; `template`: another than the model's own, or one's name."""
+T = TypeVar("T")
 
-    def __init__(self, given: Tokenizer | None, vocab_size: int, template: str | None, pool: Executor) -> None:
+
+class Prompting:
+    """Tokenizes for one model. The methods that are coroutines work in threads of `pool`.
+
+    `template`: another chat template than the model's own, or the name of one; `length`: tokens that the model has room
+    for, beyond which a prompt is refused while it is tokenized; `longest`: see `text.bounded.encode_bounded`.
+    """
+
+    def __init__(
+        self,
+        given: Tokenizer | None,
+        vocab_size: int,
+        template: str | None,
+        pool: Executor | None,
+        length: int,
+        longest: int | None = None,
+    ) -> None:
         self._given, self._vocab_size, self._pool = given, vocab_size, pool
+        self._length, self._longest = length, longest
+        self.list_tokens = max(LIST_TOKENS, length)
         self._wanted, self._templates = template, dict[bool, ChatTemplate]()  # for chats with tools and without
         if template is not None:
             self._template(False)
@@ -65,11 +86,32 @@ class Prompting:
 
     async def of_completion(self, asked: CompletionRequest) -> list[Prompt]:
         """The prompts of a completion, each with its text where texts can be had. ApiError 400."""
-        given = _listed(asked.prompt)
-        special = asked.add_special_tokens is not False
-        return await self._off(lambda: [self._prompt(one, special, bool(asked.echo)) for one in given], "prompt")
+        listed(asked.prompt)
+        return await self._off(lambda: list(self.completion(asked)))
 
     async def of_chat(
+        self, asked: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
+    ) -> Prompt:
+        """See `chat`."""
+        return await self._off(lambda: self.chat(asked, tools, short_ids))
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text. ApiError 400 where they are more than `list_tokens`."""
+        return await self._off(lambda: self.listed_ids(text, special))
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids. ApiError 400 where one is none of the vocabulary, or they are too many."""
+        return await self._off(lambda: self.text_of(ids))
+
+    def completion(self, asked: CompletionRequest) -> Iterator[Prompt]:
+        """The prompts of a completion, one by one. ApiError 400."""
+        special = asked.add_special_tokens is not False
+        for one in listed(asked.prompt):
+            with _errors("prompt"):
+                prompt = self._prompt(one, special, bool(asked.echo))
+            yield prompt
+
+    def chat(
         self, asked: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
     ) -> Prompt:
         """The prompt that the model's template makes of a conversation and of `tools`; `short_ids`: see tools.history.
@@ -84,20 +126,41 @@ class Prompting:
             if asked.reasoning_effort == "none":
                 variables.setdefault("enable_thinking", False)
         variables |= {"add_generation_prompt": begins, "continue_final_message": continues}
-        return await self._off(lambda: self._rendered(messages, tools, variables, short_ids), "messages")
+        with _errors("messages"):
+            text = self._rendered(messages, tools, variables, short_ids)
+            if isinstance(asked, ChatRequest):
+                return Prompt(self._ids(text, False, self._length), text)
+            return Prompt(self._listed_ids(text, False, "messages"), text)
 
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text."""
-        return await self._off(lambda: self.tokenizer.encode(text, add_special_tokens=special), "prompt")
+    def listed_ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, for /tokenize. ApiError 400 where they are more than `list_tokens`."""
+        with _errors("prompt"):
+            return self._listed_ids(text, special, "prompt")
 
-    async def decode(self, ids: list[int]) -> str:
-        """The text of token ids. ApiError 400 where one is none of the vocabulary."""
+    def text_of(self, ids: list[int]) -> str:
+        """The text of token ids, for /detokenize. ApiError 400."""
+        if len(ids) > self.list_tokens:
+            raise ApiError(f"tokens: {len(ids)} token ids, at most {self.list_tokens}", param="tokens")
         check_ids(ids, self._vocab_size, "tokens")
-        return await self._off(lambda: self.tokenizer.decode(ids, skip_special_tokens=False), "tokens")
+        with _errors("tokens"):
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _ids(self, text: str, special: bool, most: int) -> list[int]:
+        return encode_bounded(self.tokenizer, text, most, add_special_tokens=special, longest=self._longest)
+
+    def _listed_ids(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            ids = self._ids(text, special, self.list_tokens)
+        except TooLong:
+            ids = None
+        if ids is None or len(ids) > self.list_tokens:
+            cause = f"{param}: more than {self.list_tokens} tokens; send the text in parts"
+            raise ApiError(cause, param=param, code="context_length_exceeded")
+        return ids
 
     def _prompt(self, given: Any, special: bool, echo: bool) -> Prompt:
         if isinstance(given, str):
-            return Prompt(self.tokenizer.encode(given, add_special_tokens=special), given)
+            return Prompt(self._ids(given, special, self._length), given)
         check_ids(given, self._vocab_size, "prompt")
         if not echo or self._given is None:
             return Prompt(given)
@@ -113,23 +176,35 @@ class Prompting:
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], short: bool
-    ) -> Prompt:
+    ) -> str:
         template = self._template(tools is not None)
         if tools is not None and not template.reads.tools:
             cause = "tools: the model's chat template has no place for them"
             raise ApiError(f"{cause}. Try: serve with --chat-template FILE, one that shows tools", param="tools")
         _check_roles(messages, template.reads.roles)
-        text = template.render(for_template(messages, template.reads, short), tools=tools, **variables)
-        return Prompt(self.tokenizer.encode(text, add_special_tokens=False), text)
+        return template.render(for_template(messages, template.reads, short), tools=tools, **variables)
 
-    async def _off(self, work: Any, param: str) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except LlmcError as e:
-            raise told(e, param) from None
+    async def _off(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _listed(given: str | list[Any]) -> list[Any]:
+@contextmanager
+def _errors(param: str) -> Iterator[None]:
+    """Errors of the runtime as ApiErrors about the field `param`."""
+    try:
+        yield
+    except LlmcError as e:
+        raise told(e, param) from None
+
+
+def prompts_in(given: str | list[Any]) -> tuple[int, int]:
+    """How many prompts the field has, and how many token ids where it is one list of these; it may be malformed."""
+    if isinstance(given, str) or not given:
+        return 1, 0
+    return (1, len(given)) if isinstance(given[0], int) else (len(given), 0)
+
+
+def listed(given: str | list[Any]) -> list[Any]:
     """The prompts as a list of texts and lists of ids."""
     if isinstance(given, str):
         return [given]

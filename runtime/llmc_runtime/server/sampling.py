@@ -6,10 +6,10 @@ operator put in its place, else OpenAI's default: temperature 1.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from llmc_runtime.core.allowed import token_mask
-from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
 from llmc_runtime.sched.structured import StructuredOutputsParams
@@ -26,7 +26,28 @@ COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 WHITESPACE = " ?"
 
 
-def of_completion(asked: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
+class Defaults(Protocol):
+    """A model's sampling defaults, as AsyncLLM has them."""
+
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        """The contents of generation_config.json."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The token ids that the model has."""
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """The parameters that they make."""
+
+
+def check_silent(asked: CompletionRequest) -> None:
+    """ApiError 400 where nothing is generated, and the prompt not shown either."""
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
+
+
+def of_completion(asked: CompletionRequest, llm: Defaults) -> SamplingParams:
     """Parameters of a completion. ApiError 400 names the field."""
     more: dict[str, Any] = {"max_tokens": asked.max_tokens}
     if asked.max_tokens == 0 and asked.echo:
@@ -41,7 +62,7 @@ def of_completion(asked: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     return _params(asked, llm, default, more)
 
 
-def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
+def of_chat(asked: ChatRequest, llm: Defaults) -> SamplingParams:
     """Parameters of a chat completion, which without a number of tokens may fill the context. ApiError 400."""
     both = (asked.max_completion_tokens, asked.max_tokens)
     if None not in both and both[0] != both[1]:
@@ -64,7 +85,7 @@ def of_chat(asked: ChatRequest, llm: AsyncLLM) -> SamplingParams:
         raise
 
 
-def _params(asked: Generation, llm: AsyncLLM, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
+def _params(asked: Generation, llm: Defaults, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {"repetition_penalty": default.repetition_penalty}
     if llm.generation.get("do_sample"):
         given |= {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -78,7 +99,7 @@ def _params(asked: Generation, llm: AsyncLLM, default: SamplingParams, more: dic
     try:
         given["structured_outputs"] = _form(asked)
         if asked.allowed_token_ids is not None:
-            given["allowed_token_ids"] = token_mask(asked.allowed_token_ids, llm.config.vocab_size)
+            given["allowed_token_ids"] = token_mask(asked.allowed_token_ids, llm.vocab_size)
         return SamplingParams(**(given | more))
     except LlmcError as e:
         raise told(e, "prompt") from None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
@@ -16,18 +18,22 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
+from llmc_runtime.server.bodies import BodyBudget
 from llmc_runtime.server.errors import OF_ENGINE, ApiError, internal, late, not_found, told, unavailable
 from llmc_runtime.server.fields import Generation
+from llmc_runtime.server.lanes import Lanes
 from llmc_runtime.server.lazy import Encoding
 from llmc_runtime.server.logs import Record
 from llmc_runtime.server.meters import Meter, Meters
+from llmc_runtime.server.offload.messages import Spec
+from llmc_runtime.server.offload.pool import TextPool
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
 MAX_CHOICES = 256  # outputs of one request, all prompts together
-MAX_TEXTS = 32  # tokenized at a time for /tokenize and /detokenize
+MAX_TEXTS = 32  # of one key at a time for /tokenize and /detokenize
 _THREADS = 4  # that tokenize
 MOST_SECONDS = 1_000_000
 _TOGETHER = 4  # prompts of one request that start in the same turn of the loop
@@ -73,6 +79,11 @@ class Call:
     visible: frozenset[int] = frozenset()
     hold: Hold = field(default_factory=Hold)
 
+    @property
+    def logged_characters(self) -> int:
+        """How much of a prompt's text the log shows."""
+        return 0 if self.record is None else self.record.prompt_characters
+
 
 class Serving:
     """A started AsyncLLM under `names`, the first of which answers carry; `template`: another chat template; `calls`,
@@ -96,14 +107,27 @@ class Serving:
         self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
         self.encoding = Encoding()
-        self._texts = 0  # being tokenized for their own sake
+        self._texts: Counter[str] = Counter()  # of each key, being tokenized for their own sake
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
-        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool)
+        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
+        spec = partial(_spec, llm, self.names, admission.tokens, template, calls, thoughts)
+        self.bodies = BodyBudget(self._no_room)
+        self.lanes = Lanes(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        self.offload = TextPool(spec, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
         """Tokenize nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.offload.close()
+
+    def _no_room(self) -> ApiError:
+        error = self.admission.turn_away("bodies", "too many bytes of request bodies are on their way")
+        error.headers["Connection"] = "close"
+        return error
+
+    def _too_many_texts(self) -> ApiError:
+        return self.admission.turn_away("texts", "too many texts are being tokenized")
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 where it is not served here; no name means the first one."""
@@ -141,15 +165,17 @@ class Serving:
         return "the engine is not there now", start
 
     @contextmanager
-    def texts(self) -> Iterator[None]:
-        """Around what is tokenized and not generated from. ApiError 503 where there is too much of that."""
-        if self._texts >= MAX_TEXTS:
-            raise self.admission.turn_away("texts", "too many texts are being tokenized")
-        self._texts += 1
+    def texts(self, key: str) -> Iterator[None]:
+        """Around what is tokenized and not generated from. ApiError 503 where one key has too much of that."""
+        if self._texts[key] >= MAX_TEXTS:
+            raise self._too_many_texts()
+        self._texts[key] += 1
         try:
             yield
         finally:
-            self._texts -= 1
+            self._texts[key] -= 1
+            if not self._texts[key]:
+                del self._texts[key]
 
     def hold(self, asked: str | None) -> Hold:
         """For a call whose client asks for so many seconds at most: a text, of which the server's own limit is the
@@ -282,6 +308,17 @@ class Serving:
 def _weight(params: SamplingParams) -> int:
     """What a token of the prompt counts."""
     return 1 if params.prompt_logprobs is None else SCORE_WEIGHT
+
+
+def _spec(llm: AsyncLLM, names: tuple[str, ...], tokens: int, template: str | None, calls: str, thoughts: str) -> Spec:
+    """What text processes are told of the model."""
+    tokenizer, config = llm.tokenizer, llm.config
+    return Spec(
+        None if tokenizer is None else tokenizer.backend.to_str(),
+        {} if tokenizer is None else dict(tokenizer.named_tokens),
+        {} if tokenizer is None else dict(tokenizer.chat_templates),
+        template, calls, thoughts, list(names), config.vocab_size, config.max_model_len, tokens, dict(llm.generation),
+    )  # fmt: skip
 
 
 def _too_long(tokens: int, most: int, call: Call) -> ApiError:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import h11
@@ -24,7 +25,12 @@ from llmc_runtime.server.shed import Shed
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
 MOST = 4096  # connections, unless told otherwise
-_READ = 16 << 10  # bytes of a connection at a time: parsing them, at worst chunks of a byte, holds the others that long
+_READ = 16 << 10  # bytes of a body of known length that are read at a time
+_READ_PARSED = 2 << 10  # and of heads and of bodies in chunks: at worst chunks of a byte, 3 ms of parsing
+_WORDS: Mapping[int, str] = MappingProxyType(
+    {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+)
+_MOST_LINES = 256  # of a head; whoever sends more is refused before they are parsed
 _OWN, _LEAST_OWN = 128, 40  # descriptors that the server needs besides, with what is on its way; at the very least
 _POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
 
@@ -85,6 +91,7 @@ class Wire(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
     _extra = False  # it is one too many
     _skip = 0  # bytes of a refused body that are still to come
+    _lines = 0  # of the head that is arriving
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +114,8 @@ class Wire(H11Protocol):
         """Somebody is there, and should say something."""
         self._end = Lingering(transport, self._unread)
         super().connection_made(self._end)  # type: ignore[arg-type]
-        transport.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
+        self._inner_transport: Any = transport
+        transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         _limit_unsent(transport, self.write_seconds)
         self.bound.open += 1
         over = self.bound.open - self.bound.most
@@ -133,9 +141,23 @@ class Wire(H11Protocol):
                 return
         if self._timer is None and self._idle:
             self._timer = self.loop.call_later(self.head_seconds, self._late)
+        if self._idle and self._too_many_lines(data):
+            cause = f"the head of the request has more than {_MOST_LINES} lines"
+            self._refuse(431, ApiError(cause, code="headers_too_large"))
+            self.transport.close()
+            return
         super().data_received(data)
         if not self._idle:
+            self._lines = 0
             self._cancel()
+        known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
+        self._inner_transport.max_size = _READ if known else _READ_PARSED
+
+    def _too_many_lines(self, data: bytes) -> bool:
+        """Count the lines of the head that is arriving."""
+        end = data.find(b"\r\n\r\n")
+        self._lines += data.count(b"\n") if end < 0 else data.count(b"\n", 0, end)
+        return self._lines > _MOST_LINES
 
     def _shed(self, data: bytes) -> bytes:
         """Refuse the requests at the beginning of `data`, between two requests, that are refused from their heads
@@ -239,7 +261,7 @@ class Wire(H11Protocol):
 
     def _refuse(self, status: int, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())
-        words = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[status]
+        words = _WORDS[status]
         head = f"HTTP/1.1 {status} {words}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

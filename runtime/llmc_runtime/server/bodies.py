@@ -1,0 +1,100 @@
+"""Request bodies in memory: a budget of their bytes for the whole server, shared by API key, and a least rate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+MOST_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or wait to be read as JSON
+FREE_BYTES = 16 << 10  # a body up to this size is never counted
+STEP_BYTES, STEP_SECONDS = 320 << 10, 5.0  # beyond it, so many bytes or the body's end come in so many seconds
+
+
+class BodyBudget:
+    """The bytes of all bodies, at most `most`. Where one more has no room, the key with the most bytes gives way: the
+    body that grows if it is that key's own, else that key's largest one. `refusal` makes what its reader gets."""
+
+    def __init__(self, refusal: Callable[[], Exception], most: int = MOST_BYTES) -> None:
+        self.most, self.used = most, 0
+        self.refusal = refusal
+        self._by_key: Counter[str] = Counter()
+        self._bodies: set[Body] = set()
+
+    def update(self, body: Body) -> None:
+        """Count the body as large as it is now. Raises the refusal where it has to give way itself."""
+        size = len(body.data) if len(body.data) > FREE_BYTES else 0
+        self.used += size - body.counted
+        self._by_key[body.key] += size - body.counted
+        body.counted = size
+        if size:
+            self._bodies.add(body)
+        else:
+            self._bodies.discard(body)
+        while self.used > self.most:
+            self._make_room(body)
+
+    def _make_room(self, grown: Body) -> None:
+        heaviest = max(self._by_key, key=lambda key: self._by_key[key])
+        others = [body for body in self._bodies if body.key == heaviest and body.waits and body is not grown]
+        if grown.key == heaviest or not others:
+            grown.drop()
+            raise self.refusal()
+        max(others, key=lambda body: body.counted).evict()
+
+
+class Body:
+    """The bytes of one request's body, `data`, counted until they are dropped."""
+
+    def __init__(self, budget: BodyBudget, key: str) -> None:
+        self._budget, self.key = budget, key
+        self.data, self.counted = bytearray(), 0
+        self._clock: asyncio.Timeout | None = None
+        self._evicted = False
+        self._end, self._next = math.inf, FREE_BYTES
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be evicted now."""
+        return self._clock is not None and not self._evicted
+
+    @asynccontextmanager
+    async def evictable(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """The block may be ended by `evict`, which raises the refusal, and ends after `seconds` with a TimeoutError."""
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                self._clock, self._end = clock, clock.when() or math.inf
+                yield
+        except TimeoutError:
+            if self._evicted:
+                raise self._budget.refusal() from None
+            raise
+        finally:
+            self._clock = None
+
+    def take(self, part: bytes) -> None:
+        """Add a part, within `evictable`, and set the time for the next ones. Raises the refusal."""
+        self.data += part
+        if len(self.data) > FREE_BYTES:
+            if len(self.data) >= self._next and self._clock is not None:
+                now = asyncio.get_running_loop().time()
+                self._clock.reschedule(min(self._end, now + STEP_SECONDS))
+                self._next = len(self.data) + STEP_BYTES
+            self._budget.update(self)
+
+    def evict(self) -> None:
+        """Drop it, and end whoever waits with it."""
+        self._evicted = True
+        if self._clock is not None:
+            self._clock.reschedule(asyncio.get_running_loop().time())
+        self.drop()
+
+    def drop(self) -> None:
+        """Give its memory back."""
+        self.data = bytearray()
+        self._budget.update(self)

@@ -1,0 +1,106 @@
+"""Slots for work, shared fairly by API key: a key that has much work waiting delays its own work, and no other's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+MOST_WAITING = 1024  # jobs, of all keys
+SECONDS = 30.0  # that a job waits at most
+
+
+class Lanes:
+    """`slots` jobs run at a time. The next one is the oldest job of the key that has waited longest for its turn.
+
+    `reserved`: slots that one key leaves to others, so that a key with slow jobs never holds all of them. Of more than
+    `most` waiting jobs the newest of the key with the most waiting ones is refused, and so is a job that waits longer
+    than `seconds`; `refusal` makes the exception.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        refusal: Callable[[], Exception],
+        *,
+        reserved: int = 0,
+        most: int = MOST_WAITING,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._free, self._each = slots, max(1, slots - reserved)
+        self._refusal, self._most, self._seconds = refusal, most, seconds
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._running: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a slot."""
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def slot(self, key: str) -> AsyncIterator[None]:
+        """A slot for the time of the block. Raises what `refusal` makes."""
+        await self.acquire(key)
+        try:
+            yield
+        finally:
+            self.release(key)
+
+    async def acquire(self, key: str) -> None:
+        """Wait for a slot; the caller gives it back with `release`. Raises what `refusal` makes."""
+        if self._free and self._running[key] < self._each and key not in self._waiting:
+            self._take(key)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(turn)
+        self._shed()
+        try:
+            async with asyncio.timeout(self._seconds):
+                await turn
+        except BaseException as e:
+            self._forget(key, turn)
+            if isinstance(e, TimeoutError):
+                raise self._refusal() from None
+            raise
+
+    def release(self, key: str) -> None:
+        """Give a slot back."""
+        self._free += 1
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]
+        self._dispatch()
+
+    def _take(self, key: str) -> None:
+        self._free -= 1
+        self._running[key] += 1
+
+    def _dispatch(self) -> None:
+        while self._free:
+            key = next((key for key in self._waiting if self._running[key] < self._each), None)
+            if key is None:
+                return
+            line = self._waiting[key]
+            turn = line.popleft()
+            if line:
+                self._waiting.move_to_end(key)
+            else:
+                del self._waiting[key]
+            self._take(key)
+            turn.set_result(None)
+
+    def _shed(self) -> None:
+        if self.waiting > self._most:
+            key = max(self._waiting, key=lambda key: len(self._waiting[key]))
+            self._waiting[key][-1].set_exception(self._refusal())
+
+    def _forget(self, key: str, turn: asyncio.Future[None]) -> None:
+        """The job of this turn does not run; it may have been given a slot in the same moment."""
+        line = self._waiting.get(key)
+        if line is not None and turn in line:
+            line.remove(turn)
+            if not line:
+                del self._waiting[key]
+        elif turn.done() and not turn.cancelled() and turn.exception() is None:
+            self.release(key)
