@@ -1,0 +1,161 @@
+"""The table of resource attacks: what each does to a neighbour, and what it costs the server.
+
+    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--seconds S] [--limit S] [--json FILE]
+
+Each attack meets a server of its own (`--keep`: one for all while its processes live). First the neighbour's streams,
+/health and small requests of the neighbour's key are measured for S seconds in quiet; then beside the attack, at most
+for the limit, after which the attacker hangs up; then the server rests, and memory is read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
+
+from bench.attacks.figures import story, table  # noqa: E402
+from bench.attacks.link import Door  # noqa: E402
+from bench.attacks.rows import ATTACKS, Attack, Field, schema  # noqa: E402
+from bench.attacks.server import KEYS, Sampler, Server, told  # noqa: E402
+from bench.attacks.watch import Watch  # noqa: E402
+
+SETTLE = 1.5  # seconds of streams before anything is measured
+LEAST = 3.0  # seconds of a window beside an attack
+
+
+@dataclass
+class Bench:
+    """How attacks are run; see the options of the command."""
+
+    artifact: Path
+    folder: Path
+    options: list[str]
+    neighbours: int = 1
+    tokens: int = 900
+    attacked: int = 512
+    seconds: float = 4.0
+    limit: float = 30.0
+    rest: float = 3.0
+    connections: int = 400
+    start: float = 120.0
+    server: Server | None = None
+    watch: Watch | None = None
+
+    def open(self) -> Server:
+        """A server with its neighbours, warm."""
+        if self.server is None:
+            self.server = Server(self.artifact, self.folder / "server.log", self.options, self.start)
+            door = Door(self.server.host, self.server.port, KEYS["neighbour"], time.monotonic() + self.start)
+            door.ask("warm", "/v1/completions", schema({"type": "object"}))
+            self.watch = Watch(self.server.host, self.server.port, KEYS["neighbour"], self.neighbours, self.tokens)
+            time.sleep(SETTLE)
+        return self.server
+
+    def close(self) -> None:
+        """End the server."""
+        if self.watch is not None:
+            self.watch.end()
+        if self.server is not None:
+            self.server.end()
+        self.server = self.watch = None
+
+    def run(self, attack: Attack, keep: bool) -> dict[str, Any]:
+        """Everything about one attack."""
+        server = self.open()
+        assert self.watch is not None
+        sampler = Sampler(server)
+        start = time.monotonic()
+        time.sleep(self.seconds)
+        begin, cpu = time.monotonic(), sampler.cpu()
+        quiet = self.watch.window(start, begin)
+        ground = Field(server, time.monotonic() + self.limit, self.connections, tokens=self.attacked)
+        answers = attack.run(ground)
+        seconds = time.monotonic() - begin
+        time.sleep(max(0.2, LEAST - seconds))
+        end = time.monotonic()
+        beside = self.watch.window(begin, end)
+        spent = sampler.cpu() - cpu
+        time.sleep(self.rest)
+        changes = server.changes()
+        sampler.stop()
+        found = {
+            "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [one.json() for one in answers],
+            "notes": ground.notes, "quiet": quiet, "beside": beside, "cpu": dict(spent),
+            "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": told(server),
+        }  # fmt: skip
+        if not keep or attack.ends or changes != "same" or any(not one.status for one in answers):
+            self.close()
+        return found
+
+
+def chosen(rows: str, only: str) -> list[Attack]:
+    """The attacks of some rows whose names have some text. ValueError where there are none."""
+    wanted = {int(row) for row in rows.split(",") if row}
+    found = [one for one in ATTACKS if (not wanted or one.row in wanted) and only in one.name]
+    if not found:
+        raise ValueError(f"no attack has --rows {rows or 'any'} and {only!r} in its name")
+    return found
+
+
+def run_all(bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf")) -> list[dict[str, Any]]:
+    """Run them, print each as it comes; those for which there is no time are left out."""
+    found = []
+    try:
+        for attack in attacks:
+            left = end - time.monotonic()
+            if left < bench.seconds + bench.rest + LEAST:
+                print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
+                continue
+            bench.limit = min(bench.limit, left)
+            found.append(bench.run(attack, keep))
+            print(story(found[-1]), flush=True)
+    finally:
+        bench.close()
+    print("\n" + table(found), flush=True)
+    return found
+
+
+def main() -> int:
+    """The command."""
+    ap = argparse.ArgumentParser(prog="python -m bench.attacks", description="Measure resource attacks on a server.")
+    ap.add_argument("artifact", type=Path)
+    ap.add_argument("--rows", default="", metavar="N,N", help="some rows of the table (all)")
+    ap.add_argument("--only", default="", metavar="TEXT", help="attacks with this in their names")
+    ap.add_argument("--neighbours", type=int, default=1, metavar="N", help="greedy streams beside (1)")
+    ap.add_argument("--neighbour-tokens", type=int, default=900, metavar="N", help="of each stream (900)")
+    ap.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of quiet before each attack (4)")
+    ap.add_argument("--limit", type=float, default=30.0, metavar="S", help="that an attack may take (30)")
+    ap.add_argument("--rest", type=float, default=3.0, metavar="S", help="before memory is read again (3)")
+    ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
+    ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
+    ap.add_argument("--keep", action="store_true", help="one server for all attacks")
+    ap.add_argument("--list", action="store_true", help="print the attacks and end")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
+    args = ap.parse_args()
+    attacks = chosen(args.rows, args.only)
+    if args.list:
+        print("\n".join(f"{one.row}  {one.name}" for one in attacks))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="llmc-attacks-") as folder:
+        bench = Bench(
+            args.artifact, Path(folder), shlex.split(args.options), args.neighbours, args.neighbour_tokens,
+            seconds=args.seconds, limit=args.limit, rest=args.rest, connections=args.connections,
+        )  # fmt: skip
+        found = run_all(bench, attacks, args.keep)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
