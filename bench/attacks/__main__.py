@@ -1,9 +1,9 @@
 """The table of resource attacks: what each does to a neighbour, and what it costs the server.
 
-    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--seconds S] [--limit S] [--json FILE]
+    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--limit S] [--json FILE] ...
 
 Each attack meets a server of its own (`--keep`: one for all while its processes live). First the neighbour's streams,
-/health and small requests of the neighbour's key are measured for S seconds in quiet; then beside the attack, at most
+/health and small requests of the neighbour's key are measured in quiet; then beside the attack, at most
 for the limit, after which the attacker hangs up; then the server rests, and memory is read again.
 """
 
@@ -15,6 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
 from bench.attacks.figures import story, table  # noqa: E402
-from bench.attacks.link import Door  # noqa: E402
+from bench.attacks.link import LATE, Door  # noqa: E402
 from bench.attacks.rows import ATTACKS, Attack, Field, schema  # noqa: E402
 from bench.attacks.server import KEYS, Sampler, Server, told  # noqa: E402
 from bench.attacks.watch import Watch  # noqa: E402
 
 SETTLE = 1.5  # seconds of streams before anything is measured
+PAUSE = 0.5  # seconds after a window: its sums keep the watching process from watching
 LEAST = 3.0  # seconds of a window beside an attack
+
+
+Save = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass
@@ -75,8 +80,9 @@ class Bench:
         sampler = Sampler(server)
         start = time.monotonic()
         time.sleep(self.seconds)
+        quiet = self.watch.window(start, time.monotonic())
+        time.sleep(PAUSE)
         begin, cpu = time.monotonic(), sampler.cpu()
-        quiet = self.watch.window(start, begin)
         ground = Field(server, time.monotonic() + self.limit, self.connections, tokens=self.attacked)
         answers = attack.run(ground)
         seconds = time.monotonic() - begin
@@ -92,7 +98,7 @@ class Bench:
             "notes": ground.notes, "quiet": quiet, "beside": beside, "cpu": dict(spent),
             "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": told(server),
         }  # fmt: skip
-        if not keep or attack.ends or changes != "same" or any(not one.status for one in answers):
+        if not keep or attack.ends or changes != "same" or any(one.error == LATE for one in answers):
             self.close()
         return found
 
@@ -106,18 +112,22 @@ def chosen(rows: str, only: str) -> list[Attack]:
     return found
 
 
-def run_all(bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf")) -> list[dict[str, Any]]:
-    """Run them, print each as it comes; those for which there is no time are left out."""
-    found = []
+def run_all(
+    bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf"), save: Save = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Run them, print and save each as it comes; those for which there is no time before `end` are named."""
+    found: list[dict[str, Any]] = []
+    limit = bench.limit
     try:
         for attack in attacks:
             left = end - time.monotonic()
             if left < bench.seconds + bench.rest + LEAST:
                 print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
                 continue
-            bench.limit = min(bench.limit, left)
+            bench.limit = min(limit, left)
             found.append(bench.run(attack, keep))
             print(story(found[-1]), flush=True)
+            save(found)
     finally:
         bench.close()
     print("\n" + table(found), flush=True)

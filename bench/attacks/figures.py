@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,13 +51,17 @@ def itl_text(itl: Mapping[str, Any]) -> str:
 
 
 def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
-    """Equal statuses of one label together: how many, and the slowest."""
+    """A line for each status and message of a label, whatever numbers are in it: how many, and the slowest."""
     groups: dict[tuple[str, str, str], list[float]] = {}
+    errors: dict[tuple[str, str, str], str] = {}
     for one in answers:
         status = str(one["status"]) if one["status"] else NONE
-        groups.setdefault((one["label"], status, one["error"]), []).append(one["seconds"])
+        group = (one["label"], status, re.sub(r"\d+", "#", one["error"]))
+        errors.setdefault(group, one["error"])
+        groups.setdefault(group, []).append(one["seconds"])
     lines = []
-    for (label, status, error), seconds in groups.items():
+    for (label, status, general), seconds in groups.items():
+        error = errors[label, status, general]
         times = f"{len(seconds)} x " if len(seconds) > 1 else ""
         lines.append(f"{label}: {times}{status} in {max(seconds):.2f} s{f' ({error})' if error else ''}")
     return "\n".join(lines)
@@ -82,7 +87,17 @@ def story(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-HEAD = ("row", "attack", "attacker", "ITL p50/p99/max quiet", "beside", "/health max", "innocents' worst", "MiB", "processes")
+HEAD = (
+    "row",
+    "attack",
+    "attacker",
+    "ITL p50/p99/max quiet",
+    "beside",
+    "/health max",
+    "innocents' worst",
+    "MiB",
+    "processes",
+)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

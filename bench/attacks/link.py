@@ -1,4 +1,4 @@
-"""An attacker's requests over blocking sockets, each on a connection of its own and with a deadline; it judges nothing."""
+"""An attacker's requests over blocking sockets, each on a connection of its own and with a deadline."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bench.attacks.watch import request
 
 KEPT = 4096  # bytes at the end of an answer that are kept
 STATUS_NONE = 0
+LATE = "no answer before the deadline"
 
 
 @dataclass
@@ -64,7 +65,10 @@ class Door:
 
     def ask(self, label: str, path: str, body: Any = None) -> Answer:
         """One request to its end. The body goes as it is if it is bytes."""
-        data = request(self.host, self.key, path, body)
+        return self.exchange(label, request(self.host, self.key, path, body))
+
+    def exchange(self, label: str, data: bytes) -> Answer:
+        """Send some bytes, hear one answer."""
         began, got = time.monotonic(), Answer(label)
         try:
             with self.connect() as link:
@@ -73,7 +77,7 @@ class Door:
                     link.sendall(data)
                 self._hear(link, got)
         except TimeoutError:
-            got.error = got.error or "no answer before the deadline"
+            got.error = got.error or LATE
         except (OSError, WireError) as e:
             got.error = got.error or type(e).__name__
         got.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The attacks of the table, by row: small legal requests that cost a server much. Each answers what the attacker got."""
+"""The attacks of the table, by row: legal requests that cost a server much. Each returns the answers it got."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def text(size: int, seed: int = 1) -> str:
 
 
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "unknown field [[[...]]], one": ("/v1/completions", partial(nested, 0)),
+    "unknown field [[[...]]], one value": ("/v1/completions", partial(nested, 0)),
     "unknown field of [[...]] 50 deep": ("/v1/completions", partial(nested, 50)),
     "unknown field of {}": ("/v1/completions", partial(unknown, "{}")),
     "prompt of [1],[1],...": ("/v1/completions", partial(filled, '{"max_tokens": 1, "prompt": [', "[1]", "]}")),
@@ -133,7 +133,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
         "/v1/completions", partial(filled, '{"prompt": "x", "max_tokens": 1, "allowed_token_ids": [', "1", "]}")
     ),
     "/tokenize, token strings": (
-        "/tokenize", lambda: json.dumps({"prompt": text(BODY - 100), "return_token_strs": True}).encode()
+        "/tokenize", partial(filled, '{"return_token_strs": true, "prompt": "x', "the river", '"}')
     ),
 }  # fmt: skip
 
@@ -224,7 +224,9 @@ def kills(ground: Field) -> list[Answer]:
         found.append(last)
         if last.status != 200 and code is None:
             asked = ground.door.ask("completion", "/v1/completions", completion())
-            ground.notes.append(f"after kill {number} a completion gets {asked.status}, Retry-After {asked.retry_after}")
+            ground.notes.append(
+                f"after kill {number} a completion gets {asked.status}, Retry-After {asked.retry_after}"
+            )
     return found
 
 
@@ -259,8 +261,9 @@ def flooded(ground: Field) -> list[Answer]:
 ATTACKS: tuple[Attack, ...] = (
     Attack(1, "multipleOf 99999989 and 99999971",
            forms([schema({"type": "integer", "multipleOf": n}) for n in (99999989, 99999971)])),
-    Attack(1, "allOf of 32 patterns .*a.*x.*", forms([patterns(lambda i: (chr(97 + i % 26), "x" if i < 26 else "y"))])),
-    Attack(1, "allOf of 32 patterns, other letters", forms([patterns(lambda i: (chr(65 + i % 26), chr(97 + i * 7 % 26)))])),
+    Attack(1, "allOf of 32 patterns .*a.*x.*", forms([patterns(lambda i: (chr(97 + i % 26), "xy"[i // 26]))])),
+    Attack(1, "allOf of 32 patterns, other letters",
+           forms([patterns(lambda i: (chr(65 + i % 26), chr(97 + i * 7 % 26)))])),
     Attack(1, "regex a? x 20,000 + a x 20,000",
            forms([completion(structured_outputs={"regex": "a?" * 20000 + "a" * 20000})])),
     Attack(1, "multipleOf 524287", forms([schema({"type": "integer", "multipleOf": 524287})])),
@@ -269,7 +272,6 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(2, "innocent text grammar, n=4", grammar(INNOCENT, 4)),
     *(Attack(3, name, sent(name)) for name in BODIES),
     Attack(3, "unknown field of [[...]] 50 deep, four at once", sent("unknown field of [[...]] 50 deep", 4)),
-    Attack(3, "unknown field [[[...]]], four at once", sent("unknown field [[[...]]], one", 4)),
     Attack(4, "4 prompts of 8 MB", prompts(4, BODY - 100)),
     Attack(4, "32 prompts of 1 MB", prompts(32, 1_000_000)),
     Attack(5, "unfinished bodies of 8 MB", unfinished),

@@ -3,7 +3,8 @@
     python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N}'
 
 It runs until stdin closes. A line `{"begin": T0, "end": T1}` (time.monotonic) is answered by a line of JSON with the
-figures of that window. What is still open at the end of a window counts with the time that it has taken so far.
+figures of that window; what ended before its begin is then forgotten, so that windows are asked for in their order.
+What is still open at the end of a window counts with the time that it has taken so far.
 """
 
 from __future__ import annotations
@@ -93,11 +94,14 @@ class Streams:
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
         """The figures of a window."""
+        self.gaps = [one for one in self.gaps if one[0] > begin]
+        self.firsts = [one for one in self.firsts if one[0] > begin]
+        self.statuses = [one for one in self.statuses if one[0] > begin]
         open_now = [end - last for last in self.latest.values()]
         waiting = [end - began for began in self.asked.values()]
-        refused = Counter(str(status) for t, status in self.statuses if begin < t <= end and status != 200)
-        firsts = [seconds for t, seconds in self.firsts if begin < t <= end] + waiting
-        found = gaps_of([gap for t, gap in self.gaps if begin < t <= end], open_now)
+        refused = Counter(str(status) for t, status in self.statuses if t <= end and status != 200)
+        firsts = [seconds for t, seconds in self.firsts if t <= end] + waiting
+        found = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
         return {**found, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}
 
 
@@ -122,7 +126,7 @@ class Asker:
                     loop, where = asyncio.get_running_loop(), (self.settings["host"], self.settings["port"])
                     _, link = await loop.create_connection(Connection, *where)
                 asked = request(self.settings["host"], self.settings["key"], path, body)
-                reply = await link.ask(asked, lambda _, data: heard.append(data))
+                reply = await link.ask(asked, lambda _, data, heard=heard: heard.append(data))
                 status, link = reply.status, link if reply.reusable else None
             except (OSError, WireError):
                 link = None
@@ -132,7 +136,8 @@ class Asker:
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
         """The figures of a window; a request counts where it was open in it."""
-        rows = [one for one in self.done if one[0] + one[1] > begin and one[0] <= end]
+        self.done = [one for one in self.done if one[0] + one[1] > begin]
+        rows = [one for one in self.done if one[0] <= end]
         taken = [min(seconds, end - began) for began, seconds, _, _ in rows]
         if self.began is not None and self.began < end:
             taken.append(end - self.began)
