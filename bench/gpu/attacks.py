@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.attacks.__main__ import Bench, chosen, run_all
 from bench.attacks.figures import table
+from bench.attacks.run import Bench, chosen, run_all
 from bench.gpu.card import state, why_no_gpu
 from bench.gpu.plan import MODELS, parser, plan_of
 from bench.gpu.served import artifact

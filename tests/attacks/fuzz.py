@@ -163,7 +163,7 @@ class Fuzz:
             self._over.set()
             watch.end()
         if not found.ended:
-            time.sleep(min(REST, 2 * self.seconds))
+            time.sleep(min(REST, self.seconds))
             found.after, found.golden = self.memory(), (first, self.golden())
             found.ended += self.ended()
         return found

@@ -12,7 +12,7 @@ from tests.attacks.fuzz import DEMO, KEYS, SAMPLE, Figures, Fuzz
 from tests.attacks.shots import KINDS, MOST, Described, shot
 from tests.attacks.target import target
 
-FULL_SECONDS, SAMPLE_SECONDS = 600.0, 5.0
+FULL_SECONDS, SAMPLE_SECONDS = 600.0, 3.0
 
 
 @pytest.fixture
