@@ -24,7 +24,7 @@ from bench.attacks.watch import request
 CLIENTS = 32
 TOKENS = 96
 WARM = 1.0  # seconds at the beginning of each phase that do not count
-DRAIN = 20.0  # seconds after the last request in which answers are waited for
+DRAIN = 8.0  # seconds after the last request in which answers are waited for
 
 
 class Flood:

@@ -243,7 +243,7 @@ def scored(ground: Field) -> list[Answer]:
 def flooded(ground: Field) -> list[Answer]:
     """More requests than can be served; the load comes from a process of its own."""
     server = ground.server
-    seconds = max(3.0, min(10.0, ground.door.left / 3))
+    seconds = max(2.0, min(8.0, ground.door.left / 4))
     asked = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(asked)]
     try:
