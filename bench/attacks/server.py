@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVE = ("-c", "from llmc_runtime.cli import main_serve; raise SystemExit(main_serve())")
 KEYS = {"attacker": "attacker-key-of-the-bench", "neighbour": "neighbour-key-of-the-bench"}
 KEYS_NAME = "LLMC_ATTACK_KEYS"
-SAMPLE = 0.1  # seconds
+SAMPLE = 0.2  # seconds
 FRONT, ENGINE = "front", "engine"
 
 
@@ -102,12 +102,12 @@ def _role(process: psutil.Process, top: int) -> str:
     text = " ".join(process.cmdline())
     if "core.process" in text or "fake_engine" in text:
         return ENGINE if process.ppid() == top else "helper"
-    named = re.findall(r"(?:llmc_runtime\.|-m )([\w.]+)", text)
-    return str(named[0]).rpartition(".")[2] if named else "helper"
+    named = re.search(r"llmc_runtime\.([\w.]+)", text)
+    return named[1] if named else "helper"
 
 
 class Sampler:
-    """Resident bytes and processor seconds of a server by role, taken every tenth of a second in a thread."""
+    """Resident bytes and processor seconds of a server by role, taken five times a second in a thread."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

@@ -29,7 +29,7 @@ from bench.attacks.link import Answer, Door
 from bench.attacks.server import SERVE
 from bench.attacks.watch import Watch, request
 from tests.attacks.bodies import fields
-from tests.attacks.shots import DROPPED, RAW, SLOW, WHOLE, Described, Shot, shot
+from tests.attacks.shots import DROPPED, KEY, RAW, SLOW, WHOLE, Described, Shot, shot
 from tests.attacks.target import TOOLS, Target, target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,12 +43,14 @@ GROWTH = 256 << 20  # bytes of a process
 SAMPLE = 20.0
 INNOCENT = ("completion", "schema", "tokenize")
 GOLDEN = {"prompt": "The kernel", "max_tokens": 24, "temperature": 0, "seed": 7, "ignore_eos": True}
+HEARD = 4096  # bytes of an answer that a slow client keeps
 LAST = 40  # requests that are shown where something is wrong
 
 
 @dataclass
 class Figures:
-    """What a run measured; `windows` are the watching process's. `odd`: answers that must not be, in words."""
+    """What a run measured; `windows` are the watching process's. `odd`: answers that must not be, in words; `last` and
+    `open`: the latest requests, and those that have no answer yet."""
 
     quiet: dict[str, Any] = field(default_factory=dict)
     windows: list[dict[str, Any]] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Figures:
     odd: list[str] = field(default_factory=list)
     golden: tuple[bytes, bytes] = (b"", b"")
     statuses: Counter[str] = field(default_factory=Counter)
+    open: dict[int, str] = field(default_factory=dict)
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
 
     def faults(self, lenient: float = 1.0) -> list[str]:
@@ -188,39 +191,45 @@ class Fuzz:
         key, number = KEYS[1 + worker % 2], 0
         while not self._over.is_set():
             if not self.only or (worker, number) in self.only:
-                made = shot(self.seed, worker, number, self.known)
-                got = send(self.server.host, self.server.port, key, made)
-                told = f"{worker}.{number} {made} -> {got.status} {got.error:.100} in {got.seconds:.2f} s"
-                self.figures.last.append(told)
-                self.figures.statuses[f"{made.kind} {got.status}"] += 1
-                if wrong := odd(made, got):
-                    self.figures.odd.append(f"{worker}.{number} {wrong}")
+                self.one(worker, number, key)
             elif number > max(number for _, number in self.only):
                 return
             number += 1
+
+    def one(self, worker: int, number: int, key: str) -> None:
+        """Send one, and keep what became of it."""
+        found, made = self.figures, shot(self.seed, worker, number, self.known)
+        found.open[worker] = f"{worker}.{number} {made}"
+        try:
+            got = send(self.server.host, self.server.port, key, made)
+        except Exception as e:  # the server said what is no HTTP, or this program is wrong
+            got = Answer(made.kind, 0, 0.0, repr(e))
+            found.odd.append(f"{found.open[worker]}: {e!r}")
+        found.last.append(f"{found.open.pop(worker)} -> {got.status} {got.error:.100} in {got.seconds:.2f} s")
+        found.statuses[f"{made.kind} {got.status}"] += 1
+        if wrong := odd(made, got):
+            found.odd.append(f"{worker}.{number} {wrong}")
 
 
 def send(host: str, port: int, key: str, made: Shot) -> Answer:
     """Send a request as it wants to be sent."""
     door = Door(host, port, key, time.monotonic() + made.patience)
-    data = made.body if made.manner == RAW else request(host, key, made.path, made.body)
-    assert data is not None
+    raw = (made.body or b"").replace(KEY, key.encode())
+    data = raw if made.manner == RAW else request(host, key, made.path, made.body)
     if made.manner in (WHOLE, RAW):
         return door.exchange(made.kind, data)
-    got, began = Answer(made.kind), time.monotonic()
+    got, began, heard = Answer(made.kind), time.monotonic(), b""
     with contextlib.suppress(OSError), door.connect() as link:
         link.settimeout(door.left)
         link.sendall(data)
-        while made.manner == SLOW and time.monotonic() < door.until:
-            said = link.recv(100)
-            if not got.status and said.startswith(b"HTTP/1.1 "):
-                got.status = int(said[9:12])
-                got.retry_after = "later" if got.status in (503, 504) else ""
-            if not said:
-                break
+        while made.manner == SLOW and time.monotonic() < door.until and (said := link.recv(100)):
+            heard = (heard + said)[:HEARD]
             time.sleep(0.05)
         if made.manner == DROPPED:
             time.sleep(door.left / 2)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+    if heard.startswith(b"HTTP/1.1 "):
+        got.status = int(heard[9:12])
+        got.retry_after = "told" if b"retry-after:" in heard.lower() else ""
     got.seconds = time.monotonic() - began
     return got

@@ -17,11 +17,13 @@ from tests.attacks.forms import size
 MOST = 8 << 20  # bytes of a body that the server reads
 LENGTH = 1024  # tokens of the longest sequence
 WHOLE, SLOW, DROPPED, RAW = "whole", "slow", "dropped", "raw"
+KEY = b"@KEY@"
 
 
 @dataclass
 class Shot:
-    """`body`: None for GET; for RAW, all bytes of the connection. `patience`: seconds until the client goes."""
+    """`body`: None for GET; for RAW, all bytes of the connection, KEY in the place of the API key. `patience`: seconds
+    until the client goes."""
 
     kind: str
     path: str
@@ -154,6 +156,7 @@ RAW_HEADS = (
 def unusual(draw: Random, known: Described) -> Shot:
     """Bytes that are no request, or one in tiny chunks, or two hundred at once."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Authorization: Bearer " + KEY + b"\r\n"
     kind = draw.randrange(4)
     if kind == 0:
         data = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * size(draw, 100_000) + b"0\r\n\r\n"

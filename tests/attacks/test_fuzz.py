@@ -36,7 +36,7 @@ def test_24_requests_of_every_kind_beside_a_neighbour(
     with fuzz.server(DEMO.is_dir()) as server:
         found = Fuzz(server, seed, seconds, only).run()
         faults = found.faults(1.0 if full else SAMPLE)
-        print(f"--attack-seed {seed} --fuzz-seconds {seconds:g}", *found.last, sep="\n")
+        print(f"--attack-seed {seed} --fuzz-seconds {seconds:g}", *found.last, *found.open.values(), sep="\n")
         print(
             dict(sorted(found.statuses.items())), found.quiet["itl"], *(one["itl"] for one in found.windows), sep="\n"
         )
