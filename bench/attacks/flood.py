@@ -1,8 +1,9 @@
 """Offer a server more requests than it can serve: the peak of a closed loop first, then a Poisson stream.
 
-    python -m bench.attacks.flood '{"host": ..., "port": ..., "key": ..., "seconds": S, "times": N}'
+    python -m bench.attacks.flood '{"host": ..., "port": ..., "key": ..., "seconds": S, "times": N, "drain": S}'
 
-It prints JSON: peak and goodput in answers a second, how long refusals took, and the statuses.
+`times`: the offered rate, in peaks; `drain`: seconds in which answers are waited for after the last request. It prints
+JSON: peak and goodput in answers a second, how long refusals took, and the statuses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from bench.attacks.watch import request
 CLIENTS = 32
 TOKENS = 96
 WARM = 1.0  # seconds at the beginning of each phase that do not count
-DRAIN = 8.0  # seconds after the last request in which answers are waited for
 
 
 class Flood:
@@ -74,7 +74,7 @@ class Flood:
                 asked += 1
             await asyncio.sleep(max(0.0, min(0.005, due - now)))
         if tasks:
-            await asyncio.wait(set(tasks), timeout=DRAIN)
+            await asyncio.wait(set(tasks), timeout=self.settings["drain"])
         for task in tasks:
             task.cancel()
         return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds, asked

@@ -245,6 +245,7 @@ def flooded(ground: Field) -> list[Answer]:
     server = ground.server
     seconds = max(2.0, min(8.0, ground.door.left / 4))
     asked = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
+    asked["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # of the deadline, what the load leaves
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(asked)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}

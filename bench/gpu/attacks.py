@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--attack-limit", type=float, default=15.0, metavar="S", help="that one may take (15)")
     ap.add_argument("--rest", type=float, default=1.0, metavar="S", help="after each (1)")
     ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
+    ap.add_argument("--batched", type=int, default=512, metavar="N", help="tokens of a step (512)")
     ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
     ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
     args = ap.parse_args(argv)
@@ -60,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.artifact or artifact(replace(plan_of(args), models=()), MODELS[args.model])
     print(f"[{time.monotonic() - began:.0f} s] {path} ({state()})", flush=True)
+    options = ["--prepare", "--max-num-batched-tokens", str(args.batched), *shlex.split(args.options)]
     bench = Bench(
-        path, args.out, ["--prepare", *shlex.split(args.options)], args.neighbours, args.neighbour_tokens,
+        path, args.out, options, args.neighbours, args.neighbour_tokens,
         seconds=args.seconds, limit=args.attack_limit, rest=args.rest, connections=args.connections, start=300.0,
     )  # fmt: skip
 
