@@ -31,9 +31,12 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for one in rows:
         quiet, beside = one["quiet"]["itl"]["p99_ms"], one["beside"]["itl"]["p99_ms"]
+        longest = f"max {one['quiet']['itl']['max_ms']:.0f} > {one['beside']['itl']['max_ms']:.0f} ms"
         ratio = beside / quiet if quiet else 0.0
         word = "held" if 0 < ratio <= TARGET else "missed"
-        lines.append(f"[{one['row']}] {one['name']}: ITL p99 {quiet:.2f} > {beside:.2f} ms, {ratio:.3f} ({word})")
+        lines.append(
+            f"[{one['row']}] {one['name']}: ITL p99 {quiet:.2f} > {beside:.2f} ms, {ratio:.3f} ({word}); {longest}"
+        )
     return "\n".join(lines)
 
 

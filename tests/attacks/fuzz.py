@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "build" / "demo.llmc"
 KEYS = ("neighbour-secret-key", "first-attacker-key", "second-attacker-key")
 WORKERS = 4
+STEP = "32"  # tokens: with more, one step of a long prompt is longer than the floor of the ITL on two cores
 WINDOW, QUIET, REST = 20.0, 5.0, 10.0  # seconds
 TIMES_ITL, FLOOR_ITL, WORST_ITL = 3.0, 40.0, 1000.0  # times the quiet value; milliseconds
 HEALTH, WORST_HEALTH = 100.0, 500.0  # milliseconds
@@ -104,7 +105,8 @@ def server(demo: bool) -> Iterator[Target]:
             yield one
         return
     command = (*SERVE, str(DEMO))
-    with target("--port", "0", "--served-model-name", "toy", "--disable-access-log", program=command, **common) as one:
+    options = ("--port", "0", "--served-model-name", "toy", "--disable-access-log", "--max-num-batched-tokens", STEP)
+    with target(*options, program=command, **common) as one:
         yield one
 
 
