@@ -9,7 +9,8 @@
 #   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 #   make corpus  damaged inputs, all of them (SEED=n CORPUS_ARGS="--only flips"; half an hour on two cores)
-#   make attacks   attacks on a running server, at full strength (SEED=n ATTACK_ARGS="-k test_06"; a few minutes)
+#   make attacks   attacks on a running server, at full strength (SEED=n ATTACK_ARGS="-k test_06"; a few minutes), then ten
+#                  minutes of the fuzzer, alone on the machine (FUZZ_SECONDS=n)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -24,6 +25,7 @@ SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '
 JOBS ?= auto
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
+FUZZ_SECONDS ?= 600
 
 .PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
 demo: $(DEMO)/manifest.json
@@ -94,8 +96,11 @@ sim: $(VENV)/.stamp-dev
 corpus: $(VENV)/.stamp-dev
 	$(BIN)/python tests/corpus/run.py --full --seed $(SEED) --jobs 2 $(CORPUS_ARGS)
 
+# The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
+ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q
 attacks: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest tests/attacks --attacks full --attack-seed $(SEED) -n $(JOBS) -q $(ATTACK_ARGS)
+	$(ATTACKS) -n $(JOBS) --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
+	$(ATTACKS) -n 0 --fuzz-seconds $(FUZZ_SECONDS) tests/attacks/test_fuzz.py $(ATTACK_ARGS) || [ $$? -eq 5 ]
 
 clean:
 	rm -rf build

@@ -1,4 +1,5 @@
-"""Options of the attacks: `--attacks full` for their full strength, `--attack-seed N` to repeat a run."""
+"""Options of the attacks: `--attacks full` for their full strength, `--attack-seed N` to repeat a run; the fuzzer's
+`--fuzz-seconds S` and `--fuzz-only WORKER.NUMBER,...`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ KEYS, ADMIN = ("first-secret-key", "second-secret-key"), "admin-secret-key"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attacks", choices=("sample", "full"), default="sample")
     parser.addoption("--attack-seed", type=int, default=None)
+    parser.addoption("--fuzz-seconds", type=float, default=None, help="how long the fuzzer sends requests")
+    parser.addoption("--fuzz-only", default=None, metavar="W.N,...", help="send these requests of its workers alone")
 
 
 def option(config: pytest.Config, name: str, other: Any) -> Any:

@@ -1,6 +1,7 @@
 """The command llmc-serve over the simulated device, all of its options real: `fake_serve.py SETTINGS OPTION ...`.
 
-SETTINGS is JSON: `engine`, see fake_engine.Settings, and `front`, what else AsyncLLM is told. It prints the routes of
+SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, what else AsyncLLM is told, and `block`, seconds for
+which every request to /v1/chat/completions stops the event loop. It prints the routes of
 the application to stderr, so that whoever attacks it misses none.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,24 @@ def tell_routes() -> None:
     starlette.applications.Starlette.__init__ = told  # type: ignore[method-assign]
 
 
+def block_chats(seconds: float) -> None:
+    """Stop the event loop in every request for a chat."""
+    call = starlette.applications.Starlette.__call__
+
+    async def blocked(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") == "/v1/chat/completions":
+            time.sleep(seconds)
+        await call(self, scope, receive, send)
+
+    starlette.applications.Starlette.__call__ = blocked  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     from llmc_runtime.cli import main_serve
 
-    async_llm.AsyncLLM = over(json.loads(sys.argv[1]))  # type: ignore[misc]
+    settings = json.loads(sys.argv[1])
+    async_llm.AsyncLLM = over(settings)  # type: ignore[misc]
+    if settings.get("block"):
+        block_chats(settings["block"])
     tell_routes()
     sys.exit(main_serve(["toy", "--port", "0", "--served-model-name", "toy", *sys.argv[2:]]))

@@ -73,8 +73,9 @@ class Target:
     def __init__(
         self, *options: str, keys: Sequence[str] = (), admin: Sequence[str] = (), engine: dict[str, Any] | None = None,
         front: dict[str, Any] | None = None, environment: dict[str, str] | None = None, program: Sequence[str] = (),
+        block: float = 0.0,
     ) -> None:  # fmt: skip
-        settings = json.dumps({"engine": engine or {}, "front": front or {}})
+        settings = json.dumps({"engine": engine or {}, "front": front or {}, "block": block})
         command = [sys.executable, *(program or (str(SERVE), settings)), *options]
         env = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         if keys:

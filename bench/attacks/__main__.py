@@ -1,0 +1,59 @@
+"""The table of resource attacks: what each does to a neighbour, and what it costs the server.
+
+    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--limit S] [--json FILE] ...
+
+Each attack meets a server of its own (`--keep`: one for all while its processes live). First the neighbour's streams,
+/health and small requests of the neighbour's key are measured in quiet; then beside the attack, at most
+for the limit, after which the attacker hangs up; then the server rests, and memory is read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
+
+from bench.attacks.run import Bench, chosen, run_all  # noqa: E402
+
+
+def main() -> int:
+    """The command."""
+    ap = argparse.ArgumentParser(prog="python -m bench.attacks", description="Measure resource attacks on a server.")
+    ap.add_argument("artifact", type=Path)
+    ap.add_argument("--rows", default="", metavar="N,N", help="some rows of the table (all)")
+    ap.add_argument("--only", default="", metavar="TEXT", help="attacks with this in their names")
+    ap.add_argument("--neighbours", type=int, default=1, metavar="N", help="greedy streams beside (1)")
+    ap.add_argument("--neighbour-tokens", type=int, default=900, metavar="N", help="of each stream (900)")
+    ap.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of quiet before each attack (4)")
+    ap.add_argument("--limit", type=float, default=30.0, metavar="S", help="that an attack may take (30)")
+    ap.add_argument("--rest", type=float, default=3.0, metavar="S", help="before memory is read again (3)")
+    ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
+    ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
+    ap.add_argument("--keep", action="store_true", help="one server for all attacks")
+    ap.add_argument("--list", action="store_true", help="print the attacks and end")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
+    args = ap.parse_args()
+    attacks = chosen(args.rows, args.only)
+    if args.list:
+        print("\n".join(f"{one.row}  {one.name}" for one in attacks))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="llmc-attacks-") as folder:
+        bench = Bench(
+            args.artifact, Path(folder), shlex.split(args.options), args.neighbours, args.neighbour_tokens,
+            seconds=args.seconds, limit=args.limit, rest=args.rest, connections=args.connections,
+        )  # fmt: skip
+        found = run_all(bench, attacks, args.keep)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

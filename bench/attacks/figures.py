@@ -1,0 +1,119 @@
+"""Arithmetic and text of the attack table: percentiles, windows of memory, rows; it measures nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NONE = "none"
+
+
+def milliseconds(seconds: float) -> float:
+    """Rounded to a hundredth."""
+    return round(1e3 * seconds, 2)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the values, in rising order, that at least this share of them do not exceed; 0 of none."""
+    if not ordered:
+        return 0.0
+    rank = -(-share * len(ordered) // 1)  # rounded up
+    return ordered[min(len(ordered), max(1, int(rank))) - 1]
+
+
+def gaps_of(gaps: list[float], open_now: Sequence[float] = ()) -> dict[str, Any]:
+    """Inter-token latency in milliseconds; a gap that is still open counts once it is longer than all that ended."""
+    most = max(gaps, default=0.0)
+    ordered = sorted([*gaps, *(gap for gap in open_now if gap > most)])
+    shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+    return {"tokens": len(gaps), **{name: milliseconds(quantile(ordered, share)) for name, share in shares.items()}}
+
+
+def memory_window(samples: Sequence[tuple[float, Mapping[str, int]]], begin: float, end: float) -> dict[str, list[int]]:
+    """[before, peak, after] in MiB by role, of samples (time, resident bytes by role) in the order of time.
+
+    Before is the last sample that is not later than `begin`, after the last that is not later than `end`.
+    """
+    before = next((held for t, held in reversed(samples) if t <= begin), {})
+    after = next((held for t, held in reversed(samples) if t <= end), {})
+    inside = [held for t, held in samples if begin <= t <= end] or [after]
+    found = {}
+    for role in sorted({role for held in (before, *inside) for role in held}):
+        three = (before.get(role, 0), max(held.get(role, 0) for held in inside), after.get(role, 0))
+        found[role] = [value >> 20 for value in three]
+    return found
+
+
+def itl_text(itl: Mapping[str, Any]) -> str:
+    """p50 / p99 / max."""
+    return f"{itl['p50_ms']:.1f} / {itl['p99_ms']:.1f} / {itl['max_ms']:.0f}"
+
+
+def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each status and message of a label, whatever numbers are in it: how many, and the slowest."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    errors: dict[tuple[str, str, str], str] = {}
+    for one in answers:
+        status = str(one["status"]) if one["status"] else NONE
+        group = (one["label"], status, re.sub(r"\d+", "#", one["error"]))
+        errors.setdefault(group, one["error"])
+        groups.setdefault(group, []).append(one["seconds"])
+    lines = []
+    for (label, status, general), seconds in groups.items():
+        error = errors[label, status, general]
+        times = f"{len(seconds)} x " if len(seconds) > 1 else ""
+        lines.append(f"{label}: {times}{status} in {max(seconds):.2f} s{f' ({error})' if error else ''}")
+    return "\n".join(lines)
+
+
+def story(found: Mapping[str, Any]) -> str:
+    """One attack in lines."""
+    beside, quiet = found["beside"], found["quiet"]
+    lines = [f"\n[{found['row']}] {found['name']}  ({found['seconds']:.1f} s)"]
+    lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
+    lines += [f"  note       {note}" for note in found["notes"]]
+    lines.append(
+        f"  itl ms     quiet {itl_text(quiet['itl'])}   beside {itl_text(beside['itl'])}"
+        f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
+    )
+    lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")
+    for name in ("completion", "schema", "tokenize"):
+        one = beside[name]
+        lines.append(f"  {name:10} {one['statuses']} worst {one['worst_ms'][0] if one['worst_ms'] else 0:.0f} ms")
+    lines.append("  memory     " + "   ".join(f"{k} {a} > {b} > {c} MiB" for k, (a, b, c) in found["memory"].items()))
+    lines.append("  cpu s      " + "   ".join(f"{k} {v:.1f}" for k, v in found["cpu"].items()))
+    lines.append(f"  processes  {found['processes']}")
+    return "\n".join(lines)
+
+
+HEAD = (
+    "row",
+    "attack",
+    "attacker",
+    "ITL p50/p99/max quiet",
+    "beside",
+    "/health max",
+    "innocents' worst",
+    "MiB",
+    "processes",
+)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """All attacks as a table in Markdown, times in milliseconds."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    for one in rows:
+        beside = one["beside"]
+        worst = max((beside[n]["worst_ms"][0] for n in ("completion", "schema", "tokenize") if beside[n]["worst_ms"]),
+                    default=0.0)  # fmt: skip
+        failed = sorted({s for n in ("completion", "schema", "tokenize") for s in beside[n]["statuses"] if s != "200"})
+        cells = [
+            str(one["row"]), one["name"], answers_text(one["answers"]).replace("\n", "; ").replace("|", "\\|")[:160],
+            itl_text(one["quiet"]["itl"]), itl_text(beside["itl"]),
+            f"{beside['health']['worst_ms'][0] if beside['health']['worst_ms'] else 0:.0f}",
+            f"{worst:.0f}{f' {failed}' if failed else ''}",
+            ", ".join(f"{k} {a}>{b}>{c}" for k, (a, b, c) in one["memory"].items()), one["processes"],
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

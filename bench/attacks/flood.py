@@ -1,0 +1,100 @@
+"""Offer a server more requests than it can serve: the peak of a closed loop first, then a Poisson stream.
+
+    python -m bench.attacks.flood '{"host": ..., "port": ..., "key": ..., "seconds": S, "times": N, "drain": S}'
+
+`times`: the offered rate, in peaks; `drain`: seconds in which answers are waited for after the last request. It prints
+JSON: peak and goodput in answers a second, how long refusals took, and the statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from llmc_runtime.bench.wire import Pool, WireError
+
+from bench.attacks.figures import milliseconds, quantile
+from bench.attacks.watch import request
+
+CLIENTS = 32
+TOKENS = 96
+WARM = 1.0  # seconds at the beginning of each phase that do not count
+
+
+class Flood:
+    """Requests of one key; outcomes with their times."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings, self.draw = settings, random.Random(3)
+        self.pool = Pool(settings["host"], settings["port"], None)
+        self.done: list[tuple[float, float, int]] = []  # (ended, seconds, status)
+
+    async def one(self) -> None:
+        """Ask once."""
+        body = {"prompt": [self.draw.randrange(3, 250) for _ in range(12)], "max_tokens": TOKENS,
+                "temperature": 0, "ignore_eos": True}  # fmt: skip
+        began, status = time.monotonic(), 0
+        try:
+            link = await self.pool.take()
+            asked = request(self.settings["host"], self.settings["key"], "/v1/completions", body)
+            reply = await link.ask(asked, lambda _, data: None)
+            status = reply.status
+            self.pool.give(link, reply)
+        except (OSError, WireError):
+            pass
+        ended = time.monotonic()
+        self.done.append((ended, ended - began, status))
+
+    async def peak(self, seconds: float) -> float:
+        """Answers a second where a few clients ask one after the other."""
+        end = time.monotonic() + WARM + seconds
+
+        async def client() -> None:
+            while time.monotonic() < end:
+                await self.one()
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+        return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds
+
+    async def offer(self, rate: float, seconds: float) -> tuple[float, int]:
+        """Ask at a rate, whatever is answered: answers a second, and how many were asked for."""
+        due = time.monotonic()
+        end, tasks, asked = due + WARM + seconds, set[asyncio.Task[None]](), 0
+        while (now := time.monotonic()) < end:
+            while due <= now:
+                due += self.draw.expovariate(rate)
+                tasks.add(task := asyncio.create_task(self.one()))
+                task.add_done_callback(tasks.discard)
+                asked += 1
+            await asyncio.sleep(max(0.0, min(0.005, due - now)))
+        if tasks:
+            await asyncio.wait(set(tasks), timeout=self.settings["drain"])
+        for task in tasks:
+            task.cancel()
+        return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds, asked
+
+
+async def flood(settings: dict[str, Any]) -> dict[str, Any]:
+    """The figures."""
+    one, seconds = Flood(settings), settings["seconds"]
+    peak = await one.peak(seconds / 2)
+    one.done.clear()
+    goodput, asked = await one.offer(max(1.0, settings["times"] * peak), seconds)
+    refused = sorted(took for _, took, status in one.done if status in (429, 503))
+    return {
+        "peak": peak, "offered": asked / (WARM + seconds), "goodput": goodput, "share": goodput / max(peak, 1e-9),
+        "seconds": seconds, "refused_p50_ms": milliseconds(quantile(refused, 0.5)),
+        "refused_p99_ms": milliseconds(quantile(refused, 0.99)), "unanswered": asked - len(one.done),
+        "statuses": {str(k): v for k, v in sorted(Counter(status for _, _, status in one.done).items())},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    gc.disable()
+    print(json.dumps(asyncio.run(flood(json.loads(sys.argv[1])))))

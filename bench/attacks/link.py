@@ -1,0 +1,117 @@
+"""An attacker's requests over blocking sockets, each on a connection of its own and with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmc_runtime.bench.wire import Reply, WireError
+
+from bench.attacks.watch import request
+
+KEPT = 4096  # bytes at the end of an answer that are kept
+STATUS_NONE = 0
+LATE = "no answer before the deadline"
+
+
+@dataclass
+class Answer:
+    """Status 0: there was none before the deadline, or the connection broke, as `error` says."""
+
+    label: str
+    status: int = STATUS_NONE
+    seconds: float = 0.0
+    error: str = ""
+    size: int = 0
+    retry_after: str = ""
+
+    def json(self) -> dict[str, Any]:
+        """For the report."""
+        return asdict(self)
+
+
+def error_of(body: bytes) -> str:
+    """Code and message of an error object, cut short; of another answer, its beginning."""
+    try:
+        error = json.loads(body)["error"]
+        return f"{error['code']}: {error['message']}"[:200]
+    except (ValueError, KeyError, TypeError):
+        return body[:80].decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where and as whom an attacker asks; `until`: time.monotonic() at which it gives up."""
+
+    host: str
+    port: int
+    key: str
+    until: float
+
+    def connect(self) -> socket.socket:
+        """A connection."""
+        return socket.create_connection((self.host, self.port), self.left)
+
+    @property
+    def left(self) -> float:
+        """Seconds to the deadline, at least a few milliseconds."""
+        return max(0.005, self.until - time.monotonic())
+
+    def ask(self, label: str, path: str, body: Any = None) -> Answer:
+        """One request to its end. The body goes as it is if it is bytes."""
+        return self.exchange(label, request(self.host, self.key, path, body))
+
+    def exchange(self, label: str, data: bytes) -> Answer:
+        """Send some bytes, hear one answer."""
+        began, got = time.monotonic(), Answer(label)
+        try:
+            with self.connect() as link:
+                link.settimeout(self.left)
+                with contextlib.suppress(ConnectionError):  # refused before all was sent: the answer may be there
+                    link.sendall(data)
+                self._hear(link, got)
+        except TimeoutError:
+            got.error = got.error or LATE
+        except (OSError, WireError) as e:
+            got.error = got.error or type(e).__name__
+        got.seconds = time.monotonic() - began
+        return got
+
+    def _hear(self, link: socket.socket, got: Answer) -> None:
+        reply, kept = Reply(), b""
+        while not reply.complete:
+            link.settimeout(self.left)
+            data = link.recv(1 << 18)
+            if not data:
+                break
+            if not got.status and (at := data.lower().find(b"retry-after: ")) >= 0:
+                got.retry_after = data[at + 13 :].partition(b"\r\n")[0].decode(errors="replace")
+            body = reply.feed(data)
+            got.status = reply.status
+            got.size += len(body)
+            kept = (kept + body)[-KEPT:]
+        if got.status != 200:
+            got.error = error_of(kept)
+        elif (at := kept.find(b'{"error":')) >= 0:  # the last event of a stream
+            got.error = error_of(kept[at:].partition(b"\n")[0])
+
+
+def together(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    """Call all at once, each in a thread of its own; their answers in order."""
+    found: list[Answer | None] = [None] * len(calls)
+
+    def one(number: int) -> None:
+        found[number] = calls[number]()
+
+    threads = [threading.Thread(target=one, args=[i], daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [one for one in found if one is not None]

@@ -1,0 +1,282 @@
+"""The attacks of the table, by row: legal requests that cost a server much. Each returns the answers it got."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bench.attacks.link import Answer, Door, together
+from bench.attacks.server import KEYS, Server, python_path
+from bench.attacks.watch import request
+
+BODY = 8_000_000  # bytes of a large body; the server's own limit is 8 MiB
+AMBIGUOUS = 'start: s\ns: s s | /[a-z ]/ | s "," s | '
+INNOCENT = 'start: text\ntext: text " " text | word\nword: /[a-z]+/'
+KILLS = 4
+IDS, PROMPTS = 1000, 128  # of the row about prompt log-probabilities
+
+
+@dataclass
+class Field:
+    """What an attack acts on. `notes` are for the report; `connections` scales the row about unfinished bodies."""
+
+    server: Server
+    until: float
+    connections: int = 400
+    hold: float = 5.0
+    tokens: int = 512
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def door(self) -> Door:
+        """The attacker's."""
+        return Door(self.server.host, self.server.port, KEYS["attacker"], self.until)
+
+
+Run = Callable[[Field], list[Answer]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`name` is unique within the table. `ends`: the server is not to be used afterwards."""
+
+    row: int
+    name: str
+    run: Run
+    ends: bool = False
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    """A body of /v1/completions."""
+    return {"prompt": "x", "max_tokens": 8, **more}
+
+
+def schema(form: Any) -> dict[str, Any]:
+    """A completion with a JSON schema."""
+    own = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
+    return completion(response_format=own)
+
+
+def forms(bodies: Sequence[dict[str, Any]], again: bool = True) -> Run:
+    """Structured outputs, all at once; then the first of them once more."""
+
+    def run(ground: Field) -> list[Answer]:
+        ask = ground.door.ask
+        found = together([partial(ask, "request", "/v1/completions", body) for body in bodies])
+        return [*found, ask("again", "/v1/completions", bodies[0])] if again else found
+
+    return run
+
+
+def patterns(letters: Callable[[int], tuple[str, str]]) -> dict[str, Any]:
+    """An intersection of 32 patterns."""
+    every = [{"pattern": ".*{}.*{}.*".format(*letters(i))} for i in range(32)]
+    return schema({"type": "string", "allOf": every})
+
+
+def grammar(text: str, n: int) -> Run:
+    """n sequences that follow a grammar."""
+
+    def run(ground: Field) -> list[Answer]:
+        body = completion(n=n, max_tokens=ground.tokens, temperature=1.0, seed=5, ignore_eos=True,
+                          structured_outputs={"grammar": text})  # fmt: skip
+        return [ground.door.ask(f"n={n}", "/v1/completions", body)]
+
+    return run
+
+
+def filled(before: str, piece: str, after: str, size: int = BODY) -> bytes:
+    """A body of about `size` bytes: pieces with commas between."""
+    count = (size - len(before) - len(after)) // (len(piece) + 1)
+    return (before + ",".join([piece] * count) + after).encode()
+
+
+def unknown(piece: str) -> bytes:
+    """A valid completion with a large unknown field."""
+    return filled('{"prompt": "x", "max_tokens": 1, "unknown": [', piece, "]}")
+
+
+def nested(depth: int) -> bytes:
+    """One value nested as deep as the body is long, or `depth` deep and repeated."""
+    if depth:
+        return unknown("[" * depth + "]" * depth)
+    half = BODY // 2 - 40
+    return b'{"prompt": "x", "max_tokens": 1, "unknown": ' + b"[" * half + b"]" * half + b"}"
+
+
+def text(size: int, seed: int = 1) -> str:
+    """Words of random letters."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
+    return " ".join(draw.choices(words, k=size // 6))[:size]
+
+
+BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "unknown field [[[...]]], one value": ("/v1/completions", partial(nested, 0)),
+    "unknown field of [[...]] 50 deep": ("/v1/completions", partial(nested, 50)),
+    "unknown field of {}": ("/v1/completions", partial(unknown, "{}")),
+    "prompt of [1],[1],...": ("/v1/completions", partial(filled, '{"max_tokens": 1, "prompt": [', "[1]", "]}")),
+    "4M allowed_token_ids": (
+        "/v1/completions", partial(filled, '{"prompt": "x", "max_tokens": 1, "allowed_token_ids": [', "1", "]}")
+    ),
+    "/tokenize, token strings": (
+        "/tokenize", partial(filled, '{"return_token_strs": true, "prompt": "x', "the river", '"}')
+    ),
+}  # fmt: skip
+
+
+def sent(name: str, times: int = 1) -> Run:
+    """One of BODIES, so many times at once."""
+
+    def run(ground: Field) -> list[Answer]:
+        path, make = BODIES[name]
+        data = make()
+        return together([partial(ground.door.ask, f"{len(data) / 1e6:.1f} MB", path, data)] * times)
+
+    return run
+
+
+def prompts(count: int, size: int) -> Run:
+    """Prompts of text that do not fit."""
+
+    def run(ground: Field) -> list[Answer]:
+        made = [json.dumps(completion(prompt=text(size, seed))).encode() for seed in range(count)]
+        return together([partial(ground.door.ask, f"{size / 1e6:.0f} MB", "/v1/completions", data) for data in made])
+
+    return run
+
+
+def unfinished(ground: Field) -> list[Answer]:
+    """Connections that send all of a large body but its last byte, and wait."""
+    data = memoryview(request(ground.server.host, KEYS["attacker"], "/v1/completions", b" " * BODY)[:-1])
+    links: dict[socket.socket, int] = {}
+    ready = selectors.DefaultSelector()
+    began = moved = time.monotonic()
+    statuses: Counter[str] = Counter()
+    for _ in range(ground.connections):
+        with contextlib.suppress(OSError):
+            link = ground.door.connect()
+            link.setblocking(False)
+            links[link] = 0
+            ready.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+    full = 0
+    while ready.get_map() and time.monotonic() < min(ground.until, moved + ground.hold):
+        for key, events in ready.select(0.05):
+            link = key.fileobj
+            assert isinstance(link, socket.socket)
+            try:
+                if events & selectors.EVENT_READ:
+                    said = link.recv(65536)
+                    statuses[said.split(b" ", 2)[1].decode() if said.startswith(b"HTTP") else "closed"] += 1
+                    ready.unregister(link)
+                    continue
+                went = link.send(data[links[link] : links[link] + (1 << 18)])
+                links[link], moved = links[link] + went, time.monotonic()
+                if links[link] == len(data):
+                    full += 1
+                    ready.modify(link, selectors.EVENT_READ)
+            except OSError as e:
+                statuses[type(e).__name__] += 1
+                ready.unregister(link)
+    taken = sum(links.values()) / 1e6
+    ground.notes.append(f"{len(links)} connections, {full} sent all but a byte, {taken:.0f} MB taken")
+    for link in links:
+        link.close()
+    waiting = len(links) - sum(statuses.values())
+    seconds = time.monotonic() - began
+    found = [Answer(f"{count} connections", int(s) if s.isdigit() else 0, seconds, "" if s.isdigit() else s)
+             for s, count in statuses.items()]  # fmt: skip
+    return [*found, Answer(f"{waiting} connections", 0, seconds, "held to the end")] if waiting else found
+
+
+def kills(ground: Field) -> list[Answer]:
+    """End the engine's process four times; after the last, wait for what becomes of the server."""
+    found, server = [], ground.server
+    for number in range(1, KILLS + 1):
+        pid = server.engine
+        if pid is None:
+            break
+        os.kill(pid, signal.SIGKILL)
+        began, last = time.monotonic(), Answer("")
+        while time.monotonic() < ground.until and server.process.poll() is None:
+            last = ground.door.ask("", "/ready")
+            if last.status == 200 and server.engine not in (None, pid):
+                break
+            if number == KILLS and time.monotonic() - began > ground.hold * 3:
+                break
+            time.sleep(0.05)
+        code = server.process.poll()
+        told = f"the process ended with exit code {code}" if code is not None else last.error
+        last.label, last.seconds, last.error = f"kill {number}", time.monotonic() - began, told
+        found.append(last)
+        if last.status != 200 and code is None:
+            asked = ground.door.ask("completion", "/v1/completions", completion())
+            ground.notes.append(
+                f"after kill {number} a completion gets {asked.status}, Retry-After {asked.retry_after}"
+            )
+    return found
+
+
+def scored(ground: Field) -> list[Answer]:
+    """Log-probabilities of many long prompts."""
+    draw = random.Random(7)
+    made = [[draw.randrange(3, 250) for _ in range(IDS)] for _ in range(PROMPTS)]
+    got = ground.door.ask(f"{PROMPTS} x {IDS} ids", "/v1/completions",
+                          {"prompt": made, "max_tokens": 1, "prompt_logprobs": 20})  # fmt: skip
+    ground.notes.append(f"the answer has {got.size / 1e6:.1f} MB")
+    return [got]
+
+
+def flooded(ground: Field) -> list[Answer]:
+    """More requests than can be served; the load comes from a process of its own."""
+    server = ground.server
+    seconds = max(2.0, min(8.0, ground.door.left / 4))
+    asked = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
+    asked["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # of the deadline, what the load leaves
+    command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(asked)]
+    try:
+        env = {**os.environ, "PYTHONPATH": python_path()}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ground.door.left, env=env)
+    except subprocess.TimeoutExpired:
+        return [Answer("flood", 0, 0.0, "the load did not end before the deadline")]
+    got = json.loads(done.stdout)
+    ground.notes.append(json.dumps(got))
+    share = f"goodput {got['goodput']:.1f}/s, {100 * got['share']:.0f} % of the peak of {got['peak']:.1f}/s"
+    refused = f"refusals p50 {got['refused_p50_ms']:.1f}, p99 {got['refused_p99_ms']:.1f} ms"
+    return [Answer(f"{got['offered']:.0f}/s", 200, got["seconds"], f"{share}, {refused}")]
+
+
+ATTACKS: tuple[Attack, ...] = (
+    Attack(1, "multipleOf 99999989 and 99999971",
+           forms([schema({"type": "integer", "multipleOf": n}) for n in (99999989, 99999971)])),
+    Attack(1, "allOf of 32 patterns .*a.*x.*", forms([patterns(lambda i: (chr(97 + i % 26), "xy"[i // 26]))])),
+    Attack(1, "allOf of 32 patterns, other letters",
+           forms([patterns(lambda i: (chr(65 + i % 26), chr(97 + i * 7 % 26)))])),
+    Attack(1, "regex a? x 20,000 + a x 20,000",
+           forms([completion(structured_outputs={"regex": "a?" * 20000 + "a" * 20000})])),
+    Attack(1, "multipleOf 524287", forms([schema({"type": "integer", "multipleOf": 524287})])),
+    Attack(2, "ambiguous grammar of 39 bytes, n=15", grammar(AMBIGUOUS, 15)),
+    Attack(2, "ambiguous grammar of 39 bytes, n=60", grammar(AMBIGUOUS, 60)),
+    Attack(2, "innocent text grammar, n=4", grammar(INNOCENT, 4)),
+    *(Attack(3, name, sent(name)) for name in BODIES),
+    Attack(3, "unknown field of [[...]] 50 deep, four at once", sent("unknown field of [[...]] 50 deep", 4)),
+    Attack(4, "4 prompts of 8 MB", prompts(4, BODY - 100)),
+    Attack(4, "32 prompts of 1 MB", prompts(32, 1_000_000)),
+    Attack(5, "unfinished bodies of 8 MB", unfinished),
+    Attack(7, "128 prompts of 1,000 ids, prompt_logprobs 20", scored),
+    Attack(8, "ten times the peak", flooded),
+    Attack(6, "four ends of the engine", kills, ends=True),
+)  # fmt: skip

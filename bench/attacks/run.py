@@ -1,0 +1,126 @@
+"""How the attacks of the table are run: a server, its neighbours, quiet, the attack, rest; the figures of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.attacks.figures import story, table
+from bench.attacks.link import Door
+from bench.attacks.rows import ATTACKS, Attack, Field, schema
+from bench.attacks.server import KEYS, Sampler, Server, told
+from bench.attacks.watch import Watch
+
+SETTLE = 1.5  # seconds of streams before anything is measured
+PAUSE = 0.5  # seconds after a window: its sums keep the watching process from watching
+PATIENCE = 3.0  # seconds that a small request may take after an attack, where its server is to be kept
+LEAST = 3.0  # seconds of a window beside an attack
+
+
+Save = Callable[[list[dict[str, Any]]], None]
+
+
+@dataclass
+class Bench:
+    """How attacks are run; see the options of the command."""
+
+    artifact: Path
+    folder: Path
+    options: list[str]
+    neighbours: int = 1
+    tokens: int = 900
+    attacked: int = 512
+    seconds: float = 4.0
+    limit: float = 30.0
+    rest: float = 3.0
+    connections: int = 400
+    start: float = 120.0
+    server: Server | None = None
+    watch: Watch | None = None
+
+    def open(self) -> Server:
+        """A server with its neighbours, warm."""
+        if self.server is None:
+            self.server = Server(self.artifact, self.folder / "server.log", self.options, self.start)
+            door = Door(self.server.host, self.server.port, KEYS["neighbour"], time.monotonic() + self.start)
+            door.ask("warm", "/v1/completions", schema({"type": "object"}))
+            self.watch = Watch(self.server.host, self.server.port, KEYS["neighbour"], self.neighbours, self.tokens)
+            time.sleep(SETTLE)
+        return self.server
+
+    def close(self) -> None:
+        """End the server."""
+        if self.watch is not None:
+            self.watch.end()
+        if self.server is not None:
+            self.server.end()
+        self.server = self.watch = None
+
+    def run(self, attack: Attack, keep: bool) -> dict[str, Any]:
+        """Everything about one attack."""
+        server = self.open()
+        assert self.watch is not None
+        sampler = Sampler(server)
+        start = time.monotonic()
+        time.sleep(self.seconds)
+        quiet = self.watch.window(start, time.monotonic())
+        time.sleep(PAUSE)
+        begin, cpu = time.monotonic(), sampler.cpu()
+        ground = Field(server, time.monotonic() + self.limit, self.connections, tokens=self.attacked)
+        answers = attack.run(ground)
+        seconds = time.monotonic() - begin
+        time.sleep(max(0.2, LEAST - seconds))
+        end = time.monotonic()
+        beside = self.watch.window(begin, end)
+        spent = sampler.cpu() - cpu
+        time.sleep(self.rest)
+        changes = server.changes()
+        sampler.stop()
+        found = {
+            "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [one.json() for one in answers],
+            "notes": ground.notes, "quiet": quiet, "beside": beside, "cpu": dict(spent),
+            "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": told(server),
+        }  # fmt: skip
+        if not keep or attack.ends or changes != "same" or not self.serves(server):
+            self.close()
+        return found
+
+    def serves(self, server: Server) -> bool:
+        """Whether a new schema of the neighbour's key is served within a few seconds: no attack is still at work."""
+        form = schema({"type": "object", "properties": {f"after{time.monotonic_ns()}": {"type": "null"}}})
+        door = Door(server.host, server.port, KEYS["neighbour"], time.monotonic() + PATIENCE)
+        return door.ask("after", "/v1/completions", form).status == 200
+
+
+def chosen(rows: str, only: str) -> list[Attack]:
+    """The attacks of some rows whose names have some text. ValueError where there are none."""
+    wanted = {int(row) for row in rows.split(",") if row}
+    found = [one for one in ATTACKS if (not wanted or one.row in wanted) and only in one.name]
+    if not found:
+        raise ValueError(f"no attack has --rows {rows or 'any'} and {only!r} in its name")
+    return found
+
+
+def run_all(
+    bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf"), save: Save = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Run them, print and save each as it comes; those for which there is no time before `end` are named."""
+    found: list[dict[str, Any]] = []
+    limit = bench.limit
+    try:
+        for attack in attacks:
+            left = end - time.monotonic()
+            if left < bench.seconds + bench.rest + LEAST:
+                print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
+                continue
+            bench.limit = min(limit, left)
+            found.append(bench.run(attack, keep))
+            print(story(found[-1]), flush=True)
+            save(found)
+    finally:
+        bench.close()
+    print("\n" + table(found), flush=True)
+    return found

@@ -1,0 +1,157 @@
+"""`llmc-serve` on an artifact as a process: started, watched from outside (resident memory, processor time), ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.attacks.figures import memory_window
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = ("-c", "from llmc_runtime.cli import main_serve; raise SystemExit(main_serve())")
+KEYS = {"attacker": "attacker-key-of-the-bench", "neighbour": "neighbour-key-of-the-bench"}
+KEYS_NAME = "LLMC_ATTACK_KEYS"
+SAMPLE = 0.2  # seconds
+FRONT, ENGINE = "front", "engine"
+
+
+def python_path() -> str:
+    """Where children find this checkout; what was there before stays."""
+    before = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(ROOT), str(ROOT / "runtime"), *([before] if before else [])])
+
+
+class Server:
+    """A ready server with two API keys. SystemExit with its last words where it does not start."""
+
+    def __init__(self, artifact: Path | str, log: Path, options: Sequence[str] = (), seconds: float = 120.0,
+                 program: Sequence[str] = SERVE) -> None:  # fmt: skip
+        self.log = log
+        command = [sys.executable, *program, str(artifact), "--port", "0", "--api-key-env", KEYS_NAME, *options]
+        env = {**os.environ, "PYTHONPATH": python_path(), KEYS_NAME: ",".join(KEYS.values())}
+        with log.open("w") as err:
+            self.process = subprocess.Popen(command, stderr=err, stdout=err, env=env)
+        began = time.monotonic()
+        while not (found := re.search(r" at http://([\d.]+):(\d+)", log.read_text(errors="replace"))):
+            if self.process.poll() is not None or time.monotonic() - began > seconds:
+                self.process.kill()
+                raise SystemExit(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.05)
+        self.host, self.port = found[1], int(found[2])
+        self.began = self.family()
+
+    def family(self) -> dict[int, tuple[float, str]]:
+        """By process id: when it began, and its role: front, engine, or the name of a helper's module."""
+        found: dict[int, tuple[float, str]] = {}
+        with contextlib.suppress(psutil.Error):
+            top = psutil.Process(self.process.pid)
+            found[top.pid] = (top.create_time(), FRONT)
+            for one in top.children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    found[one.pid] = (one.create_time(), _role(one, top.pid))
+        return found
+
+    @property
+    def engine(self) -> int | None:
+        """The engine's process id, while there is one."""
+        return next((pid for pid, (_, role) in self.family().items() if role == ENGINE), None)
+
+    def changes(self) -> str:
+        """What became of the processes that it began with; helpers may come and go."""
+        now = self.family()
+        told = []
+        for role in (FRONT, ENGINE):
+            before = {(pid, began) for pid, (began, which) in self.began.items() if which == role}
+            after = {(pid, began) for pid, (began, which) in now.items() if which == role}
+            if before != after:
+                told.append(f"{role} {'replaced' if after else 'ended'}")
+        if (code := self.process.poll()) is not None:
+            told.append(f"exit code {code}")
+        return ", ".join(told) or "same"
+
+    def end(self) -> int:
+        """End it and its children; its exit code."""
+        children = self.family()
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            code = self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        for pid, (began, _) in children.items():
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).create_time() == began:
+                    psutil.Process(pid).kill()
+        return code
+
+
+def _role(process: psutil.Process, top: int) -> str:
+    """By the module that its command line names; what the engine itself starts is a helper."""
+    text = " ".join(process.cmdline())
+    if "core.process" in text or "fake_engine" in text:
+        return ENGINE if process.ppid() == top else "helper"
+    named = re.search(r"llmc_runtime\.([\w.]+)", text)
+    return named[1] if named else "helper"
+
+
+class Sampler:
+    """Resident bytes and processor seconds of a server by role, taken five times a second in a thread."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.samples: list[tuple[float, dict[str, int]]] = []
+        self._cpu: dict[int, tuple[str, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.take()
+            self._over.wait(SAMPLE)
+
+    def take(self) -> dict[str, int]:
+        """A sample now."""
+        held: Counter[str] = Counter()
+        for pid, (_, role) in self.server.family().items():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                held[role] += process.memory_info().rss
+                times = process.cpu_times()
+                self._cpu[pid] = (role, times.user + times.system)
+        self.samples.append((time.monotonic(), dict(held)))
+        return dict(held)
+
+    def cpu(self) -> Counter[str]:
+        """Processor seconds so far, those of processes that ended included."""
+        found: Counter[str] = Counter()
+        for role, seconds in list(self._cpu.values()):
+            found[role] += seconds  # type: ignore[assignment]
+        return found
+
+    def window(self, begin: float, end: float) -> dict[str, list[int]]:
+        """Memory [before, peak, after] in MiB by role."""
+        return memory_window(list(self.samples), begin, end)
+
+    def stop(self) -> None:
+        """Take no more."""
+        self._over.set()
+        self._thread.join(5)
+
+
+def told(server: Server, most: int = 5) -> list[str]:
+    """The last lines of the log besides those of requests."""
+    lines: list[Any] = server.log.read_text(errors="replace").splitlines()
+    return [line for line in lines if "llmc.request" not in line][-most:]

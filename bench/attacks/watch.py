@@ -1,0 +1,225 @@
+"""Measure a server from a process of its own: a neighbour's streams, /health, and small innocent requests.
+
+    python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N}'
+
+It runs until stdin closes. A line `{"begin": T0, "end": T1}` (time.monotonic) is answered by a line of JSON with the
+figures of that window; what ended before its begin is then forgotten, so that windows are asked for in their order.
+What is still open at the end of a window counts with the time that it has taken so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from llmc_runtime.bench.wire import Connection, Reply, WireError
+
+from bench.attacks.figures import gaps_of, milliseconds
+from bench.attacks.server import python_path
+
+HEALTH_EVERY = 0.02  # seconds
+RETRY = 0.25  # seconds until a stream that was refused is asked for again
+SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
+
+
+def request(host: str, key: str, path: str, body: Any = None) -> bytes:
+    """A whole HTTP request; a body that is not bytes is sent as JSON."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"Authorization: Bearer {key}"] if key else []
+    lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"] if body is not None else []
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + data
+
+
+class Streams:
+    """Greedy streams of one key, each renewed when it ends; arrival times of their events."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.gaps: list[tuple[float, float]] = []  # (time, seconds since the event before)
+        self.firsts: list[tuple[float, float]] = []  # (time, seconds since the request)
+        self.statuses: list[tuple[float, int]] = []
+        self.latest: dict[int, float] = {}  # the last event of each stream that is writing
+        self.asked: dict[int, float] = {}  # when each stream that has no event yet was asked for
+
+    async def run(self, number: int) -> None:
+        """One stream after another."""
+        while True:
+            status = 0
+            with contextlib.suppress(OSError, WireError):
+                status = await self._one(number)
+            self.latest.pop(number, None)
+            self.statuses.append((time.monotonic(), status))
+            if status != 200:
+                await asyncio.sleep(RETRY)
+
+    async def _one(self, number: int) -> int:
+        host, port, lines, events = self.settings["host"], self.settings["port"], 0, 0
+        began = self.asked.setdefault(number, time.monotonic())
+
+        def hear(reply: Reply, body: bytes) -> None:
+            nonlocal lines, events
+            lines += body.count(b"\n")  # two end an event; JSON has none inside
+            came, events = lines // 2 - events, lines // 2
+            came -= b"data: [DONE]" in body
+            if reply.status != 200 or came < 1:
+                return
+            now = time.monotonic()
+            last = self.latest.get(number)
+            if last is None:
+                self.asked.pop(number, None)
+                self.firsts.append((now, now - began))
+            else:
+                self.gaps.append((now, now - last))
+            self.gaps += [(now, 0.0)] * (came - 1)
+            self.latest[number] = now
+
+        body = {"prompt": f"Stream {number}: the river", "max_tokens": self.settings["tokens"], "temperature": 0,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
+        try:
+            reply = await connection.ask(request(host, self.settings["key"], "/v1/completions", body), hear)
+        finally:
+            connection.transport.abort()
+        return reply.status
+
+    def window(self, begin: float, end: float) -> dict[str, Any]:
+        """The figures of a window."""
+        self.gaps = [one for one in self.gaps if one[0] > begin]
+        self.firsts = [one for one in self.firsts if one[0] > begin]
+        self.statuses = [one for one in self.statuses if one[0] > begin]
+        open_now = [end - last for last in self.latest.values()]
+        waiting = [end - began for began in self.asked.values()]
+        refused = Counter(str(status) for t, status in self.statuses if t <= end and status != 200)
+        firsts = [seconds for t, seconds in self.firsts if t <= end] + waiting
+        found = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
+        return {**found, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}
+
+
+class Asker:
+    """One request again and again over a connection of its own: when each began, what it took, what it was told."""
+
+    def __init__(self, settings: dict[str, Any], every: float, make: Callable[[int], tuple[str, Any]]) -> None:
+        self.settings, self.every, self.make = settings, every, make
+        self.done: list[tuple[float, float, int, str]] = []  # (began, seconds, status, code)
+        self.began: float | None = None
+
+    async def run(self) -> None:
+        """Ask every so many seconds, or as soon as the one before has been answered."""
+        link: Connection | None = None
+        for number in range(1 << 60):
+            path, body = self.make(number)
+            self.began = began = time.monotonic()
+            heard: list[bytes] = []
+            status = 0
+            try:
+                if link is None or link.closed:
+                    loop, where = asyncio.get_running_loop(), (self.settings["host"], self.settings["port"])
+                    _, link = await loop.create_connection(Connection, *where)
+                asked = request(self.settings["host"], self.settings["key"], path, body)
+                reply = await link.ask(asked, lambda _, data, heard=heard: heard.append(data))
+                status, link = reply.status, link if reply.reusable else None
+            except (OSError, WireError):
+                link = None
+            self.began = None
+            self.done.append((began, time.monotonic() - began, status, code_of(status, b"".join(heard))))
+            await asyncio.sleep(max(0.005, began + self.every - time.monotonic()))
+
+    def window(self, begin: float, end: float) -> dict[str, Any]:
+        """The figures of a window; a request counts where it was open in it."""
+        self.done = [one for one in self.done if one[0] + one[1] > begin]
+        rows = [one for one in self.done if one[0] <= end]
+        taken = [min(seconds, end - began) for began, seconds, _, _ in rows]
+        if self.began is not None and self.began < end:
+            taken.append(end - self.began)
+        statuses = Counter(f"{status} {code}".strip() for _, _, status, code in rows)
+        taken.sort()
+        worst = [milliseconds(seconds) for seconds in taken[-1:-4:-1]]
+        return {"count": len(taken), "statuses": dict(statuses), "worst_ms": worst}
+
+
+def code_of(status: int, body: bytes) -> str:
+    """The code of an error object."""
+    if status == 200 or not body:
+        return ""
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return "?"
+
+
+def innocents() -> dict[str, tuple[float, Callable[[int], tuple[str, Any]]]]:
+    """By name: how often, and the request; every schema is a new one, so that none comes from a cache."""
+
+    def completion(number: int) -> tuple[str, Any]:
+        return "/v1/completions", {"prompt": f"Question {number}:", "max_tokens": 4, "temperature": 0}
+
+    def schema(number: int) -> tuple[str, Any]:
+        own = {"type": "object", "properties": {f"field{number}": {"type": "integer"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "small", "schema": own}}
+        return "/v1/completions", {"prompt": "x", "max_tokens": 4, "temperature": 0, "response_format": form}
+
+    def tokenize(number: int) -> tuple[str, Any]:
+        return "/tokenize", {"prompt": f"{number} " + SENTENCE * 50}
+
+    return {"completion": (0.4, completion), "schema": (0.8, schema), "tokenize": (0.4, tokenize)}
+
+
+async def watch(settings: dict[str, Any]) -> None:
+    """Measure until stdin closes."""
+    streams = Streams(settings)
+    askers = {"health": Asker(settings, HEALTH_EVERY, lambda _: ("/health", None))}
+    askers |= {name: Asker(settings, *how) for name, how in innocents().items() if settings.get("innocents", True)}
+    tasks = [asyncio.create_task(streams.run(i)) for i in range(settings["streams"])]
+    tasks += [asyncio.create_task(one.run()) for one in askers.values()]
+    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        asked = json.loads(line)
+        told: dict[str, Any] = {name: one.window(**asked) for name, one in askers.items()}
+        print(json.dumps({"itl": streams.window(**asked), **told}), flush=True)
+        if failed := next((task for task in tasks if task.done()), None):
+            failed.result()
+
+
+class Watch:
+    """The handle of a watching process."""
+
+    def __init__(self, host: str, port: int, key: str, streams: int, tokens: int, innocents: bool = True) -> None:
+        settings = {"host": host, "port": port, "key": key, "streams": streams, "tokens": tokens}
+        settings["innocents"] = innocents
+        command = [sys.executable, "-m", "bench.attacks.watch", json.dumps(settings)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, **pipes)
+
+    def window(self, begin: float, end: float) -> dict[str, Any]:
+        """The figures between two times of time.monotonic()."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"begin": begin, "end": end}) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+if __name__ == "__main__":
+    gc.disable()  # it has no cycles, and a collection would be measured as the server's
+    asyncio.run(watch(json.loads(sys.argv[1])))

@@ -1,0 +1,83 @@
+"""The table of bench.attacks on a GPU: a large model of random weights, many streams as neighbours; JSON and a verdict.
+
+    python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
+
+One server for all attacks while its processes live. The target: the neighbours' ITL p99 beside each attack within 10 %
+of the quiet value just before it. DIR gets attacks.json, written after each attack, attacks.md and server.log. Attacks
+for which no time is left are named.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.attacks.figures import table
+from bench.attacks.run import Bench, chosen, run_all
+from bench.gpu.card import state, why_no_gpu
+from bench.gpu.plan import MODELS, parser, plan_of
+from bench.gpu.served import artifact
+
+TARGET = 1.10  # the p99 beside an attack, of the quiet one
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each attack: the ratio of the p99s, and whether the target was held."""
+    lines = []
+    for one in rows:
+        quiet, beside = one["quiet"]["itl"]["p99_ms"], one["beside"]["itl"]["p99_ms"]
+        longest = f"max {one['quiet']['itl']['max_ms']:.0f} > {one['beside']['itl']['max_ms']:.0f} ms"
+        ratio = beside / quiet if quiet else 0.0
+        word = "held" if 0 < ratio <= TARGET else "missed"
+        lines.append(
+            f"[{one['row']}] {one['name']}: ITL p99 {quiet:.2f} > {beside:.2f} ms, {ratio:.3f} ({word}); {longest}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    began = time.monotonic()
+    ap = parser()
+    ap.prog = "python -m bench.gpu.attacks"
+    ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
+    ap.add_argument("--artifact", type=Path, metavar="DIR", help="another artifact, on whatever it runs on")
+    ap.add_argument("--rows", default="", metavar="N,N", help="some rows of the table (all)")
+    ap.add_argument("--only", default="", metavar="TEXT", help="attacks with this in their names")
+    ap.add_argument("--neighbours", type=int, default=64, metavar="N", help="greedy streams (64)")
+    ap.add_argument("--neighbour-tokens", type=int, default=4000, metavar="N", help="of each (4000)")
+    ap.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of quiet before each attack (4)")
+    ap.add_argument("--attack-limit", type=float, default=15.0, metavar="S", help="that one may take (15)")
+    ap.add_argument("--rest", type=float, default=1.0, metavar="S", help="after each (1)")
+    ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
+    ap.add_argument("--batched", type=int, default=512, metavar="N", help="tokens of a step (512)")
+    ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
+    ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
+    args = ap.parse_args(argv)
+    if args.artifact is None and (why := why_no_gpu()):
+        raise SystemExit(f"no GPU: {why}")
+    args.models = args.model
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.artifact or artifact(replace(plan_of(args), models=()), MODELS[args.model])
+    print(f"[{time.monotonic() - began:.0f} s] {path} ({state()})", flush=True)
+    options = ["--prepare", "--max-num-batched-tokens", str(args.batched), *shlex.split(args.options)]
+    bench = Bench(
+        path, args.out, options, args.neighbours, args.neighbour_tokens,
+        seconds=args.seconds, limit=args.attack_limit, rest=args.rest, connections=args.connections, start=300.0,
+    )  # fmt: skip
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        (args.out / "attacks.json").write_text(json.dumps({"device": state(), "rows": rows}, indent=1) + "\n")
+
+    rows = run_all(bench, chosen(args.rows, args.only), True, began + args.limit, keep)
+    told = verdicts(rows)
+    (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{told}\n")
+    print(f"\n{told}\n[{time.monotonic() - began:.0f} s]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

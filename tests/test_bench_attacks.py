@@ -1,0 +1,118 @@
+"""The attack table's own arithmetic: percentiles, windows, the text of rows, and the bodies that it sends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil")
+from llmc_runtime.bench.wire import Reply
+
+from bench.attacks.figures import answers_text, gaps_of, memory_window, quantile, table
+from bench.attacks.link import Answer, error_of
+from bench.attacks.rows import ATTACKS, BODIES, BODY, patterns
+from bench.attacks.watch import Asker, Streams, code_of, request
+from bench.gpu.attacks import verdicts
+
+SETTINGS = {"host": "127.0.0.1", "port": 1, "key": "k", "streams": 1, "tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.0, 1.0), (0.5, 50.0), (0.505, 51.0), (0.99, 99.0), (0.991, 100.0), (1.0, 100.0)]
+)
+def test_a_quantile_is_a_value_that_so_many_do_not_exceed(share: float, value: float) -> None:
+    assert quantile([float(i) for i in range(1, 101)], share) == value
+    assert quantile([], share) == 0.0 and quantile([7.0], share) == 7.0
+
+
+def test_a_gap_that_is_open_counts_once_it_is_the_longest() -> None:
+    told = gaps_of([0.002] * 98 + [0.010, 0.030], [0.020, 4.0])
+    assert told == {"tokens": 100, "p50_ms": 2.0, "p99_ms": 30.0, "max_ms": 4000.0}
+    assert gaps_of([]) == {"tokens": 0, "p50_ms": 0.0, "p99_ms": 0.0, "max_ms": 0.0}
+    assert gaps_of([], [1.0])["max_ms"] == 1000.0
+
+
+def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
+    streams = Streams(SETTINGS)
+    streams.gaps = [(1.0, 0.9), (2.0, 0.001), (3.0, 0.002), (9.0, 0.5)]
+    streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (0.5, 0)]
+    streams.latest, streams.asked = {0: 3.9}, {1: 3.0}
+    told = streams.window(1.9, 4.0)
+    assert told["tokens"] == 2 and told["max_ms"] == 100.0 and told["ttft_max_ms"] == 1000.0
+    assert told["refused"] == {"429": 1}
+    assert streams.window(8.0, 10.0)["p50_ms"] == 500.0
+
+
+def test_a_window_of_requests_counts_those_that_were_open_in_it() -> None:
+    asker = Asker(SETTINGS, 0.1, lambda number: ("/health", None))
+    asker.done = [(0.0, 0.5, 200, ""), (0.8, 0.4, 200, ""), (1.5, 0.1, 400, "invalid_value"), (2.5, 0.1, 200, "")]
+    asker.began = 1.9
+    told = asker.window(1.0, 2.0)
+    assert told == {"count": 3, "statuses": {"200": 1, "400 invalid_value": 1}, "worst_ms": [400.0, 100.0, 100.0]}
+
+
+def test_memory_before_at_the_peak_and_after_by_role() -> None:
+    mib = 1 << 20
+    samples = [(0.0, {"front": 10 * mib}), (1.0, {"front": 12 * mib, "engine": 5 * mib}), (2.0, {"front": 90 * mib}),
+               (3.0, {"front": 20 * mib})]  # fmt: skip
+    assert memory_window(samples, 1.5, 9.0) == {"engine": [5, 0, 0], "front": [12, 90, 20]}
+    assert memory_window([], 0.0, 1.0) == {}
+
+
+def test_answers_that_differ_in_numbers_alone_are_one_line() -> None:
+    told = (("1 MB", 400, 2.0, "710 tokens"), ("1 MB", 400, 9.0, "8 tokens"), ("again", 0, 1.0, "late"))
+    rows = [Answer(*one).json() for one in told]
+    assert answers_text(rows).splitlines() == [
+        "1 MB: 2 x 400 in 9.00 s (710 tokens)", "again: none in 1.00 s (late)",
+    ]  # fmt: skip
+
+
+def test_errors_are_told_by_code_and_message() -> None:
+    body = json.dumps({"error": {"code": "queue_full", "message": "later", "type": "x", "param": None}}).encode()
+    assert error_of(body) == "queue_full: later" and code_of(503, body) == "queue_full"
+    assert error_of(b"<html>") == "<html>" and code_of(502, b"<html>") == "?" and code_of(200, body) == ""
+
+
+def test_requests_are_whole_messages() -> None:
+    head, _, body = request("127.0.0.1", "k", "/tokenize", {"prompt": "x"}).partition(b"\r\n\r\n")
+    assert b"Content-Length: %d" % len(body) in head and b"Authorization: Bearer k" in head
+    assert json.loads(body) == {"prompt": "x"} and b"Content-Length" not in request("h", "", "/health")
+    assert b"Authorization" not in request("h", "", "/health")
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_large_bodies_are_json_within_the_limit(name: str) -> None:
+    data = BODIES[name][1]()
+    assert BODY * 0.9 < len(data) <= BODY
+    if "one value" not in name:  # nested deeper than Python reads
+        assert isinstance(json.loads(data), dict)
+
+
+def test_every_row_has_its_attacks_under_names_of_their_own() -> None:
+    assert {one.row for one in ATTACKS} == set(range(1, 9))
+    assert len({one.name for one in ATTACKS}) == len(ATTACKS)
+    form = patterns(lambda i: (chr(97 + i % 26), "xy"[i // 26]))["response_format"]["json_schema"]["schema"]
+    assert len({one["pattern"] for one in form["allOf"]}) == 32
+
+
+def figures(p99: float) -> dict[str, Any]:
+    one = {"count": 1, "statuses": {"200": 1}, "worst_ms": [5.0]}
+    itl = {"tokens": 9, "p50_ms": 1.0, "p99_ms": p99, "max_ms": 9.0, "ttft_max_ms": 3.0, "refused": {}}
+    return {"itl": itl, **dict.fromkeys(("health", "completion", "schema", "tokenize"), one)}
+
+
+def test_a_row_of_the_table_and_its_verdict_on_a_gpu() -> None:
+    common = {"row": 3, "name": "x", "answers": [Answer("a", 400).json()], "memory": {"front": [1, 2, 3]}}
+    common |= {"processes": "same", "quiet": figures(10.0)}
+    rows = [{**common, "beside": figures(p99)} for p99 in (11.0, 11.1)]
+    assert "| 3 | x | a: 400 in 0.00 s | 1.0 / 10.0 / 9 | 1.0 / 11.0 / 9 | 5 | 5 | front 1>2>3 | same |" in table(rows)
+    held, missed = verdicts(rows).splitlines()
+    assert "1.100 (held)" in held and "1.110 (missed)" in missed
+
+
+def test_a_reply_in_chunks_is_read_as_the_bench_reads_it() -> None:
+    reply = Reply()
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert reply.feed(head + b"7\r\ndata: x\r\n0\r\n\r\n") == b"data: x" and reply.complete
