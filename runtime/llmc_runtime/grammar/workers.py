@@ -23,6 +23,8 @@ from llmc_runtime.grammar.limits import (
     LANE,
     OPERATION_SECONDS,
     SLOTS,
+    SMALL_BYTES,
+    TENANT_BYTES,
     VOCABULARY_SECONDS,
     WORKERS,
 )
@@ -253,7 +255,11 @@ class Workers:
 
     def _take(self, worker: Worker, number: int, what: int, payload: bytes) -> None:
         grammar = worker.grammar
-        if what == wire.COMPILED:
+        if what == wire.COMPILED and self._too_large(worker, int(payload)):
+            cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
+            self._refuse(worker, LlmcError("E653", cause, "send the request again when others have ended"))
+            self._unlink(worker)  # which ends it
+        elif what == wire.COMPILED:
             worker.compiled, worker.private = True, int(payload)
             self._lanes.end(grammar.tenant)
             self._answered(grammar, None)
@@ -267,6 +273,12 @@ class Workers:
                 guide.fail(LlmcError("E652", cause, "ask for a simpler one, or for other texts"))
             else:
                 guide.take(None if what == wire.SAME else payload)
+
+    def _too_large(self, worker: Worker, private: int) -> bool:
+        """Whether a worker that has compiled needs memory that its tenant has used up."""
+        tenant = worker.grammar.tenant
+        used = sum(one.private for one in self._workers.values() if one.grammar.tenant == tenant)
+        return private > SMALL_BYTES and used + private > TENANT_BYTES
 
     def _refuse(self, worker: Worker, error: LlmcError) -> None:
         """The compilation has failed: the worker leaves the grammar."""
