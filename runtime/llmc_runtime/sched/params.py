@@ -203,7 +203,9 @@ def _are_ids(values: Sequence[Any]) -> bool:
 
 
 def _is_stop(text: object) -> bool:
-    return isinstance(text, str) and 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_BYTES:
+        return False
+    return len(text.encode(errors="replace")) <= MAX_STOP_BYTES
 
 
 def _is_word(text: object) -> bool:
