@@ -135,8 +135,7 @@ class Front:
         try:
             if chat:
                 asked = parse(body, ChatRequest, lambda n: None)
-                params, plan = of_chat(asked, self.llm), plan_of(asked, self.dialect)
-                params = plan.constrained(params, "response_format")
+                params, _ = of_chat(asked, self.llm), plan_of(asked, self.dialect)
             else:
                 wanted = parse(body, CompletionRequest, lambda n: None)
                 params = of_completion(wanted, self.llm)

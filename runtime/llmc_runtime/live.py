@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from copy import copy
 
 from llmc_runtime.engine import Engine
 from llmc_runtime.format.errors import LlmcError
@@ -99,7 +98,4 @@ def one_of(params: SamplingParams, index: int) -> SamplingParams:
     if params.n == 1:
         return params
     seed = None if params.seed is None else params.seed + index & _SEEDS
-    mine = copy(params)  # what was checked is not checked again, for each of them
-    for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", None if index else params.prompt_logprobs)):
-        object.__setattr__(mine, name, value)
-    return mine
+    return params.changed(n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)

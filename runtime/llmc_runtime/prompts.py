@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -111,10 +110,7 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     (the engine then says what does not fit)."""
     if params.max_tokens is None or not 0 < room < params.max_tokens:
         return params
-    cut = copy(params)  # what was checked is not checked again, for each of many prompts
-    object.__setattr__(cut, "max_tokens", room)
-    object.__setattr__(cut, "min_tokens", min(params.min_tokens, room))
-    return cut
+    return params.changed(max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def numbered(error: LlmcError, index: int, count: int) -> LlmcError:

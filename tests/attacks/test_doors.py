@@ -174,12 +174,12 @@ def test_03_targets_in_absolute_form_open_nothing(steady: Target) -> None:
                 assert ask(f"http://{me}{spelled}", me, theirs if "/v1" in path else mine) != 500, spelled
         if path.startswith("/admin/"):
             assert ask(f"http://{me}{path}", me, mine) == 403
-    for target, host in (
+    for url, host in (
         ("http://evil.test/health", me), (f"http://{me}/health", "evil.test"), (f"http://x@{me}/health", me),
         (f"http://x@{me}/health", f"x@{me}"), (f"https://{me}/health", me), (f"file://{me}/health", me),
         ("http:///health", me), (f"http:{me}/health", me), (f"HTTP%3A//{me}/health", me),
     ):  # fmt: skip
-        assert ask(target, host) == 400, target
+        assert ask(url, host) == 400, url
     assert ask("http://evil.test/health", "evil.test") == 421
 
 

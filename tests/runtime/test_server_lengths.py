@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ import httpx
 from llmc_runtime import LlmcError, SamplingParams
 from llmc_runtime.core.allowed import masked, token_mask
 from llmc_runtime.core.messages import params_of, sampling_of
+from llmc_runtime.live import words_of
 from llmc_runtime.sched.guide import Bans, mask_of, mask_size
 from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
 from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams, is_over
 from llmc_runtime.sched.token_mask import TokenMask
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest
-from llmc_runtime.server.lengths import MAX_CALLS, MAX_PARTS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
+from llmc_runtime.server.lengths import MAX_CALLS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.reads import Reads
@@ -153,4 +155,26 @@ def test_parts_and_calls_are_counted_over_all_messages() -> None:
     assert len(for_template([message] * (MAX_CALLS // 128), reads, False)) == MAX_CALLS // 128
     with pytest.raises(ApiError, match=f"up to {MAX_CALLS} tool calls"):
         for_template([message] * (MAX_CALLS // 128 + 1), reads, False)
-    assert MAX_PARTS >= 1024
+
+
+def test_bad_words_of_many_prompts_are_tokenized_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def counted(params: SamplingParams, tokenizer: Any) -> Any:
+        made.append(params.bad_words)
+        return words_of(params, tokenizer)
+
+    monkeypatch.setattr("llmc_runtime.core.async_llm.words_of", counted)
+    words = [f"{'y' * 60}{i:04}" for i in range(100)]
+    body = {"prompt": ["one", "two"] * 32, "max_tokens": 2, "temperature": 1, "seed": 3}
+    plain = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert len(made) == 64 and not any(made)  # nothing to tokenize
+    made.clear()
+    banned = httpx.post(f"{server.url}/v1/completions", json={**body, "bad_words": words}, timeout=60).json()["choices"]
+    assert made == [tuple(words)]
+    assert [one["text"] for one in banned] == [one["text"] for one in plain]
+
+
+def test_copies_with_other_values_have_all_the_others() -> None:
+    params = SamplingParams(n=3, seed=5, stop=["x"], bad_words=["y"], logit_bias={1: 2}, min_tokens=2, temperature=0.7)
+    assert params.changed() == params and params.changed(n=1, max_tokens=4) == replace(params, n=1, max_tokens=4)

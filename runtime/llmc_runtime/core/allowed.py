@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from copy import copy
 
 import numpy as np
 
@@ -34,6 +33,4 @@ def masked(params: SamplingParams, vocab_size: int) -> SamplingParams:
     ids = params.allowed_token_ids
     if not isinstance(ids, tuple):
         return params
-    out = copy(params)
-    object.__setattr__(out, "allowed_token_ids", token_mask(ids, vocab_size))
-    return out
+    return params.changed(allowed_token_ids=token_mask(ids, vocab_size))

@@ -69,6 +69,7 @@ class AsyncLLM:
         self._supervisor: Supervisor | None = None
         self._started = self._stopped = False
         self.generation: Mapping[str, Any] = {}  # defaults of sampling, by their names in generation_config.json
+        self._waiting_for_words = 0
         self._recent_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
         self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
 
@@ -300,7 +301,16 @@ class AsyncLLM:
             return words_of(params, self.tokenizer)
         if self._recent_words is None or self._recent_words[0] is not words:
             self._recent_words = words, asyncio.create_task(asyncio.to_thread(words_of, params, self.tokenizer))
-        return await asyncio.shield(self._recent_words[1])
+        task = self._recent_words[1]
+        if not task.done():
+            before, self._waiting_for_words = self._waiting_for_words, self._waiting_for_words + 1
+            try:
+                await asyncio.wait([task])
+            finally:
+                self._waiting_for_words -= 1
+            for _ in range(before // 4):  # a few prompts go on in each turn of the event loop
+                await asyncio.sleep(0)
+        return task.result()
 
     def _defaults(self, prompt: Prompt) -> SamplingParams:
         config = self.config

@@ -191,8 +191,10 @@ def _incomplete_tail(run: bytes) -> bytes:
 
 def _decoder_kinds(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The types of the decoder's steps in order, as tokenizer.json names them."""
-    decoder = tokenizer.backend.decoder
-    return () if decoder is None else tuple(_kinds(json.loads(decoder.__getstate__())))
+    if tokenizer.decoder_kinds is None:
+        decoder = tokenizer.backend.decoder
+        tokenizer.decoder_kinds = () if decoder is None else tuple(_kinds(json.loads(decoder.__getstate__())))
+    return tokenizer.decoder_kinds
 
 
 def _kinds(state: Mapping[str, Any]) -> Iterable[str]:

@@ -31,6 +31,7 @@ class Tokenizer:
         self.named_tokens: Mapping[str, str] = MappingProxyType(dict(names))
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see text.stream
         self._spelled: dict[int, str] = {}
         self.pieces: dict[int, tuple[bytes, str | None]] = {}  # what detokenizers found out about ids, see text.stream
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
