@@ -37,11 +37,11 @@ def test_a_gap_that_is_open_counts_once_it_is_the_longest() -> None:
 def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
     streams = Streams(SETTINGS)
     streams.gaps = [(1.0, 0.9), (2.0, 0.001), (3.0, 0.002), (9.0, 0.5)]
-    streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (0.5, 0)]
+    streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (2.4, -1), (0.5, 0)]
     streams.latest, streams.asked = {0: 3.9}, {1: 3.0}
     told = streams.window(1.9, 4.0)
     assert told["tokens"] == 2 and told["max_ms"] == 100.0 and told["ttft_max_ms"] == 1000.0
-    assert told["refused"] == {"429": 1}
+    assert told["refused"] == {"429": 1, "broken": 1}
     assert streams.window(8.0, 10.0)["p50_ms"] == 500.0
 
 

@@ -27,6 +27,7 @@ from bench.attacks.figures import gaps_of, milliseconds
 from bench.attacks.server import python_path
 
 HEALTH_EVERY = 0.02  # seconds
+BROKEN = -1  # in the place of a status: the stream ended with an error
 RETRY = 0.25  # seconds until a stream that was refused is asked for again
 SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
 
@@ -64,10 +65,12 @@ class Streams:
 
     async def _one(self, number: int) -> int:
         host, port, lines, events = self.settings["host"], self.settings["port"], 0, 0
+        failed = False
         began = self.asked.setdefault(number, time.monotonic())
 
         def hear(reply: Reply, body: bytes) -> None:
-            nonlocal lines, events
+            nonlocal lines, events, failed
+            failed = failed or b'data: {"error"' in body
             lines += body.count(b"\n")  # two end an event; JSON has none inside
             came, events = lines // 2 - events, lines // 2
             came -= b"data: [DONE]" in body
@@ -90,7 +93,7 @@ class Streams:
             reply = await connection.ask(request(host, self.settings["key"], "/v1/completions", body), hear)
         finally:
             connection.transport.abort()
-        return reply.status
+        return BROKEN if failed else reply.status
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
         """The figures of a window."""
@@ -99,7 +102,8 @@ class Streams:
         self.statuses = [one for one in self.statuses if one[0] > begin]
         open_now = [end - last for last in self.latest.values()]
         waiting = [end - began for began in self.asked.values()]
-        refused = Counter(str(status) for t, status in self.statuses if t <= end and status != 200)
+        refused = Counter("broken" if status == BROKEN else str(status)
+                          for t, status in self.statuses if t <= end and status != 200)  # fmt: skip
         firsts = [seconds for t, seconds in self.firsts if t <= end] + waiting
         found = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
         return {**found, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}

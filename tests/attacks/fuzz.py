@@ -72,6 +72,8 @@ class Figures:
         for one in self.windows:
             if not one["itl"]["tokens"] or one["itl"]["max_ms"] > lenient * WORST_ITL:
                 found.append(f"ITL: {one['itl']}, at most {lenient * WORST_ITL:.0f} ms")
+            if lost := {k: n for k, n in one["itl"]["refused"].items() if k not in ("429", "503")}:
+                found.append(f"the neighbour's streams were told {lost}")
             worst, second = [*one["health"]["worst_ms"], 0.0, 0.0][:2]
             if second > lenient * HEALTH or worst > lenient * WORST_HEALTH:
                 found.append(f"/health took {worst} and {second} ms, at most {lenient * WORST_HEALTH:.0f} and "
