@@ -60,6 +60,7 @@ class Row:
     engine: float
     client: float
     late_p99: float
+    refusal_cpu: float  # milliseconds of the front's CPU a refusal, over what completed requests cost it at the peak
 
 
 @dataclass
@@ -256,8 +257,8 @@ def request_of(args: argparse.Namespace, keep: bool) -> bytes:
     return (head + ("\r\n" if keep else "Connection: close\r\n\r\n")).encode() + data
 
 
-def closed(client: Client, width: int, seconds: float) -> Log:
-    """`width` requests open at any time; what ended in the `seconds` after warming up."""
+def closed(client: Client, width: int, seconds: float) -> tuple[Log, int]:
+    """`width` requests open at any time; what ended in the `seconds` after warming up, and how many ended at all."""
     log, end = Log(), time.perf_counter() + WARM + seconds
     for _ in range(width):
         client.start(time.perf_counter(), log)
@@ -265,7 +266,7 @@ def closed(client: Client, width: int, seconds: float) -> Log:
         for _ in range(client.wait(end - now, log)):
             client.start(time.perf_counter(), log)
     client.rest(log)
-    return log.within(end - seconds, end)
+    return log.within(end - seconds, end), len(log.done)
 
 
 def offered(client: Client, server: Server, rate: float, seconds: float) -> tuple[Log, list[float]]:
@@ -289,8 +290,13 @@ def offered(client: Client, server: Server, rate: float, seconds: float) -> tupl
 def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     """Every load over one kind of connections."""
     client = Client(server.port, keep, request_of(args, keep))
-    peaks = [closed(client, width, args.seconds).done for width in args.widths]
-    best = max(peaks, key=len)
+    logs, costs = [], []
+    for width in args.widths:
+        before = server.cpu()[0]
+        log, ended = closed(client, width, args.seconds)
+        logs.append(log.done)
+        costs.append((server.cpu()[0] - before) / max(1, ended))
+    best, cost = max(logs, key=len), min(costs)
     peak, took = len(best) / args.seconds, statistics.median(took for _, took in best)
     objective = 3 * took + args.queue / peak
     mode = "kept" if keep else "new"
@@ -298,22 +304,31 @@ def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     rows = []
     for load in args.loads:
         log, cpu = offered(client, server, load * peak, args.seconds)
-        rows.append(row(mode, load, load * peak, peak, log, cpu, args.seconds, objective))
+        rows.append(row(mode, load, load * peak, peak, log, cpu, args.seconds, objective, cost))
         print(line(rows[-1]), file=sys.stderr, flush=True)
         time.sleep(1.0)
     return rows
 
 
 def row(
-    mode: str, load: float, rate: float, peak: float, log: Log, cpu: list[float], seconds: float, objective: float
+    mode: str,
+    load: float,
+    rate: float,
+    peak: float,
+    log: Log,
+    cpu: list[float],
+    seconds: float,
+    objective: float,
+    cost: float,
 ) -> Row:
-    """One load's figures."""
+    """One load's figures; `cost`: CPU seconds of the front for a completed request."""
     good = sum(took <= objective for _, took in log.done) / seconds
+    extra = max(0.0, cpu[0] - cost * len(log.done)) / len(log.refused) if log.refused else 0.0
     done, refused = ([took for _, took in some] for some in (log.done, log.refused))
     return Row(
         mode, load, rate, len(log.late) / seconds, good, good / peak, len(done) / seconds, len(refused) / seconds,
         log.failed, *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
-        *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99),
+        *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99), 1e3 * extra,
     )  # fmt: skip
 
 
@@ -324,7 +339,7 @@ def quantile(values: list[float], q: float) -> float:
 
 HEAD = (
     "mode   load offered/s  sent/s  good/s  share  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
-    "CPU front engine client late ms"
+    "CPU front engine client late ms  ms/refusal"
 )
 
 
@@ -333,7 +348,8 @@ def line(one: Row) -> str:
     return (
         f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
         f"{one.done_p50:7.0f} {one.done_p99:7.0f} {one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
-        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.client:6.2f} {one.late_p99:9.1f}"
+        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.client:6.2f} {one.late_p99:7.1f} "
+        f"{one.refusal_cpu:11.2f}"
     )
 
 

@@ -97,7 +97,8 @@ COMMON: tuple[Row, ...] = (
         "400, 413, 415 or 421", NONE, ("server.guard",)),
     Row(("a body",), "over {small_body} in a text process: {text_cpu} of CPU time, {containers} objects and lists, "
         "{values} values; nesting of {depth} levels",
-        _BODY + "; {text_memory} for a text process; {bodies} for all unfinished bodies over {free_body}, shared by keys",
+        _BODY + "; {text_memory} for a text process; {bodies} for all unfinished bodies over {free_body}, which keys "
+        "share",
         "400, 408, 413 or 503", "{body_seconds} to arrive; {text_processes} text processes, in which keys take turns: "
         "{lane_waiting} jobs wait, {lane_seconds} each",
         ("server.guard", "server.bodies", "server.lanes", "server.parse", "server.offload.pool",
@@ -150,7 +151,8 @@ FIELDS: tuple[Row, ...] = (
         ("server.lengths", "server.serving")),
     Row(("prompt",), "refused by its bytes where no tokens could be long enough; else tokenized in growing parts, up "
         "to the model's length", "{prompts} prompts; the body's limit",
-        "`echo` repeats it", "counted as tokens, see the queue", ("server.prompting", "text.bounded", "server.serving")),
+        "`echo` repeats it", "counted as tokens, see the queue",
+        ("server.prompting", "text.bounded", "server.serving")),
     Row(("tokens",), "{listed}, or as many as the context has", "the body's limit", "the text of the ids",
         "{texts} at a time of one key",
         ("server.prompting", "server.serving")),
