@@ -187,6 +187,7 @@ def test_fields_that_are_too_large_for_the_server_are_refused_by_name(server: Se
 def test_a_body_that_takes_too_much_time_ends_its_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as server:
         assert post(server, "/v1/completions", {"prompt": "x", "u": PAD, "max_tokens": 1}).status_code == 200
+        until(lambda: idle(server) == 2)
         before = pids(server)
         for pid in before:  # as the timer of the process does
             os.kill(pid, signal.SIGSTOP)
@@ -196,7 +197,8 @@ def test_a_body_that_takes_too_much_time_ends_its_process_alone(monkeypatch: pyt
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 head = {"Content-Type": "application/json"}
                 work = [asyncio.ensure_future(client.post("/v1/completions", content=body, headers=head))]
-                await asyncio.sleep(0.3)
+                while not server.serving.offload._busy:
+                    await asyncio.sleep(0.01)
                 for pid in before:
                     os.kill(pid, signal.SIGPROF)
                     os.kill(pid, signal.SIGCONT)
@@ -229,7 +231,8 @@ def test_a_process_that_ends_is_replaced(number: int, status: int) -> None:
         async def strike() -> httpx.Response:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 work = asyncio.ensure_future(client.post("/v1/completions", json=body))
-                await asyncio.sleep(0.3)
+                while not server.serving.offload._busy:
+                    await asyncio.sleep(0.01)
                 for pid in stopped:
                     os.kill(pid, number)
                     os.kill(pid, signal.SIGCONT)
