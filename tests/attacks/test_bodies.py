@@ -6,6 +6,7 @@ import json
 import threading
 import time
 
+import psutil
 import pytest
 
 from tests.attacks.conftest import KEYS
@@ -103,3 +104,16 @@ def test_06_unfinished_bodies_together(full: bool) -> None:
             thread.join()
         until(lambda: server.memory() - before < FRONT_GROWTH)
         server.steady("unfinished bodies")
+
+
+def test_21_text_processes_end_with_a_server_that_is_killed() -> None:
+    with target() as server:
+        found: set[int] = set()
+
+        def there() -> bool:
+            found.update(server.processes().keys() - server.lasting().keys())
+            return bool(found)
+
+        until(there)  # one is started before any request
+        server.process.kill()
+        until(lambda: not any(psutil.pid_exists(pid) for pid in found))
