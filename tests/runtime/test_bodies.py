@@ -145,3 +145,19 @@ def test_a_body_that_comes_slowly_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         assert "slower" in json.loads(reply[2] or link.recv(4000))["error"]["message"]
         link.close()
         until(lambda: server.serving.bodies.used == 0)
+
+
+def test_heads_of_many_lines_are_refused_and_chunks_of_a_byte_are_read() -> None:
+    with served() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as link:
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 1000)
+            reply = link.recv(4000)
+            assert reply.startswith(b"HTTP/1.1 431") and b"256 lines" in reply, reply
+        body = json.dumps({"prompt": "x", "max_tokens": 1, "unknown": "y" * 20_000}).encode()
+        with socket.create_connection((host, int(port))) as link:
+            link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            link.sendall(b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % one for one in body))
+            link.sendall(b"0\r\n\r\n")
+            assert link.recv(4000).startswith(b"HTTP/1.1 200")
+        server.rest()

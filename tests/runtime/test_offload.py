@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -76,7 +77,7 @@ def server() -> Iterator[Served]:
 
 
 def post(server: Served, path: str, body: Any) -> httpx.Response:
-    data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return httpx.post(f"{server.url}{path}", content=data, headers={"Content-Type": "application/json"}, timeout=60)
 
 
@@ -186,6 +187,7 @@ def test_fields_that_are_too_large_for_the_server_are_refused_by_name(server: Se
 def test_a_body_that_takes_too_much_time_ends_its_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as server:
         assert post(server, "/v1/completions", {"prompt": "x", "u": PAD, "max_tokens": 1}).status_code == 200
+        until(lambda: idle(server) == 2)
         before = pids(server)
         for pid in before:  # as the timer of the process does
             os.kill(pid, signal.SIGSTOP)
@@ -195,7 +197,8 @@ def test_a_body_that_takes_too_much_time_ends_its_process_alone(monkeypatch: pyt
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 head = {"Content-Type": "application/json"}
                 work = [asyncio.ensure_future(client.post("/v1/completions", content=body, headers=head))]
-                await asyncio.sleep(0.3)
+                while not server.serving.offload._busy:
+                    await asyncio.sleep(0.01)
                 for pid in before:
                     os.kill(pid, signal.SIGPROF)
                     os.kill(pid, signal.SIGCONT)
@@ -228,7 +231,8 @@ def test_a_process_that_ends_is_replaced(number: int, status: int) -> None:
         async def strike() -> httpx.Response:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 work = asyncio.ensure_future(client.post("/v1/completions", json=body))
-                await asyncio.sleep(0.3)
+                while not server.serving.offload._busy:
+                    await asyncio.sleep(0.01)
                 for pid in stopped:
                     os.kill(pid, number)
                     os.kill(pid, signal.SIGCONT)
@@ -337,3 +341,27 @@ def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyP
         if kind == m.DONE:
             ends.append(m.msgspec.msgpack.decode(payload, type=m.Done).leaves)
     assert kinds == [m.ANSWER, m.DONE] * 2 and ends == [False, True]
+
+
+CPU = "m.CPU_SECONDS = 0.05"
+MEMORY = "m.MEMORY_BYTES = 32 << 20"
+PATCHED = (
+    "import sys; sys.path[:] = {path!r}; from llmc_runtime.server.offload import messages as m; {limit};"
+    "from llmc_runtime.server.offload.worker import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize(("limit", "words"), [(CPU, "0.05 s of CPU time"), (MEMORY, "32 MiB of memory")])
+def test_limits_of_time_and_memory_end_the_job_alone(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+    from llmc_runtime.server.offload import process
+
+    command = [sys.executable, "-P", "-c", PATCHED.format(path=sys.path, limit=limit)]
+    monkeypatch.setattr(process, "module_command", lambda module: command)
+    name = limit.partition(" = ")[0]
+    monkeypatch.setattr(m, name.removeprefix("m."), 0.05 if limit == CPU else 32 << 20)
+    with served() as server:
+        for _ in range(2):
+            reply = post(server, "/detokenize", {"tokens": [70], "u": [0.5] * 1_500_000})
+            assert reply.status_code == 400 and words in reply.text, reply.text[:300]
+            assert reply.json()["error"]["code"] == "body_too_complex"
+        assert post(server, "/tokenize", {"prompt": "x", "u": PAD}).status_code == 200

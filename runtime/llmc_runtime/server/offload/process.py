@@ -18,6 +18,7 @@ from llmc_runtime.server.offload import messages as m
 
 _REAP = 0.005  # seconds between two looks at whether a process has ended
 _BUFFER = 1 << 20  # bytes of a socket
+_END_SECONDS = 10.0  # from the end of the link to that of the process, on a busy machine
 
 
 class Ended(Exception):
@@ -99,7 +100,7 @@ class TextProcess:
     async def why(self) -> ApiError:
         """Why it has ended, as the sender of its job is told."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):  # the link closes a moment before the process has ended
+            async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
                 while self._process.poll() is None:
                     await asyncio.sleep(_REAP)
         code = self._process.poll()
