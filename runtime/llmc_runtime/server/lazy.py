@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 SLICE_SECONDS = 0.001  # of encoding without a pause
+PAUSE_BYTES = 16 << 10  # of events with objects: about SLICE_SECONDS of work
 _SLICE_BYTES = 64 << 10  # the same, where the client is the faster one
 _LONG = 512  # items of a list that are encoded at once
 
@@ -68,6 +69,11 @@ class Encoding:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+
+    async def pause(self) -> None:
+        """Let the event loop serve the others, after about SLICE_SECONDS of encoding."""
+        async with self._turn:
+            await asyncio.sleep(SLICE_SECONDS)
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
         """The JSON text of the value between two texts, a slice at a time."""

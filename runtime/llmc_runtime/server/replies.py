@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc_runtime.server.errors import ApiError, internal
-from llmc_runtime.server.lazy import Encoding, is_lazy
+from llmc_runtime.server.lazy import PAUSE_BYTES, Encoding, is_lazy
 
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
@@ -147,7 +147,7 @@ class Events(Response):
         async def sent(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        part, tail = part or sent, b""
+        part, tail, unpaused = part or sent, b"", 0
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
@@ -160,7 +160,11 @@ class Events(Response):
                         async for some in self._encoding.parts(chunk, b"data: ", b"\n\n"):
                             await part(some)
                     else:
-                        await part(event(chunk))
+                        await part(made := event(chunk))
+                        unpaused += len(made)
+                        if unpaused > PAUSE_BYTES:  # a burst of them would hold the loop: taking one need not wait
+                            await self._encoding.pause()
+                            unpaused = 0
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:
