@@ -17,12 +17,13 @@ _LONG = 512  # items of a list that are encoded at once
 
 
 class Lazy:
-    """A JSON array whose items are made while it is encoded, which happens once."""
+    """A JSON array whose items are made while it is encoded, which happens once. `small`: each item is encoded at once,
+    without a look at whether it is lazy itself."""
 
-    __slots__ = ("items",)
+    __slots__ = ("items", "small")
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = items
+    def __init__(self, items: Iterable[Any], small: bool = True) -> None:
+        self.items, self.small = items, small
 
 
 def is_lazy(value: Any) -> bool:
@@ -45,6 +46,12 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield from pieces(one)
             before = b","
         yield b"}"
+    elif isinstance(value, Lazy) and value.small:
+        before = b"["
+        for one in value.items:
+            yield before + msgspec.json.encode(one)
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
     else:
         yield from _array(value.items if isinstance(value, Lazy) else value)
 

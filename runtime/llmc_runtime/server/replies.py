@@ -20,6 +20,7 @@ from llmc_runtime.server.lazy import PAUSE_BYTES, Encoding, is_lazy
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
+_WHOLE = 256 << 10  # bytes of an answer that is sent at once
 
 
 class Gone(Exception):
@@ -47,20 +48,19 @@ def event(value: Any) -> bytes:
 async def as_answer(
     value: Any, encoding: Encoding, gone: Callable[[], None], sent: Callable[[], None] = lambda: None
 ) -> Response:
-    """A JSON answer. What is encoded in one slice is sent with its length, what is not in chunks as it is made; `gone`
+    """A JSON answer. Up to _WHOLE bytes are sent with their length, more in chunks as they are made; `gone`
     is called where the client goes away meanwhile, `sent` when the answer is not needed any more."""
-    parts = encoding.parts(value)
-    first = await anext(parts)
-    second = await anext(parts, None)
-    if second is None:
-        sent()
-        return Response(first, media_type="application/json")
-    return InParts(_again(first, second, parts), gone, sent)
+    parts, first = encoding.parts(value), bytearray()
+    async for part in parts:
+        first += part
+        if len(first) > _WHOLE:
+            return InParts(_again(bytes(first), parts), gone, sent)
+    sent()
+    return Response(bytes(first), media_type="application/json")
 
 
-async def _again(first: bytes, second: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    yield second
     async for part in rest:
         yield part
 
