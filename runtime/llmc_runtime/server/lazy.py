@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 SLICE_SECONDS = 0.001  # of encoding without a pause
-PAUSE_BYTES = 16 << 10  # of events with objects: about SLICE_SECONDS of work
+PAUSE_BYTES = 8 << 10  # of events with objects: about SLICE_SECONDS of work
 _SLICE_BYTES = 64 << 10  # the same, where the client is the faster one
 _LONG = 512  # items of a list that are encoded at once
 
