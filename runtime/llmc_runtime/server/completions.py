@@ -43,7 +43,7 @@ class Completion:
         whole = await gather(news, prompts, params.n)
         if self._silent:
             whole.usage.generated = 0
-        return {**self._head, "choices": Lazy(self._choices(prompts, whole)), "usage": whole.usage.told()}
+        return {**self._head, "choices": Lazy(self._choices(prompts, whole), small=False), "usage": whole.usage.told()}
 
     def _choices(self, prompts: list[Prompt], whole: Whole) -> Iterator[dict[str, Any]]:
         index = 0

@@ -11,17 +11,19 @@ from typing import Any
 import msgspec
 
 SLICE_SECONDS = 0.001  # of encoding without a pause
+PAUSE_BYTES = 8 << 10  # of events with objects: about SLICE_SECONDS of work
 _SLICE_BYTES = 64 << 10  # the same, where the client is the faster one
 _LONG = 512  # items of a list that are encoded at once
 
 
 class Lazy:
-    """A JSON array whose items are made while it is encoded, which happens once."""
+    """A JSON array whose items are made while it is encoded, which happens once. `small`: each item is encoded at once,
+    without a look at whether it is lazy itself."""
 
-    __slots__ = ("items",)
+    __slots__ = ("items", "small")
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = items
+    def __init__(self, items: Iterable[Any], small: bool = True) -> None:
+        self.items, self.small = items, small
 
 
 def is_lazy(value: Any) -> bool:
@@ -44,6 +46,12 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield from pieces(one)
             before = b","
         yield b"}"
+    elif isinstance(value, Lazy) and value.small:
+        before = b"["
+        for one in value.items:
+            yield before + msgspec.json.encode(one)
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
     else:
         yield from _array(value.items if isinstance(value, Lazy) else value)
 
@@ -68,6 +76,11 @@ class Encoding:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+
+    async def pause(self) -> None:
+        """Let the event loop serve the others, after about SLICE_SECONDS of encoding."""
+        async with self._turn:
+            await asyncio.sleep(SLICE_SECONDS)
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
         """The JSON text of the value between two texts, a slice at a time."""

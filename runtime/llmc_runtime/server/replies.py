@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc_runtime.server.errors import ApiError, internal
-from llmc_runtime.server.lazy import Encoding, is_lazy
+from llmc_runtime.server.lazy import PAUSE_BYTES, Encoding, is_lazy
 
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
+_WHOLE = 256 << 10  # bytes of an answer that is sent at once
 
 
 class Gone(Exception):
@@ -47,20 +48,19 @@ def event(value: Any) -> bytes:
 async def as_answer(
     value: Any, encoding: Encoding, gone: Callable[[], None], sent: Callable[[], None] = lambda: None
 ) -> Response:
-    """A JSON answer. What is encoded in one slice is sent with its length, what is not in chunks as it is made; `gone`
+    """A JSON answer. Up to _WHOLE bytes are sent with their length, more in chunks as they are made; `gone`
     is called where the client goes away meanwhile, `sent` when the answer is not needed any more."""
-    parts = encoding.parts(value)
-    first = await anext(parts)
-    second = await anext(parts, None)
-    if second is None:
-        sent()
-        return Response(first, media_type="application/json")
-    return InParts(_again(first, second, parts), gone, sent)
+    parts, first = encoding.parts(value), bytearray()
+    async for part in parts:
+        first += part
+        if len(first) > _WHOLE:
+            return InParts(_again(bytes(first), parts), gone, sent)
+    sent()
+    return Response(bytes(first), media_type="application/json")
 
 
-async def _again(first: bytes, second: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    yield second
     async for part in rest:
         yield part
 
@@ -147,7 +147,7 @@ class Events(Response):
         async def sent(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        part, tail = part or sent, b""
+        part, tail, unpaused = part or sent, b"", 0
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
@@ -160,7 +160,11 @@ class Events(Response):
                         async for some in self._encoding.parts(chunk, b"data: ", b"\n\n"):
                             await part(some)
                     else:
-                        await part(event(chunk))
+                        await part(made := event(chunk))
+                        unpaused += len(made)
+                        if unpaused > PAUSE_BYTES:  # a burst of them would hold the loop: taking one need not wait
+                            await self._encoding.pause()
+                            unpaused = 0
                 last = DONE
             except ApiError as e:
                 if e.status >= 500:

@@ -238,10 +238,15 @@ class Serving:
     ) -> list[SamplingParams]:
         """The parameters of each prompt, once the answer has room. ApiError 400, 429 or 503."""
         lengths, outputs = [len(prompt.ids) for prompt in prompts], params.n * len(prompts)
-        size = size_of(asked, params, lengths, sum((one.max_tokens or 0) * one.n for one in each))
+        most = self.llm.config.max_model_len  # what an output without a limit of its own ends at
+
+        def tokens() -> int:
+            return sum((one.max_tokens or most - length) * one.n for one, length in zip(each, lengths))
+
+        size = size_of(asked, params, lengths, tokens())
         if open_end and size.total > self.max_answer:
             each = [cut(one, size, self.max_answer, outputs) for one in each]
-            size = replace(size, tokens=sum((one.max_tokens or 0) * one.n for one in each))
+            size = replace(size, tokens=tokens())
         check_size(asked, size, self.max_answer)
         if size.held:
             call.hold.answer = self.admission.answer(call.key, size.total)

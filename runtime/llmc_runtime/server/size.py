@@ -66,9 +66,9 @@ def check_size(asked: Generation, size: Size, most: int) -> None:
 
 
 def cut(params: SamplingParams, size: Size, most: int, outputs: int) -> SamplingParams:
-    """Parameters whose `max_tokens` nobody gave, cut so that the answer fits into `most` bytes; the same where not even
-    one token fits."""
+    """Parameters whose `max_tokens` the client left open, cut so that the answer fits into `most`
+    bytes; the same where not even one token fits."""
     room = (most - size.fixed) // (size.each * outputs)
-    if params.max_tokens is None or not 0 < room < params.max_tokens:
+    if room <= 0 or (params.max_tokens is not None and params.max_tokens <= room):
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
