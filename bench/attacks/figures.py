@@ -74,7 +74,7 @@ def story(found: Mapping[str, Any]) -> str:
     lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
     lines += [f"  note       {note}" for note in found["notes"]]
     lines.append(
-        f"  itl ms     quiet {itl_text(quiet['itl'])}   beside {itl_text(beside['itl'])}"
+        f"  itl ms     quiet {itl_text(quiet['itl'])}   beside {itl_text(beside['itl'])}   after {itl_text(found['after']['itl'])}"
         f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
     )
     lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")
@@ -93,6 +93,7 @@ HEAD = (
     "attacker",
     "ITL p50/p99/max quiet",
     "beside",
+    "quiet after",
     "/health max",
     "innocents' worst",
     "MiB",
@@ -110,7 +111,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         failed = sorted({s for n in ("completion", "schema", "tokenize") for s in beside[n]["statuses"] if s != "200"})
         cells = [
             str(one["row"]), one["name"], answers_text(one["answers"]).replace("\n", "; ").replace("|", "\\|")[:160],
-            itl_text(one["quiet"]["itl"]), itl_text(beside["itl"]),
+            itl_text(one["quiet"]["itl"]), itl_text(beside["itl"]), itl_text(one["after"]["itl"]),
             f"{beside['health']['worst_ms'][0] if beside['health']['worst_ms'] else 0:.0f}",
             f"{worst:.0f}{f' {failed}' if failed else ''}",
             ", ".join(f"{k} {a}>{b}>{c}" for k, (a, b, c) in one["memory"].items()), one["processes"],

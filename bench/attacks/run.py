@@ -64,10 +64,7 @@ class Bench:
         server = self.open()
         assert self.watch is not None
         sampler = Sampler(server)
-        start = time.monotonic()
-        time.sleep(self.seconds)
-        quiet = self.watch.window(start, time.monotonic())
-        time.sleep(PAUSE)
+        quiet = self._quiet()
         begin, cpu = time.monotonic(), sampler.cpu()
         ground = Field(server, time.monotonic() + self.limit, self.connections, tokens=self.attacked)
         answers = attack.run(ground)
@@ -77,15 +74,25 @@ class Bench:
         beside = self.watch.window(begin, end)
         spent = sampler.cpu() - cpu
         time.sleep(self.rest)
+        after = self._quiet()
         changes = server.changes()
         sampler.stop()
         found = {
             "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [one.json() for one in answers],
-            "notes": ground.notes, "quiet": quiet, "beside": beside, "cpu": dict(spent),
+            "notes": ground.notes, "quiet": quiet, "beside": beside, "after": after, "cpu": dict(spent),
             "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": told(server),
         }  # fmt: skip
         if not keep or attack.ends or changes != "same" or not self.serves(server):
             self.close()
+        return found
+
+    def _quiet(self) -> dict[str, Any]:
+        """A window in which nobody attacks."""
+        assert self.watch is not None
+        start = time.monotonic()
+        time.sleep(self.seconds)
+        found = self.watch.window(start, time.monotonic())
+        time.sleep(PAUSE)
         return found
 
     def serves(self, server: Server) -> bool:

@@ -106,6 +106,12 @@ def _role(process: psutil.Process, top: int) -> str:
     return named[1] if named else "helper"
 
 
+def _memory(process: psutil.Process) -> int:
+    """Resident bytes; of pages that processes share, each has its part."""
+    found = process.memory_full_info()
+    return int(getattr(found, "pss", 0) or found.rss)
+
+
 class Sampler:
     """Resident bytes and processor seconds of a server by role, taken five times a second in a thread."""
 
@@ -128,7 +134,7 @@ class Sampler:
         for pid, (_, role) in self.server.family().items():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                held[role] += process.memory_info().rss
+                held[role] += _memory(process)
                 times = process.cpu_times()
                 self._cpu[pid] = (role, times.user + times.system)
         self.samples.append((time.monotonic(), dict(held)))

@@ -3,7 +3,7 @@
     python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
 
 One server for all attacks while its processes live. The target: the neighbours' ITL p99 beside each attack within 10 %
-of the quiet value just before it. DIR gets attacks.json, written after each attack, attacks.md and server.log. Attacks
+of the quiet value, the mean of those right before and right after it. DIR gets attacks.json, written after each attack, attacks.md and server.log. Attacks
 for which no time is left are named.
 """
 
@@ -30,7 +30,8 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each attack: the ratio of the p99s, and whether the target was held."""
     lines = []
     for one in rows:
-        quiet, beside = one["quiet"]["itl"]["p99_ms"], one["beside"]["itl"]["p99_ms"]
+        quiet = (one["quiet"]["itl"]["p99_ms"] + one["after"]["itl"]["p99_ms"]) / 2  # streams grow slower as they grow
+        beside = one["beside"]["itl"]["p99_ms"]
         longest = f"max {one['quiet']['itl']['max_ms']:.0f} > {one['beside']['itl']['max_ms']:.0f} ms"
         ratio = beside / quiet if quiet else 0.0
         word = "held" if 0 < ratio <= TARGET else "missed"

@@ -11,14 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 2.0  # that a client has to stop sending
+MOST = 16  # connections that do so at a time: dropping what clients send costs processor time
+_READ = 256 << 10  # bytes that are dropped at a time
+
+
+class Room:
+    """How many connections of a server linger."""
+
+    def __init__(self) -> None:
+        self.used = 0
 
 
 class Lingering:
-    """`inner` with another way of closing, where `unread` says that the client has more to send. Its protocol drops
-    what comes from then on; at its end asyncio closes the connection."""
+    """`inner` with another way of closing, where `unread` says that the client has more to send and `room` has room.
+    Its protocol drops what comes from then on, and says `end` when asyncio has closed the connection."""
 
-    def __init__(self, inner: asyncio.Transport, unread: Callable[[], bool]) -> None:
-        self._inner, self._unread = inner, unread
+    def __init__(self, inner: asyncio.Transport, unread: Callable[[], bool], room: Room) -> None:
+        self._inner, self._unread, self._room = inner, unread, room
         self.write = inner.write
         self.lingers = False
 
@@ -33,10 +42,16 @@ class Lingering:
         """Say that this is the end; the connection itself ends when the client has done so, too, or had its time."""
         if self.is_closing():
             return
-        if not (self._unread() and self._inner.can_write_eof()):
+        if self._room.used >= MOST or not (self._unread() and self._inner.can_write_eof()):
             self._inner.close()
             return
         self.lingers = True
+        self._room.used += 1
+        self._inner.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
         self._inner.write_eof()
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(SECONDS, self._inner.close)
+
+    def end(self) -> None:
+        """The connection is closed."""
+        self._room.used -= self.lingers

@@ -10,7 +10,7 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError, unavailable
-from llmc_runtime.server.linger import Lingering
+from llmc_runtime.server.linger import Lingering, Room
 from llmc_runtime.server.shed import Shed
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
@@ -44,6 +44,7 @@ class Bound:
     refused: Callable[[], None] = lambda: None
     open: int = 0
     polite: int = _POLITE
+    lingering: Room = field(default_factory=Room)
 
 
 def descriptors(wanted: int | None) -> int:
@@ -112,7 +113,7 @@ class Wire(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there, and should say something."""
-        self._end = Lingering(transport, self._unread)
+        self._end = Lingering(transport, self._unread, self.bound.lingering)
         super().connection_made(self._end)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
@@ -202,6 +203,7 @@ class Wire(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self.bound.open -= 1
+        self._end.end()
         self._cancel()
         self._flows()
         super().connection_lost(exc)
