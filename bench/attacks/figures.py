@@ -73,8 +73,9 @@ def story(found: Mapping[str, Any]) -> str:
     lines = [f"\n[{found['row']}] {found['name']}  ({found['seconds']:.1f} s)"]
     lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
     lines += [f"  note       {note}" for note in found["notes"]]
+    times = (f"{name} {itl_text(found[name]['itl'])}" for name in ("quiet", "beside", "after"))
     lines.append(
-        f"  itl ms     quiet {itl_text(quiet['itl'])}   beside {itl_text(beside['itl'])}   after {itl_text(found['after']['itl'])}"
+        f"  itl ms     {'   '.join(times)}"
         f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
     )
     lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")

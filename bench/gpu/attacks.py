@@ -3,8 +3,8 @@
     python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
 
 One server for all attacks while its processes live. The target: the neighbours' ITL p99 beside each attack within 10 %
-of the quiet value, the mean of those right before and right after it. DIR gets attacks.json, written after each attack, attacks.md and server.log. Attacks
-for which no time is left are named.
+of the quiet value, the mean of those right before and right after it. DIR gets attacks.json, written after each attack,
+attacks.md and server.log. Attacks for which no time is left are named.
 """
 
 from __future__ import annotations
