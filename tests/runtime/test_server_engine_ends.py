@@ -38,7 +38,8 @@ def serving(max_restarts: int, *options: str) -> Command:
 
 def engine_of(command: Command) -> int:
     """The id of the engine process."""
-    return max(child.pid for child in psutil.Process(command.process.pid).children())
+    children = psutil.Process(command.process.pid).children()
+    return max(child.pid for child in children if "server.offload" not in " ".join(child.cmdline()))
 
 
 def healthy(url: str) -> bool:

@@ -216,7 +216,7 @@ ROLES = {"gemma": {"model"}, "llama3": {"ipython"}, "mistral": {"tool_results"}}
 @pytest.mark.parametrize("name", sorted(one.stem for one in FOLDER.glob("*.jinja")))
 def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str) -> None:
     pool = ThreadPoolExecutor(1)
-    prompting = Prompting(TOK, TOK.vocab_size, template(name), pool)
+    prompting = Prompting(TOK, TOK.vocab_size, template(name), pool, 1024)
 
     def refused(role: Any) -> str | None:
         asked = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])

@@ -23,8 +23,7 @@ device applies the diffs and the work of all steps in the order in which they we
   Scores are taken at commit and survive a preemption; what is not scored yet is never taken from the prefix cache.
 - The mask of a guided request (see guided) depends on its tokens. A step planned before they are known is open: it
   computes its logits meanwhile, and samples when guide() has given the masks, once all steps before it are committed.
-  Nothing is planned behind an open step. A row whose mask is late samples anything; its token is dropped and its row
-  rebuilt. A guided request that does not run in an open step runs when its mask is there.
+  Nothing is planned behind an open step. A row whose mask is late samples anything, and is rebuilt without that token.
 - rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
 """
 
@@ -79,8 +78,7 @@ class Scheduler:
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
-        self._arrivals = 0
-        self._spare = 0  # rows of logits that the step being planned has left
+        self._arrivals = self._spare = 0  # spare: rows of logits that the step being planned has left
         self._anything = mask_of(None, config.vocab_size)
 
     def add(self, request: Request) -> None:
@@ -111,8 +109,7 @@ class Scheduler:
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step behind those under way. It is empty, and then not under way, where no request lives, where all
-        wait for a step under way, or behind an open step: at depth 1 only the first."""
+        """Plan one step behind those under way. It is empty, and then not under way, if no request can run now."""
         if len(self._under_way) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()

@@ -125,11 +125,11 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
     return_freed_memory(_ARENAS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     say = teller(options.log_format)
-    most = descriptors(options.max_connections)
-    if options.max_connections is None and most < MOST:
+    if (most := descriptors(options.max_connections)) < MOST and options.max_connections is None:
         say(f"{most} connections at a time: ulimit -n allows no more")
     async with llm:
         serving = _serving(options, llm)
+        serving.offload.warm()
         gc.collect()
         gc.freeze()  # what is there stays: collections need not look at it
         config = _config(options, serving, most)
@@ -158,7 +158,6 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(leave(server))))
 
         dump_on_quit(loop, serving)
-        serving.offload.warm()
         server = draining(uvicorn, config, there, drain)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from llmc_runtime.server.errors import ApiError, internal
-from llmc_runtime.server.logs import QUIET
 from llmc_runtime.server.replies import Gone, as_error, place
 
 log = logging.getLogger("llmc.serve")
@@ -38,8 +37,7 @@ def told(handler: Handler) -> Handler:
         except ApiError as e:
             noted(request.scope, e)
             if e.status >= 500 and e.reason is None:  # refusals have the request's own line
-                level = logging.DEBUG if request.scope["path"] in QUIET else logging.WARNING
-                log.log(level, "%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)
         except (Gone, ClientDisconnect):
             self.serving.meters.gone()

@@ -24,7 +24,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.replies import place
 
 log = logging.getLogger("llmc.request")
-QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at "debug": probes and scrapers ask all the time
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at "debug": probes and scrapers ask all the time
 MOST_WAITING = 10_000  # lines
 _FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # a disk that is full may have room again
 _GONE = 499  # the client went before its answer ended
@@ -244,7 +244,7 @@ def request_line(scope: Mapping[str, Any], record: Record) -> None:
     """Write the line of a request that has ended."""
     path = scope["path"]
     fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
-    quiet = path in QUIET and scope["method"] == "GET"
+    quiet = path in _QUIET and scope["method"] == "GET"
     log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
 
 
