@@ -9,12 +9,13 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.selector import FairSelector
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,27 @@ class Tls:
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
-    """An event loop that accepts few connections at a time, so that those over the bound are seen before descriptors
-    run out, and whose clients have to end a TLS handshake in time; before that they count as no connection."""
+    """An event loop that accepts and serves few connections at a time: those over the bound are seen before descriptors
+    run out, and many that send at once do not hold up the engine's tokens. Clients have to end a TLS handshake in time;
+    before that they count as no connection."""
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes that are decrypted at a time
     at_once = 16  # connections that are accepted in one turn of the loop; of few descriptors, less than that
+
+    def __init__(self) -> None:
+        self._fair = FairSelector()
+        super().__init__(self._fair)
+
+    def limit(self, fd: int) -> Callable[[], None]:
+        """Handle this client's connection among few at a time, until the function that is returned is called."""
+        limited = self._fair.limited
+        limited[fd] = 0
+
+        def end() -> None:
+            limited.pop(fd, None)
+
+        return end
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
         """As asyncio has it, on a bound `sock`; `backlog` is how many may wait to be accepted."""

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError, unavailable
 from llmc_runtime.server.linger import Lingering, Room
+from llmc_runtime.server.listen import ServerLoop
 from llmc_runtime.server.shed import Shed
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
@@ -90,6 +91,7 @@ class Wire(H11Protocol):
     write_seconds = 30.0  # in which a client has to take something of what is sent
     _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
+    _unlimit: Callable[[], None] | None = None  # where the loop limits the connections that it serves in one turn
     _extra = False  # it is one too many
     _skip = 0  # bytes of a refused body that are still to come
     _lines = 0  # of the head that is arriving
@@ -118,6 +120,8 @@ class Wire(H11Protocol):
         self._inner_transport: Any = transport
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         _limit_unsent(transport, self.write_seconds)
+        if isinstance(self.loop, ServerLoop):
+            self._unlimit = self.loop.limit(transport.get_extra_info("socket").fileno())
         self.bound.open += 1
         over = self.bound.open - self.bound.most
         if over > 0:
@@ -203,6 +207,8 @@ class Wire(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self.bound.open -= 1
+        if self._unlimit is not None:
+            self._unlimit()
         self._end.end()
         self._cancel()
         self._flows()
