@@ -172,8 +172,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("response_format", "response_format.type", "response_format.json_schema",
          "response_format.json_schema.name", "response_format.json_schema.description",
          "response_format.json_schema.schema", "response_format.json_schema.strict"),
-        "its size before its contents; compiling: {grammar_cpu} of CPU time; an output: {output_cpu} and 5 ms a token, "
-        "{token_cpu} for one token",
+        "its size before its contents; compiling: {grammar_cpu} of CPU time; an output: {output_cpu} and 20 ms for "
+        "each token, {token_cpu} for one",
         "{form_bytes}; {grammar_memory} for a grammar process, {tenant_memory} for those of a key",
         "white space of one character between parts",
         "{grammar_slots} compilations at a time, {grammar_lane} of one key, {grammar_workers} processes; 503 after "

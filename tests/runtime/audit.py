@@ -56,12 +56,15 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
     """Every live request is in one queue, in order, with a row where it runs and nothing where it waits."""
     running, waiting, config = scheduler.running, list(scheduler.waiting), scheduler.config
     audit_tenants(scheduler)
-    assert {r.id for r in running + waiting} == set(scheduler.requests) == set(expected), "live requests"
-    assert len(running) + len(waiting) == len(expected), "a request is in two queues"
+    parked = [r for r in scheduler.requests.values() if r.status is Status.PARKED]
+    assert {r.id for r in running + waiting + parked} == set(scheduler.requests) == set(expected), "live requests"
+    assert len(running) + len(waiting) + len(parked) == len(expected), "a request is in two queues"
+    assert all(r.row == -1 and not r.pages and r.guide is not None for r in parked), "a parked request holds something"
     for queue in (running, waiting):
         assert all(a.key < b.key for a, b in pairwise(queue)), "a queue is out of order"
     if config.policy == "fcfs":
-        for mine, late in ((r, w) for r in running for w in waiting if r.tenant == w.tenant):
+        pairs = ((r, w) for r in running for w in waiting if r.tenant == w.tenant)
+        for mine, late in (pair for pair in pairs if pair[1].guide is None):  # the others may have waited for a mask
             assert mine.key < late.key, "a later request overtook an earlier one of its tenant"
     assert sorted([r.row for r in running] + scheduler.free_rows) == list(range(config.max_num_seqs)), "rows"
     for request in running:

@@ -4,50 +4,60 @@ from __future__ import annotations
 
 import selectors
 import socket
+from collections.abc import Iterator
 
-from llmc_runtime.server.listen import ServerLoop
-from llmc_runtime.server.selector import MOST, FairSelector
+import pytest
+from llmc_runtime.server.selector import MOST, MOST_BULK, FairSelector
+
+Pairs = list[tuple[socket.socket, socket.socket]]
 
 
-def test_clients_take_turns_and_others_are_always_reported() -> None:
-    pairs = [socket.socketpair() for _ in range(3 * MOST)]
-    fair = FairSelector()
-    own, clients = pairs[:2], pairs[2:]
+@pytest.fixture
+def ready() -> Iterator[tuple[FairSelector, Pairs]]:
+    """A selector with many sockets that can be read."""
+    fair, pairs = FairSelector(), [socket.socketpair() for _ in range(3 * MOST)]
     for left, right in pairs:
         right.send(b"x")
         fair.register(left, selectors.EVENT_READ)
-    fair.limited.update((left.fileno(), 0) for left, _ in clients)
-    seen: list[int] = []
-    for _ in range(3):
-        found = [key.fd for key, _ in fair.select(0)]
-        assert {left.fileno() for left, _ in own} <= set(found)
-        reported = [fd for fd in found if fd in fair.limited]
-        assert len(reported) == MOST and len(set(reported)) == MOST
-        seen += reported
-    assert set(seen) == {left.fileno() for left, _ in clients}, "each has had its turn"
+    yield fair, pairs
     fair.close()
     for pair in pairs:
         for one in pair:
             one.close()
 
 
-def test_few_are_reported_at_once() -> None:
-    fair = FairSelector()
-    left, right = socket.socketpair()
-    fair.register(left, selectors.EVENT_READ)
-    fair.limited[left.fileno()] = 0
-    assert fair.select(0) == []
-    right.send(b"x")
-    assert len(fair.select(0)) == 1
-    fair.close()
-    left.close()
-    right.close()
+def test_clients_take_turns_and_others_are_always_reported(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    own, clients = pairs[:2], {left.fileno() for left, _ in pairs[2:]}
+    for fd in clients:
+        fair.add_client(fd)
+    seen: set[int] = set()
+    for _ in range(3):
+        found = [key.fd for key, _ in fair.select(0)]
+        assert {left.fileno() for left, _ in own} <= set(found) and len(found) == len(set(found)) == MOST + 2
+        seen |= set(found) & clients
+    assert seen == clients, "each has had its turn"
+    for fd in clients:
+        fair.remove_client(fd)
+    assert len(fair.select(0)) == len(pairs)
 
 
-def test_a_closed_connection_is_forgotten() -> None:
-    loop = ServerLoop()
-    end = loop.limit(99)
-    assert 99 in loop._fair.limited
-    end()
-    assert not loop._fair.limited
-    loop.close()
+def test_bodies_have_fewer_turns(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    fds = [left.fileno() for left, _ in pairs]
+    for fd in fds:
+        fair.add_client(fd)
+    for fd in fds[2:]:
+        fair.set_bulk(fd, True)
+    for _ in range(3):
+        found = [key.fd for key, _ in fair.select(0)]
+        assert set(fds[:2]) <= set(found) and len(found) == 2 + MOST_BULK
+    fair.set_bulk(fds[5], False)
+    assert fds[5] in [key.fd for key, _ in fair.select(0)]
+
+
+def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    for left, _ in pairs[1:]:
+        left.recv(1)
+    assert [key.fd for key, _ in fair.select(0)] == [pairs[0][0].fileno()]

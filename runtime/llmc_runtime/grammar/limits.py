@@ -12,8 +12,8 @@ QUEUE_SECONDS = 10.0  # that a request waits for its compilation to begin
 MEMORY_BYTES = 256 << 20  # that a grammar process may allocate beside the vocabulary
 OPERATION_CPU_SECONDS = 1.0  # of one token accepted and its mask; the process is killed when it passes them
 OPERATION_SECONDS = 30.0  # wall time of the same
-GUIDE_CPU_SECONDS = 1.0  # of one output, and for each of its tokens:
-TOKEN_CPU_SECONDS = 0.005
+GUIDE_CPU_SECONDS = 2.0  # of one output, and for each of its tokens:
+TOKEN_CPU_SECONDS = 0.02
 VOCABULARY_SECONDS = 120.0  # that the vocabulary may take to build, once a process
 
 SLOTS = 4  # compilations at a time

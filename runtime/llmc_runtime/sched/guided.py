@@ -7,13 +7,15 @@ mask came late is not waited for again for a number of tokens that doubles each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guide import Guide
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.step import RowMask, Step
+from llmc_runtime.sched.waiting import Waiting
 
+_IDLE = 8  # plans that leave out a request before its row may go to another tenant's
 _FIRST = 8  # tokens for which a request whose mask was late is not waited for
 
 
@@ -62,11 +64,32 @@ class Guided:
                 found.append((request, error))
         return found
 
+    def leave_out(self, request: Request) -> None:
+        """The plan that is being made leaves this one out: its mask is not known."""
+        self.left_out = True
+        request.idle_plans += 1
+
+    def park(self, running: list[Request], waiting: Waiting, free: Callable[[Request], None]) -> None:
+        """Rows of requests whose masks are late go to other tenants' requests that wait; `free` gives a row back. A
+        request waits again, before those that never ran, when its mask is there."""
+        self.left_out = False
+        for request in self._live:
+            if request.status is Status.PARKED and known_mask(request) is not None:
+                request.status = Status.PREEMPTED
+                waiting.add(request)
+            elif request.idle_plans >= _IDLE and request.status is Status.RUNNING and waiting.has_other(request.tenant):
+                if request.num_total == len(request.tokens) and known_mask(request) is None:
+                    running.remove(request)
+                    free(request)
+                    request.status, request.idle_plans = Status.PARKED, 0
+            self.left_out |= request.status is Status.PARKED
+
     def fill(self, step: Step, planned: Sequence[Request]) -> None:
         """Add the masks that are known to a plan; it stays open where one is not."""
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit:
                 continue
+            request.idle_plans = 0
             mask = known_mask(request) if request.num_total == len(request.tokens) + 1 else None
             if mask:
                 step.masks.append(RowMask(request.row, mask))

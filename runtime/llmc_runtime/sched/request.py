@@ -14,13 +14,15 @@ from llmc_runtime.sched.step import RowInit, RowParams, TokenLogprobs, Work
 
 
 class Status(IntEnum):
-    """NEW (not added yet), WAITING (never ran), RUNNING (has a row), PREEMPTED (waits again), FINISHED."""
+    """NEW (not added yet), WAITING (never ran), RUNNING (has a row), PREEMPTED (waits again), FINISHED, PARKED (in no
+    queue, until the mask of its guide is there)."""
 
     NEW = 0
     WAITING = 1
     RUNNING = 2
     PREEMPTED = 3
     FINISHED = 4
+    PARKED = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,7 @@ class Request:
     needs_init: bool = field(default=False, init=False)  # its row is built by the next step that runs it
     dropped: bool = field(default=False, init=False)  # its mask was late for the step under way, whose token is dropped
     late_masks: int = field(default=0, init=False)
+    idle_plans: int = field(default=0, init=False)  # in a row, that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens no step waits for its mask
 
     @property

@@ -220,7 +220,7 @@ class Scheduler:
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(most, budget))
             if request.guide is not None and item.emit and not may_sample(request):
-                self.guided.left_out = True
+                self.guided.leave_out(request)
                 continue
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
@@ -270,7 +270,7 @@ class Scheduler:
             self._spare -= 1
             item = self._chunk(request, request.num_total - request.num_planned, min(most, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
-                self.guided.left_out = True
+                self.guided.leave_out(request)
                 continue  # its row is built when its mask is there
             step.inits.append(request.row_init())
             step.work.append(item)
@@ -363,7 +363,7 @@ class Scheduler:
 
     def _end_guided(self) -> None:
         """End the requests whose guides say so."""
-        self.guided.left_out = False
+        self.guided.park(self.running, self.waiting, self._free)
         for request, error in self.guided.ended():
             reason = "stop" if error is None else "error"
             self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
@@ -379,7 +379,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._free(request)
-        else:
+        elif request.status is not Status.PARKED:
             self.waiting.remove(request)
         self.waiting.leave(request)
         request.status = Status.FINISHED

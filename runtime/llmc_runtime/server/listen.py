@@ -9,7 +9,7 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,8 @@ class ServerLoop(asyncio.SelectorEventLoop):
     at_once = 16  # connections that are accepted in one turn of the loop; of few descriptors, less than that
 
     def __init__(self) -> None:
-        self._fair = FairSelector()
-        super().__init__(self._fair)
-
-    def limit(self, fd: int) -> Callable[[], None]:
-        """Handle this client's connection among few at a time, until the function that is returned is called."""
-        limited = self._fair.limited
-        limited[fd] = 0
-
-        def end() -> None:
-            limited.pop(fd, None)
-
-        return end
+        self.fair = FairSelector()
+        super().__init__(self.fair)
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
         """As asyncio has it, on a bound `sock`; `backlog` is how many may wait to be accepted."""

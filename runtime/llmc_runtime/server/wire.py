@@ -22,6 +22,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.errors import ApiError, unavailable
 from llmc_runtime.server.linger import Lingering, Room
 from llmc_runtime.server.listen import ServerLoop
+from llmc_runtime.server.selector import FairSelector
 from llmc_runtime.server.shed import Shed
 
 MOST_HEAD = 64 << 10  # bytes; what is over is no request
@@ -91,7 +92,8 @@ class Wire(H11Protocol):
     write_seconds = 30.0  # in which a client has to take something of what is sent
     _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
-    _unlimit: Callable[[], None] | None = None  # where the loop limits the connections that it serves in one turn
+    _fair: FairSelector | None = None  # where the loop serves few connections in one turn
+    _fd = -1
     _extra = False  # it is one too many
     _skip = 0  # bytes of a refused body that are still to come
     _lines = 0  # of the head that is arriving
@@ -121,7 +123,8 @@ class Wire(H11Protocol):
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         _limit_unsent(transport, self.write_seconds)
         if isinstance(self.loop, ServerLoop):
-            self._unlimit = self.loop.limit(transport.get_extra_info("socket").fileno())
+            self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
+            self._fair.add_client(self._fd)
         self.bound.open += 1
         over = self.bound.open - self.bound.most
         if over > 0:
@@ -157,6 +160,8 @@ class Wire(H11Protocol):
             self._cancel()
         known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
         self._inner_transport.max_size = _READ if known else _READ_PARSED
+        if self._fair is not None:
+            self._fair.set_bulk(self._fd, self.conn.their_state is h11.SEND_BODY)
 
     def _too_many_lines(self, data: bytes) -> bool:
         """Count the lines of the head that is arriving."""
@@ -207,8 +212,8 @@ class Wire(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self.bound.open -= 1
-        if self._unlimit is not None:
-            self._unlimit()
+        if self._fair is not None:
+            self._fair.remove_client(self._fd)
         self._end.end()
         self._cancel()
         self._flows()
