@@ -69,7 +69,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes that are decrypted at a time
-    at_once = 16  # connections that are accepted in one turn of the loop; of few descriptors, less than that
+    at_once = 4  # connections that are accepted in one turn of the loop, so that open ones are served between
 
     def __init__(self) -> None:
         self.fair = FairSelector()
