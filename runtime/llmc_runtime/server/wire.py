@@ -19,6 +19,7 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.body_turns import BodyTurns
 from llmc_runtime.server.errors import ApiError, unavailable
 from llmc_runtime.server.linger import Lingering, Room
 from llmc_runtime.server.listen import ServerLoop
@@ -47,6 +48,7 @@ class Bound:
     open: int = 0
     polite: int = _POLITE
     lingering: Room = field(default_factory=Room)
+    turns: BodyTurns = field(default_factory=BodyTurns)
 
 
 def descriptors(wanted: int | None) -> int:
@@ -138,6 +140,7 @@ class Wire(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Part of a head, or of a body."""
         if self._end.lingers:
+            self.bound.turns.leave(self)
             return
         if self._extra:  # told when it has spoken, or it might not hear it
             self._refuse(503, unavailable("the server has too many connections", "too_many_connections"))
@@ -160,8 +163,22 @@ class Wire(H11Protocol):
             self._cancel()
         known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
         self._inner_transport.max_size = _READ if known else _READ_PARSED
+        bulk = self.conn.their_state is h11.SEND_BODY
         if self._fair is not None:
-            self._fair.set_bulk(self._fd, self.conn.their_state is h11.SEND_BODY)
+            self._fair.set_bulk(self._fd, bulk)
+        if bulk and not self._end.lingers:
+            self.bound.turns.read(self, len(data))
+        else:
+            self.bound.turns.leave(self)
+
+    def pause_body(self) -> None:
+        """See BodyTurns."""
+        self._inner_transport.pause_reading()
+
+    def resume_body(self) -> None:
+        """See BodyTurns."""
+        if not self.flow.read_paused:
+            self._inner_transport.resume_reading()
 
     def _too_many_lines(self, data: bytes) -> bool:
         """Count the lines of the head that is arriving."""
@@ -214,6 +231,7 @@ class Wire(H11Protocol):
         self.bound.open -= 1
         if self._fair is not None:
             self._fair.remove_client(self._fd)
+        self.bound.turns.leave(self)
         self._end.end()
         self._cancel()
         self._flows()
