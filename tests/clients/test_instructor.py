@@ -7,12 +7,13 @@ from typing import Literal
 import instructor
 import openai
 from kit import CHAT, Server
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Meal(BaseModel):
-    """What the model is made to fill in."""
+    """What the model is made to fill in, and nothing more."""
 
+    model_config = ConfigDict(extra="forbid")
     dish: Literal["bread", "fish", "soup"]
     guests: int = Field(ge=1, le=9)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 
-WHITESPACE = r"\n?[ \t]{0,20}"  # docs/serving.md
+WHITESPACE = " ?"  # docs/serving.md
 
 
 def answer(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class Guard:
 
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:
-    cause = "a valid API key is needed: Authorization: Bearer KEY"
+    # litellm tells a wrong key from other invalid requests by the first words, which are OpenAI's.
+    cause = "Incorrect API key provided, or none: a valid one is needed, as in Authorization: Bearer KEY"
     return ApiError(cause, status=401, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
