@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 MOST_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or wait to be read as JSON
 FREE_BYTES = 16 << 10  # a body up to this size is never counted
-STEP_BYTES, STEP_SECONDS = 320 << 10, 5.0  # beyond it, so many bytes or the body's end come in so many seconds
+STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it, so many bytes or the body's end come in so many seconds
 
 
 class BodyBudget:

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from typing import Protocol
 
 MOST = 8  # connections that are read at a time
-BYTES = 128 << 10  # of one turn
-SECONDS = 0.05  # of one turn, while others wait
+BYTES = 512 << 10  # of one turn
+SECONDS = 0.02  # of one turn, while others wait
 
 
 class Reader(Protocol):
