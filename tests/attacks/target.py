@@ -132,12 +132,11 @@ class Target:
         return max(self.lasting().keys() - {self.process.pid})
 
     def memory(self) -> int:
-        """Resident bytes of all its processes but those of grammars, which share most of theirs and are kept or not."""
+        """Resident bytes of the processes that stay; those for large bodies and for grammars have limits of their own."""
         found = 0
-        for pid in self.processes():
+        for pid in self.lasting():
             with contextlib.suppress(psutil.Error):
-                one = psutil.Process(pid)
-                found += 0 if "grammar.host" in " ".join(one.cmdline()) else one.memory_info().rss
+                found += psutil.Process(pid).memory_info().rss
         return found
 
     def ask(
