@@ -132,7 +132,7 @@ class Target:
         return max(self.lasting().keys() - {self.process.pid})
 
     def memory(self) -> int:
-        """Resident bytes of the processes that stay; those for large bodies and for grammars have limits of their own."""
+        """Resident bytes of the processes that stay; those for bodies and for grammars have limits of their own."""
         found = 0
         for pid in self.lasting():
             with contextlib.suppress(psutil.Error):
