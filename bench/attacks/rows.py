@@ -219,8 +219,8 @@ def kills(ground: Field) -> list[Answer]:
                 break
             time.sleep(0.05)
         code = server.process.poll()
-        told = f"the process ended with exit code {code}" if code is not None else last.error
-        last.label, last.seconds, last.error = f"kill {number}", time.monotonic() - began, told
+        ending = f"the process ended with exit code {code}" if code is not None else last.error
+        last.label, last.seconds, last.error = f"kill {number}", time.monotonic() - began, ending
         found.append(last)
         if last.status != 200 and code is None:
             asked = ground.door.ask("completion", "/v1/completions", completion())

@@ -11,7 +11,7 @@ from typing import Any
 from bench.attacks.figures import story, table
 from bench.attacks.link import Door
 from bench.attacks.rows import ATTACKS, Attack, Field, schema
-from bench.attacks.server import KEYS, Sampler, Server, told
+from bench.attacks.server import KEYS, Sampler, Server, last_log_lines
 from bench.attacks.watch import Watch
 
 SETTLE = 1.5  # seconds of streams before anything is measured
@@ -80,7 +80,7 @@ class Bench:
         found = {
             "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [one.json() for one in answers],
             "notes": ground.notes, "quiet": quiet, "beside": beside, "after": after, "cpu": dict(spent),
-            "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": told(server),
+            "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": last_log_lines(server),
         }  # fmt: skip
         if not keep or attack.ends or changes != "same" or not self.serves(server):
             self.close()

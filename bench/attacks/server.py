@@ -70,15 +70,15 @@ class Server:
     def changes(self) -> str:
         """What became of the processes that it began with; helpers may come and go."""
         now = self.family()
-        told = []
+        changes = []
         for role in (FRONT, ENGINE):
             before = {(pid, began) for pid, (began, which) in self.began.items() if which == role}
             after = {(pid, began) for pid, (began, which) in now.items() if which == role}
             if before != after:
-                told.append(f"{role} {'replaced' if after else 'ended'}")
+                changes.append(f"{role} {'replaced' if after else 'ended'}")
         if (code := self.process.poll()) is not None:
-            told.append(f"exit code {code}")
-        return ", ".join(told) or "same"
+            changes.append(f"exit code {code}")
+        return ", ".join(changes) or "same"
 
     def end(self) -> int:
         """End it and its children; its exit code."""
@@ -157,7 +157,7 @@ class Sampler:
         self._thread.join(5)
 
 
-def told(server: Server, most: int = 5) -> list[str]:
+def last_log_lines(server: Server, most: int = 5) -> list[str]:
     """The last lines of the log besides those of requests."""
     lines: list[Any] = server.log.read_text(errors="replace").splitlines()
     return [line for line in lines if "llmc.request" not in line][-most:]
