@@ -8,10 +8,10 @@ to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Bot
 from __future__ import annotations
 
 import http
+import random
 import re
 import time
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_SKIPPED = 64 << 10  # bytes of a refused body that are read and dropped, so that the connection can be kept
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
+_MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # heads, and bytes of one
+_STATUS = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in http.HTTPStatus}
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these go to the parser
 _ONCE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
@@ -44,6 +46,22 @@ class Answer:
     closes: bool
 
 
+@dataclass
+class _Request:
+    """What a plain head says; `key` once it was checked, None before."""
+
+    path: str
+    raw: list[tuple[bytes, bytes]]
+    headers: dict[bytes, bytes]
+    length: int
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if REQUEST_ID.fullmatch(given) else None
+        self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
+
+
 class Shed:
     """Refuses requests to generate. `root_path`: as `application` has it. `check` is Guard's; without it `answer`
     leaves every request to the parser."""
@@ -56,6 +74,8 @@ class Shed:
         self._paths = frozenset(paths)
         spelled = [(f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", tidy(root_path)} for path in paths]
         self._lines = dict(spelled)
+        self._known: dict[bytes, _Request] = {}  # by its head
+        self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
 
     @property
     def active(self) -> bool:
@@ -73,12 +93,27 @@ class Shed:
                 e.headers["Connection"] = "close"
             raise
 
-    def answer(self, head: bytes, common: Iterable[tuple[bytes, bytes]]) -> Answer | None:
+    def answer(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
         """The refusal of the request with this head, which ends with an empty line; `common`: headers of every answer.
         None where the request may be admitted, or its head is not a plain one."""
+        request = self._known.get(head) or self._parsed(head)
+        if request is None or self.check is None:
+            return None
+        began = time.monotonic()
+        try:
+            if request.key is None:
+                self._accept(head, request)
+            self._serving.check_least(request.key or "")
+            return None
+        except ApiError as e:
+            error = e
+        return self._answer(error, request, common, began)
+
+    def _parsed(self, head: bytes) -> _Request | None:
+        """The request of a plain head; None of any other."""
         line, _, rest = head.partition(b"\r\n")
         path, fields = self._lines.get(line), rest[:-2]
-        if path is None or self.check is None or _FIELDS.fullmatch(fields) is None:
+        if path is None or _FIELDS.fullmatch(fields) is None:
             return None
         raw = [(name.lower(), value.strip(b" \t")) for name, _, value in map(_split, fields[:-2].split(b"\r\n"))]
         names = [name for name, _ in raw]
@@ -88,33 +123,39 @@ class Shed:
             return None
         if _LENGTH.fullmatch(length) is None or b"host" not in headers:
             return None
-        began = time.monotonic()
+        return _Request(path, raw, headers, int(length))
+
+    def _accept(self, head: bytes, request: _Request) -> None:
+        """Check host, headers and key. A head that passes is kept: clients send the same one again and again."""
+        assert self.check is not None
+        path, raw = request.path, request.raw
         scope: dict[str, Any] = {"method": "POST", "path": path, "raw_path": path.encode(), "headers": raw}
-        try:
-            self.check(scope, headers)
-            self._serving.check_least(scope["llmc.key"])
-            return None
-        except ApiError as e:
-            error = e
-        return self._answer(error, path, headers, int(length), common, began)
+        self.check(scope, request.headers)
+        request.key = scope["llmc.key"]
+        if len(head) <= _LONGEST_KEPT:
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[head] = request
 
     def _answer(
-        self, error: ApiError, path: str, headers: dict[bytes, bytes], length: int,
-        common: Iterable[tuple[bytes, bytes]], began: float,
+        self, error: ApiError, request: _Request, common: Sequence[tuple[bytes, bytes]], began: float
     ) -> Answer:  # fmt: skip
-        closes = headers.get(b"connection", b"").lower() not in (b"", b"keep-alive") or "Connection" in error.headers
-        closes = closes or length > MOST_SKIPPED
-        given = headers.get(b"x-request-id", b"")
-        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        closes = request.closes or request.length > MOST_SKIPPED or "Connection" in error.headers
+        name = request.id or f"{random.getrandbits(128):032x}"
         body = msgspec.json.encode(error.body())
-        lines = [b"HTTP/1.1 %d %b" % (error.status, http.HTTPStatus(error.status).phrase.encode())]
-        lines += [b"%b: %b" % one for one in common]
-        lines += [f"{k.lower()}: {v}".encode() for k, v in error.headers.items() if k != "Connection"]
-        lines += [b"content-length: %d\r\ncontent-type: application/json\r\nx-request-id: %b" % (len(body), name)]
+        lines = [_STATUS[error.status], self._joined(common)]
+        lines += [f"{k.lower()}: {v}" for k, v in error.headers.items() if k != "Connection"]
+        lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json\r\nx-request-id: {name}")
         if closes:
-            lines.append(b"connection: close")
-        self._record(error, path, name.decode(), began)
-        return Answer(b"\r\n".join((*lines, b"", body)), length, closes)
+            lines.append("connection: close")
+        self._record(error, request.path, name, began)
+        return Answer("\r\n".join(filter(None, lines)).encode("latin-1") + b"\r\n\r\n" + body, request.length, closes)
+
+    def _joined(self, common: Sequence[tuple[bytes, bytes]]) -> str:
+        """The lines of headers that change once a second."""
+        if common is not self._common[0]:
+            self._common = common, b"\r\n".join(b"%b: %b" % one for one in common).decode("latin-1")
+        return self._common[1]
 
     def _record(self, error: ApiError, path: str, name: str, began: float) -> None:
         """The line in the log that the middleware would write."""
