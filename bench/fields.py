@@ -19,12 +19,12 @@ from llmc_runtime.core.async_llm import AsyncLLM
 from llmc_runtime.core.messages import Add, Ready, params_of, sampling_of
 from llmc_runtime.core.requests import Requests
 from llmc_runtime.defaults import default_params
+from llmc_runtime.format.row import BIASES, STOPS
 from llmc_runtime.live import one_of
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.config import SchedulerConfig, admit
 from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.step import BIASES, STOPS
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest
 from llmc_runtime.server.parse import document, parse

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.ir.graph import Graph, Module
-from llmc.ir.ops.state import IPARAMS
 
 from .check import Compared, evaluate, judged
 from .draw import Array, Inputs
@@ -42,8 +42,9 @@ class _Rows:
                 shape = tuple(int(d.subs(sizes)) for d in v.type.shape)
                 states[v.name] = np.zeros(shape)
         states["row.pages"] = np.arange(sizes["P"])[::-1].reshape(states["row.pages"].shape)
-        states["row.fparams"][:, 1] = states["row.fparams"][:, 3] = 1
-        states["row.iparams"][:, IPARAMS.index("want_logprobs")] = 1
+        for name in ("top_p", "repetition_penalty"):  # 1 is off
+            states["row.fparams"][:, FLOAT_COLUMNS.index(name)] = 1
+        states["row.iparams"][:, INT_COLUMNS.index("want_logprobs")] = 1
         states["row.stops"] -= 1
         at = 0
         for row, n in enumerate(LENGTHS):

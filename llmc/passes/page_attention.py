@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmc_runtime.format.row import BIASES, STOPS, TOP_LOGPROBS
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
@@ -14,8 +16,6 @@ from llmc.ir.types import Type, state, tensor
 
 from .base import Ctx, Pass
 
-STOPS, BIASES = 32, 1024
-TOP_LOGPROBS = 20
 PAGES_MAX = 1 << 30
 _CAUSAL = "take a causal model: its tokens see themselves and earlier ones"
 ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")

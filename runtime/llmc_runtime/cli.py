@@ -175,10 +175,15 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     ap.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     ap.add_argument("--system", metavar="TEXT", help="the system message of a chat")
     ap.add_argument("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
-    ap.add_argument("--json", action="store_true", help="print one JSON document instead of streaming text")
+    ap.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document, with log-probabilities, instead of streaming text",
+    )
     ap.add_argument("-v", "--verbose", action="store_true", help="say how long each stage took")
     ap.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors on stderr")
-    _sampling(ap.add_argument_group("sampling (defaults: the model's generation_config.json)"))
+    defaults = "the model's generation_config.json; 256 tokens, in a chat as many as fit"
+    _sampling(ap.add_argument_group(f"sampling (defaults: {defaults})"))
     _resources(ap.add_argument_group("resources"))
     if compiles:
         _compiling(ap.add_argument_group("compiling a Hugging Face folder"))
@@ -186,21 +191,12 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
 
 
 def _sampling(group: Any) -> None:
-    add = group.add_argument
-    add("-n", "--max-tokens", type=int, metavar="N", help="most tokens to generate (256; in a chat, what fits)")
-    add("--min-tokens", type=int, metavar="N", help="fewest tokens")
-    add("-t", "--temperature", type=float, metavar="X", help="0 is greedy")
-    add("--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability")
-    add("--top-k", type=int, metavar="N", help="sample from this many likeliest tokens")
-    add("--min-p", type=float, metavar="X", help="leave out tokens below this share of the likeliest one")
-    add("--repetition-penalty", type=float, metavar="X", help="1 is off")
-    add("--presence-penalty", type=float, metavar="X", help="0 is off")
-    add("--frequency-penalty", type=float, metavar="X", help="0 is off")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    add("--stop", action="append", metavar="TEXT", help="end before this text (up to 16 times)")
-    generation_flags(add)
-    add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of N candidates a token")
+    from llmc_runtime.sched.params import PARAMETERS
+
+    for one in PARAMETERS.values():
+        if one.flags:
+            group.add_argument(*one.flags, dest=one.name, default=None, help=one.text, **one.values.argument or {})
+    generation_flags(group.add_argument)
 
 
 def _resources(group: Any) -> None:
@@ -255,15 +251,9 @@ def _piped() -> str:
 
 def _changed(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters given on the command line, checked before anything is loaded."""
-    from llmc_runtime.sched.params import SamplingParams
+    from llmc_runtime.sched.params import PARAMETERS, SamplingParams
 
-    names = (
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "seed", "stop", "logprobs",
-    )  # fmt: skip
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if args.ignore_eos:
-        given["ignore_eos"] = True
+    given = {name: value for name in PARAMETERS if (value := getattr(args, name, None)) is not None}
     SamplingParams(**({"max_tokens": None} | given))
     return given
 

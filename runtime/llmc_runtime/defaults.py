@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.params import PARAMETERS, SamplingParams
 
 AUTO, NEUTRAL = "auto", "vllm"
 _FILE = "generation_config.json"
-_SAMPLES = ("temperature", "top_p", "top_k", "min_p")  # these count where do_sample is true
-KEYS = ("do_sample", *_SAMPLES, "repetition_penalty", "max_new_tokens")
+_OF_MODEL = tuple(one.name for one in PARAMETERS.values() if one.of_model)
+_SAMPLES = frozenset(one.name for one in PARAMETERS.values() if one.of_model == "sampling")  # if do_sample is true
+KEYS = ("do_sample", *_OF_MODEL, "max_new_tokens")
 _MOST = 1 << 20  # characters of a file
 
 
@@ -49,9 +50,9 @@ def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16
     params = SamplingParams(max_tokens=length if type(length) is int and length > 0 else max_tokens)
     if not generation.get("do_sample"):
         params = replace(params, temperature=0.0)
-    for name in (*_SAMPLES, "repetition_penalty"):
+    for name in of_model(generation):
         value = generation.get(name)
-        if value is None or (name in _SAMPLES and not generation.get("do_sample")):
+        if value is None:
             continue
         try:
             params = replace(params, **{name: value})
@@ -59,6 +60,11 @@ def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16
             remedy = "pass sampling_params, or mend the file and compile again"
             raise LlmcError(e.code, f"{_FILE}: {e.cause}", remedy) from e
     return params
+
+
+def of_model(generation: Mapping[str, Any]) -> list[str]:
+    """The parameters whose defaults this generation_config.json sets: those of the draw only if it says do_sample."""
+    return [name for name in _OF_MODEL if name not in _SAMPLES or generation.get("do_sample")]
 
 
 def described(generation: Mapping[str, Any], config: str | None, override: Mapping[str, Any] | None) -> str | None:

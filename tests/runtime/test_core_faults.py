@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.core.channel import wants_processor
-from llmc_runtime.core.messages import TEXT_SIDE, Abort, Add, Control, Params, Report, params_of, sampling_of
+from llmc_runtime.core.messages import Abort, Add, Control, Report, params_of, sampling_of
+from llmc_runtime.sched.params import PARAMETERS
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
 from tests.runtime.fake_core import CRASH, FAIL, HANG
@@ -206,15 +206,18 @@ def test_messages_that_make_no_sense_harm_nobody() -> None:
                 pass
 
 
-def test_every_parameter_reaches_the_engine_or_stays_with_the_text() -> None:
-    names = {field.name for field in fields(SamplingParams)}
-    assert set(Params.__struct_fields__) | TEXT_SIDE == names and not set(Params.__struct_fields__) & TEXT_SIDE
+def test_the_parameters_that_the_engine_needs_reach_it() -> None:
+    text = {"stop": "x", "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["x"]}
+    assert params_of(SamplingParams(**text)) == {} == params_of(SamplingParams(detokenize=False))
     params = SamplingParams(
         n=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.5, presence_penalty=1,
         frequency_penalty=-1, seed=2**64 - 1, max_tokens=9, stop_token_ids=[3], ignore_eos=True, logprobs=2,
         logit_bias={7: 1.5}, allowed_token_ids=[1, 7], prompt_logprobs=1,
     )  # fmt: skip
-    assert sampling_of(msgspec.msgpack.decode(msgspec.msgpack.encode(params_of(params)), type=Params)) == params
+    assert params_of(params).keys() == {one.name for one in PARAMETERS.values() if one.engine} - {
+        "min_tokens", "structured_outputs"
+    }  # fmt: skip
+    assert sampling_of(msgspec.msgpack.decode(msgspec.msgpack.encode(params_of(params)))) == params
     for form in ({"choice": ["a", "b"]}, {"json": {"type": "object"}}, {"json_object": True}, {"regex": "a+"}):
         wanted = StructuredOutputsParams(**form, disable_any_whitespace=True)
         got = sampling_of(params_of(SamplingParams(structured_outputs=wanted))).structured_outputs

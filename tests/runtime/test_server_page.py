@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.ranges import ranges
+from llmc_runtime.server.openapi import description
 
 from tests.runtime.served import served
 
@@ -56,9 +56,9 @@ def test_a_password_opens_the_page_alone(client: httpx.Client) -> None:
 
 def limits() -> Iterator[tuple[str, Any, Any]]:
     """(field, the last value that is allowed, the next one), by the description, for numbers of a completion."""
-    for name, by_type in ranges().items():
-        for kind, said in by_type.items():
-            step = 1 if kind == "integer" else 0.5
+    for name, field in description()["components"]["schemas"]["CompletionRequest"]["properties"].items():
+        for said in field.get("anyOf", ()):
+            step = 1 if said.get("type") == "integer" else 0.5
             if "minimum" in said and name not in ("max_tokens", "top_logprobs", "max_completion_tokens", "min_tokens"):
                 yield name, said["minimum"], said["minimum"] - step
                 yield name, said["maximum"], said["maximum"] + step

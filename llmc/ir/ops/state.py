@@ -14,9 +14,6 @@ import numpy as np
 from ..dim import Dim
 from ..opdef import OpDef, op
 
-FPARAMS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-IPARAMS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs", "num_biases", "masked")
-
 
 def _spans_example(rng: Any) -> Any:
     i32 = np.int32
@@ -151,4 +148,4 @@ def row_commit(
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["FPARAMS", "IPARAMS", "OPS", "ends"]
+__all__ = ["OPS", "ends"]

@@ -30,7 +30,8 @@ from llmc_runtime.llm import resolve, to_stderr
 from llmc_runtime.open import MOST_THREADS, seed_of, whole
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, fitted
-from llmc_runtime.sched.params import SamplingParams, refused
+from llmc_runtime.sched.parameter import refused
+from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from llmc_runtime.trace import Row
 

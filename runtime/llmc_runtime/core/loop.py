@@ -65,7 +65,8 @@ class Loop:
         if not self._last < add.first < 1 << 62:
             self.nonsense += 1
             return
-        self._last = add.first + min(max(add.params.n, 1), MAX_N) - 1
+        n = add.params.get("n", 1)
+        self._last = add.first + (n if type(n) is int and 1 <= n <= MAX_N else 1) - 1
         try:
             params = sampling_of(add.params)
             wanted = params.structured_outputs

@@ -6,22 +6,22 @@ process answers with `Report`. Request ids are numbers that the front gives, ris
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.row import TOP_LOGPROBS
 from llmc_runtime.sched.logprobs import PackedLogprobs
-from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
+from llmc_runtime.sched.params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured import StructuredOutputsParams
 from llmc_runtime.sched.token_mask import TokenMask
 from llmc_runtime.trace import Row
 
-TEXT_SIDE = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "bad_words"})
+_ENGINE = tuple((one.name, one.default) for one in PARAMETERS.values() if one.engine)
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -36,45 +36,13 @@ class Fault(msgspec.Struct, array_like=True, gc=False):
     remedy: str
 
 
-class Form(msgspec.Struct, array_like=True, gc=False):
-    """StructuredOutputsParams on their way: the kind, its text (choices as a JSON list), the flags."""
-
-    kind: str
-    text: str
-    disable_any_whitespace: bool
-    disable_additional_properties: bool
-    whitespace_pattern: str | None
-
-
-class Params(msgspec.Struct, array_like=True, gc=False):
-    """The fields of SamplingParams that the engine needs; those of TEXT_SIDE stay with the front."""
-
-    n: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    max_tokens: int | None
-    min_tokens: int
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    logprobs: int | None
-    logit_bias: dict[int, float] | None
-    allowed_token_ids: list[int] | bytes | None  # bytes: a TokenMask's
-    prompt_logprobs: int | None
-    structured_outputs: Form | None
-
-
 class Add(_Message):
-    """A request: its outputs are called first, first + 1, ...; `bad_words` as token ids."""
+    """A request for outputs with the numbers first, first + 1, ...; `params` as `params_of` has them, `bad_words` as
+    token ids."""
 
     first: int
     prompt: list[int]
-    params: Params
+    params: dict[str, Any]
     priority: int
     cache_salt: str
     bad_words: list[list[int]]
@@ -158,7 +126,7 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
         return PackedLogprobs(self.width, self.data)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.width <= MAX_LOGPROBS or len(self.data) % (12 + 12 * self.width):
+        if not 0 <= self.width <= TOP_LOGPROBS or len(self.data) % (12 + 12 * self.width):
             raise ValueError("no rows of log-probabilities")
 
 
@@ -214,48 +182,27 @@ def error_of(fault: Fault) -> LlmcError:
     return LlmcError(fault.code, fault.cause, fault.remedy)
 
 
-def params_of(params: SamplingParams) -> Params:
-    """The parameters as they are sent."""
-    values = {name: getattr(params, name) for name in Params.__struct_fields__}
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        ids = values[name]
-        values[name] = None if ids is None else ids.mask if isinstance(ids, TokenMask) else list(ids)
+def params_of(params: SamplingParams) -> dict[str, Any]:
+    """The parameters as they are sent: by name, those that the engine needs and that differ from their defaults."""
+    values = {name: value for name, default in _ENGINE if (value := getattr(params, name)) != default}
+    if isinstance(mask := values.get("allowed_token_ids"), TokenMask):
+        values["allowed_token_ids"] = mask.mask
     form = params.structured_outputs
     if form is not None:
-        flags = (form.disable_any_whitespace, form.disable_additional_properties, form.whitespace_pattern)
-        values["structured_outputs"] = Form(form.kind, form.text, *flags)
-    return Params(**values)
+        flags = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+        value = form.text if form.kind in ("json", "regex", "grammar") else getattr(form, form.kind)
+        values["structured_outputs"] = {form.kind: value} | {name: getattr(form, name) for name in flags}
+    return values
 
 
-def sampling_of(params: Params) -> SamplingParams:
+def sampling_of(values: dict[str, Any]) -> SamplingParams:
     """The parameters that were sent, checked like any others. LlmcError E601."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in Params.__struct_fields__}
-    if isinstance(params.allowed_token_ids, bytes):
-        values["allowed_token_ids"] = TokenMask(params.allowed_token_ids)
-    if params.structured_outputs is not None:
-        values["structured_outputs"] = _structured(params.structured_outputs)
+    values = dict(values)
+    if isinstance(mask := values.get("allowed_token_ids"), bytes):
+        values["allowed_token_ids"] = TokenMask(mask)
+    if (form := values.get("structured_outputs")) is not None:
+        values["structured_outputs"] = StructuredOutputsParams(**form)
     return SamplingParams(**values)
-
-
-def _structured(form: Form) -> StructuredOutputsParams:
-    value: Any = form.text
-    if form.kind == "json_object":
-        value = True
-    elif form.kind == "choice":
-        try:
-            value = msgspec.json.decode(form.text, type=list[str])
-        except msgspec.MsgspecError:
-            raise LlmcError("E601", "structured_outputs: choices that are no list", "a list of texts") from None
-    known = {f.name for f in fields(StructuredOutputsParams)}
-    if form.kind not in known:
-        raise LlmcError("E601", f"structured_outputs: no kind {form.kind!r:.40}", "json, regex, choice or grammar")
-    named: Mapping[str, Any] = {form.kind: value}
-    return StructuredOutputsParams(
-        **named,
-        disable_any_whitespace=form.disable_any_whitespace,
-        disable_additional_properties=form.disable_additional_properties,
-        whitespace_pattern=form.whitespace_pattern,
-    )
 
 
 def _packed(rows: Sequence[TokenLogprobs] | None) -> Rows | None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.row import STOPS
 from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, mask_size, without
 from llmc_runtime.sched.logprobs import PackedLogprobs
-from llmc_runtime.sched.params import refused
+from llmc_runtime.sched.parameter import refused
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.step import STOPS, RowParams
+from llmc_runtime.sched.step import RowParams
 from llmc_runtime.sched.token_mask import TokenMask
 
 # A policy gives a request its place in the queue: smaller runs first, ties go by arrival.
@@ -95,14 +96,8 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
     request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     request.stops = stops
     request.scores = None if params.prompt_logprobs is None else PackedLogprobs(params.prompt_logprobs)
-    request.row_params = RowParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        top_k=params.top_k,
+    request.row_params = RowParams.of(
+        params,
         seed=(seed if params.seed is None else params.seed) & (1 << 64) - 1,
         min_tokens=params.min_tokens,
         want_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,

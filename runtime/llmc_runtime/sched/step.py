@@ -9,50 +9,54 @@ written), sampling parameters and counts. The host sends only what changed. An e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, NamedTuple
 
-STOPS = 32  # the stop ids that a device row can mask
-BIASES = 1024  # the ids that it can bias
+from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS, STOPS, WIDTH
+from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+
+_NAMES = (*FLOAT_COLUMNS, *(name for name in INT_COLUMNS if name in PARAMETERS))
+_Columns: Any = make_dataclass(
+    "_Columns",
+    [(name, float, 0.0 if name == "temperature" else PARAMETERS[name].default) for name in _NAMES],
+    frozen=True,
+    slots=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class RowParams:
-    """How one row samples, ready for the device: greedy is temperature 0, every seed is drawn, stop ids are merged."""
+class RowParams(_Columns):
+    """How one row samples, ready for the device: the parameters that are columns of it (see format.row), and these.
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_k: int = 0  # 0: off
+    Greedy is temperature 0 (the default), every seed is drawn, stop ids include the model's.
+    """
+
     seed: int = 0  # unsigned, 64 bits
     min_tokens: int = 0
     want_logprobs: bool = False
-    stops: tuple[int, ...] = ()  # masked until min_tokens are out; empty where min_tokens is 0
+    stops: tuple[int, ...] = ()  # masked until min_tokens are generated; empty if min_tokens is 0
     biases: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), by id
     allowed: bytes = b""  # a mask (see guide) for all its tokens; empty: none
     guided: bool = False  # every token has a mask of its own, see RowMask
 
+    @classmethod
+    def of(cls, params: SamplingParams, **more: Any) -> RowParams:
+        """The row of these parameters; `more` are the fields that are no columns of the same name."""
+        return cls(**{name: getattr(params, name) for name in _NAMES}, **more)
+
     def floats(self) -> list[float]:
         """The row of the `fparams` state: f32[8]."""
-        return [
-            self.temperature,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-            0.0,
-            0.0,
-        ]
+        return [*(getattr(self, name) for name in FLOAT_COLUMNS), *[0.0] * (WIDTH - len(FLOAT_COLUMNS))]
 
     def ints(self, num_prompt: int) -> list[int]:
         """The row of the `iparams` state: i32[8]; the halves of the seed wrap into signed range."""
-        low, high = (_signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32 & 0xFFFFFFFF))
-        wants, masked = int(self.want_logprobs), int(self.guided or bool(self.allowed))
-        return [self.top_k, low, high, num_prompt, num_prompt + self.min_tokens, wants, len(self.biases), masked]
+        made = {
+            "seed_lo": _signed(self.seed & 0xFFFFFFFF), "seed_hi": _signed(self.seed >> 32 & 0xFFFFFFFF),
+            "prompt_len": num_prompt, "min_len": num_prompt + self.min_tokens,
+            "want_logprobs": int(self.want_logprobs), "num_biases": len(self.biases),
+            "masked": int(self.guided or bool(self.allowed)),
+        }  # fmt: skip
+        return [made[name] if name in made else getattr(self, name) for name in INT_COLUMNS]
 
     def stop_row(self) -> list[int]:
         """The row of the `stops` state: i32[32], -1 where empty."""

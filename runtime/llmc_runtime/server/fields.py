@@ -1,15 +1,75 @@
-"""The requests of the HTTP API as types: which fields there are, and of what type; ranges are checked elsewhere.
+"""The requests of the HTTP API as types: the fields, their types, and in JSON Schema the values that they may have.
 
-Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as a field that is not there.
+The API's description comes from these types. The sampling fields come from the declarations of SamplingParams. Ranges
+are enforced where values are used, lengths by `lengths`; what depends on the model or on other fields is not described.
+Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as an absent field.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-Ids = list[int]
+from llmc_runtime.format.row import TOP_LOGPROBS
+from llmc_runtime.sched.parameter import MAX_INT, Parameter
+from llmc_runtime.sched.params import PARAMETERS
+from llmc_runtime.server.lengths import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_SALT,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
+)
+from llmc_runtime.server.tools.definitions import NAME
+
+
+def _schema(**schema: Any) -> Meta:
+    """Additions to the JSON schema of a type."""
+    return Meta(extra_json_schema=schema)
+
+
+def _tool() -> Meta:
+    function = {
+        "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+        "strict": {"type": ["boolean", "null"]},
+    }
+    inner = {"type": "object", "properties": function, "required": ["name"]}
+    return _schema(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
+
+
+def _prompts() -> Meta:
+    token = {"type": "integer", "minimum": 0}
+    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_PROMPTS}
+    return _schema(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_PROMPTS}, {"items": token}, many])
+
+
+Ids = list[Annotated[int, _schema(minimum=0)]]
+Prompts = Annotated[list[Any], _prompts()]
+Messages = Annotated[list[dict[str, Any]], _schema(minItems=1, maxItems=MAX_MESSAGES)]
+Documents = Annotated[list[dict[str, Any]], _schema(maxItems=MAX_DOCUMENTS)]
+Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], _schema(maxItems=MAX_TOOLS)]
+ToolChoice = Annotated[str, _schema(enum=["none", "auto", "required"])]
+TemplateKwargs = Annotated[dict[str, Any], _schema(maxProperties=MAX_TEMPLATE_KWARGS)]
+Scores = Annotated[int, _schema(minimum=0, maximum=TOP_LOGPROBS)]
+Priority = Annotated[int, _schema(minimum=-(2**31), maximum=2**31 - 1)]
+Salt = Annotated[str, _schema(maxLength=MAX_SALT)]
+MaxTokens = Annotated[int, _schema(minimum=0, maximum=MAX_INT)]  # 0 with echo
+MaxCompletionTokens = Annotated[int, _schema(minimum=1, maximum=MAX_INT)]
+
+
+def _field(one: Parameter) -> tuple[str, Any, None]:
+    return one.name, Annotated[one.values.wire | None, Meta(description=one.text)], None
+
+
+# A field for each sampling parameter that requests may set, None where a request does not.
+SamplingFields: Any = msgspec.defstruct(
+    "SamplingFields", [_field(one) for one in PARAMETERS.values() if one.request], kw_only=True
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -48,30 +108,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
 
 
-class Generation(msgspec.Struct, kw_only=True):
-    """What both ways of generating text take."""
+class Generation(SamplingFields, msgspec.Struct, kw_only=True):
+    """What completions and chats share."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Ids | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -79,34 +120,34 @@ class Generation(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
     best_of: int | None = None
 
 
 class CompletionRequest(Generation, kw_only=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
-    prompt: str | list[Any]
+    prompt: str | Prompts
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Scores | None = None
 
 
 class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: MaxCompletionTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Scores | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    documents: Documents | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -115,12 +156,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 

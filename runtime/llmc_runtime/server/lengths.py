@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
-from llmc_runtime.sched.step import BIASES, STOPS
+from llmc_runtime.sched.params import PARAMETERS
 from llmc_runtime.sched.structured import MAX_BYTES, MAX_CHOICES
 from llmc_runtime.server.errors import ApiError
 
 MAX_SALT = 256
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 128  # of one request
 MAX_PARTS = 4096  # of the contents of all messages together
 MAX_CALLS = 4096  # of earlier tool calls, all messages together
 MAX_TOOLS = 128
@@ -26,15 +26,16 @@ MAX_WORD = 256  # characters of names: a model's, a reasoning effort
 # By the path of a field: items of a list or a mapping, and characters of a text.
 MOST_ITEMS: Mapping[str, int] = MappingProxyType(
     {
-        "stop": MAX_STOP_STRINGS, "stop_token_ids": STOPS, "allowed_token_ids": MAX_ALLOWED, "logit_bias": BIASES,
-        "bad_words": MAX_BAD_WORDS, "messages": MAX_MESSAGES, "tools": MAX_TOOLS, "documents": MAX_DOCUMENTS,
+        **{name: one.values.most_items for name, one in PARAMETERS.items() if one.values.most_items is not None},
+        "messages": MAX_MESSAGES, "tools": MAX_TOOLS, "documents": MAX_DOCUMENTS,
         "chat_template_kwargs": MAX_TEMPLATE_KWARGS, "structured_outputs.choice": MAX_CHOICES,
         "tool_choice.allowed_tools.tools": MAX_TOOLS,
     }
 )  # fmt: skip
 MOST_CHARACTERS: Mapping[str, int] = MappingProxyType(
     {
-        "stop": MAX_STOP_BYTES, "cache_salt": MAX_SALT, "model": MAX_WORD, "reasoning_effort": MAX_WORD,
+        **{name: one.values.most_characters for name, one in PARAMETERS.items() if one.values.most_characters},
+        "cache_salt": MAX_SALT, "model": MAX_WORD, "reasoning_effort": MAX_WORD,
         "tool_choice": MAX_WORD, "response_format.type": MAX_WORD, "response_format.json_schema.name": MAX_WORD,
         "structured_outputs.json": MAX_BYTES, "structured_outputs.regex": MAX_BYTES,
         "structured_outputs.grammar": MAX_BYTES, "structured_outputs.whitespace_pattern": MAX_BYTES,

@@ -9,7 +9,7 @@ import msgspec
 
 from llmc_runtime import __version__
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from llmc_runtime.server.ranges import TIMEOUT, narrowed
+from llmc_runtime.server.serving import MOST_SECONDS
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
@@ -62,7 +62,7 @@ def description() -> dict[str, Any]:
         "info": {"title": "llmc-serve", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**narrowed(schemas), "Error": _error()}, "securitySchemes": bearer,
+            "schemas": {**schemas, "Error": _error()}, "securitySchemes": bearer,
             "parameters": _request_headers(), "headers": _response_headers(),
         },
         "security": [{}, {"bearer": []}],
@@ -103,7 +103,10 @@ def _request_headers() -> dict[str, Any]:
         "X-Request-Id": "Names the request in the log and in the answer, where it has 1 to 128 of A-Z a-z 0-9 _ . : -",
         "X-Request-Timeout": "Seconds that the request may take, waiting included; the server may have a lower limit",
     }
-    schemas = {"X-Request-Id": {"type": "string"}, "X-Request-Timeout": dict(TIMEOUT)}
+    schemas = {
+        "X-Request-Id": {"type": "string"},
+        "X-Request-Timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
+    }
     return {
         name: {"name": name, "in": "header", "required": False, "description": told, "schema": schemas[name]}
         for name, told in words.items()

@@ -13,14 +13,13 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
-from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS
+from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 from llmc_runtime.server.tools.history import for_template
 from llmc_runtime.text.bounded import TooLong, encode_bounded
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
-MAX_PROMPTS = 128  # of one request
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # and those that the chat template names
 LIST_TOKENS = 262_144  # that /tokenize and /detokenize take at most, or as many as the model's context has
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})

@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from llmc_runtime.core.allowed import token_mask
+from llmc_runtime.defaults import of_model
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import MAX_LOGPROBS, SamplingParams
+from llmc_runtime.format.row import TOP_LOGPROBS
+from llmc_runtime.sched.params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured import StructuredOutputsParams
 from llmc_runtime.server.errors import ApiError, told
 from llmc_runtime.server.fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
 
-_SAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-)  # fmt: skip
+_SAME = tuple(one.name for one in PARAMETERS.values() if one.request and one.name != "max_tokens")
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 # Between the parts of a response_format's JSON: one space at most, since white space costs tokens and says nothing.
 WHITESPACE = " ?"
@@ -75,8 +73,8 @@ def of_chat(asked: ChatRequest, llm: Defaults) -> SamplingParams:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     if asked.logprobs:
         more["logprobs"] = asked.top_logprobs or 0
-        if more["logprobs"] < 0 or more["logprobs"] > MAX_LOGPROBS:
-            raise ApiError(f"top_logprobs: 0 to {MAX_LOGPROBS}", param="top_logprobs")
+        if more["logprobs"] < 0 or more["logprobs"] > TOP_LOGPROBS:
+            raise ApiError(f"top_logprobs: 0 to {TOP_LOGPROBS}", param="top_logprobs")
     try:
         return _params(asked, llm, default, more)
     except ApiError as e:
@@ -86,9 +84,7 @@ def of_chat(asked: ChatRequest, llm: Defaults) -> SamplingParams:
 
 
 def _params(asked: Generation, llm: Defaults, default: SamplingParams, more: dict[str, Any]) -> SamplingParams:
-    given: dict[str, Any] = {"repetition_penalty": default.repetition_penalty}
-    if llm.generation.get("do_sample"):
-        given |= {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    given: dict[str, Any] = {name: getattr(default, name) for name in of_model(llm.generation)}
     given |= {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")

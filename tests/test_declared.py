@@ -1,0 +1,157 @@
+"""Contracts that are declared once: one more line of a declaration appears everywhere; docs/ has the declarations.
+
+`python tests/test_declared.py` writes the tables in docs/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.sched.params import PARAMETERS
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNTIME = ROOT / "runtime" / "llmc_runtime"
+MARKS = "<!-- written by tests/test_declared.py: {} -->", "<!-- end of {} -->"
+
+
+def shown(value: Any) -> str:
+    """A default as the docs have it."""
+    if value is None or value == ():
+        return "none"
+    return json.dumps(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parameters() -> Iterator[str]:
+    """The table of sampling parameters."""
+    from llmc_runtime.server.fields import ChatRequest
+
+    yield "| field | values | default | what it does | also as |"
+    yield "|---|---|---|---|---|"
+    for one in PARAMETERS.values():
+        unit = f" ({one.values.unit})" if one.values.unit else ""
+        also = ["request field"] * (one.name in ChatRequest.__struct_fields__) + [f"`{flag}`" for flag in one.flags]
+        cells = one.values.allowed + unit, shown(one.default), one.text, ", ".join(also)
+        yield f"| `{one.name}` | {' | '.join(cells)} |"
+
+
+TABLES = {("running.md", "sampling parameters"): parameters}
+
+
+def split(page: str, name: str) -> tuple[str, str, str]:
+    """The page before a table, the table with its marks, and the page behind it."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    assert page.count(begin) == page.count(end) == 1, name
+    before, _, rest = page.partition(begin)
+    table, _, after = rest.partition(end)
+    return before, begin + table + end, after
+
+
+def written(name: str, lines: Iterator[str]) -> str:
+    """A table with its marks."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    return "\n".join([begin, "", *lines, "", end])
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES)
+def test_the_docs_have_what_is_declared(page: str, name: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert split(text, name)[1] == written(name, TABLES[page, name]()), "run: python tests/test_declared.py"
+
+
+def test_columns_of_the_row_are_those_of_the_kernels() -> None:
+    assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
+    header = (ROOT / "llmc" / "codegen" / "cpu" / "llmc_sample.h").read_text(encoding="utf-8")
+    floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
+    assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats))
+    assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints))
+
+
+def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:
+    """A copy of the runtime with a text put in front of another in some files."""
+    copy = folder / "llmc_runtime"
+    shutil.copytree(RUNTIME, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (before, text) in edits.items():
+        source = (copy / name).read_text(encoding="utf-8")
+        assert source.count(before) == 1, (name, before)
+        (copy / name).write_text(source.replace(before, text + before), encoding="utf-8")
+    return folder
+
+
+def answers(folder: Path, program: str) -> Any:
+    """What a program prints, as JSON, with the runtime in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+NEW_PARAMETER = '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", flag=True, of_model="sampling")\n'
+PARAMETER_PROGRAM = """
+import json, sys
+from llmc_runtime.cli import _changed, parser
+from llmc_runtime.core.messages import params_of, sampling_of
+from llmc_runtime.defaults import default_params
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.config import SchedulerConfig, admit
+from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.server.fields import CompletionRequest
+from llmc_runtime.server.openapi import description
+from llmc_runtime.server.parse import parse
+from llmc_runtime.server.sampling import of_completion
+class Model:
+    generation, vocab_size = {"do_sample": True, "top_a": 0.5}, 9
+    def get_default_sampling_params(self, *, max_tokens=16):
+        return default_params(self.generation, max_tokens=max_tokens)
+def refusal(make):
+    try:
+        return str(make())
+    except LlmcError as e:
+        return e.cause
+def completion(body):
+    return of_completion(parse(body, CompletionRequest, lambda n: None), Model()).top_a
+request = Request("0", [1], SamplingParams(top_a=0.25))
+admit(request, SchedulerConfig(9, 4, 32, 1, 9, 9), 0)
+schemas = description()["components"]["schemas"]
+print(json.dumps({
+    "refused": refusal(lambda: SamplingParams(top_a=2)),
+    "described": [schemas[kind]["properties"]["top_a"] for kind in ("CompletionRequest", "ChatRequest")],
+    "request": completion(b'{"prompt": "x", "max_tokens": 2, "top_a": 0.125}'),
+    "model": completion(b'{"prompt": "x", "max_tokens": 2}'),
+    "flag": _changed(parser("llmc-run", False).parse_args(["m", "--top-a", "0.75"])),
+    "message": params_of(SamplingParams(top_a=0.25)), "back": sampling_of({"top_a": 0.25}).top_a,
+    "row": request.row_params.floats(),
+}))
+"""
+
+
+def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    edits = {
+        "sched/params.py": ("    repetition_penalty: float", NEW_PARAMETER),
+        "format/row.py": (")\n# i32[8]", ', "top_a"'),
+    }
+    found = answers(changed(tmp_path, edits), PARAMETER_PROGRAM)
+    field = {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}], "default": None}
+    assert found == {
+        "refused": "top_a = 2 is not allowed",
+        "described": [{**field, "description": "a new one"}] * 2,
+        "request": 0.125, "model": 0.5, "flag": {"top_a": 0.75}, "message": {"top_a": 0.25}, "back": 0.25,
+        "row": [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.25, 0.0],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    for (page, name), lines in TABLES.items():
+        path = ROOT / "docs" / page
+        before, _, after = split(path.read_text(encoding="utf-8"), name)
+        path.write_text(before + written(name, lines()) + after, encoding="utf-8")
