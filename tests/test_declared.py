@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.option import Option, options_of
+from llmc_runtime.options import EngineArgs, EngineOptions
 from llmc_runtime.sched.params import PARAMETERS
+from llmc_runtime.server.flags import serve_options
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "runtime" / "llmc_runtime"
@@ -25,7 +28,7 @@ MARKS = "<!-- written by tests/test_declared.py: {} -->", "<!-- end of {} -->"
 
 def shown(value: Any) -> str:
     """A default as the docs have it."""
-    if value is None or value == ():
+    if value is None or value in ((), [], ""):
         return "none"
     return json.dumps(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -43,7 +46,39 @@ def parameters() -> Iterator[str]:
         yield f"| `{one.name}` | {' | '.join(cells)} |"
 
 
-TABLES = {("running.md", "sampling parameters"): parameters}
+def flags_of(one: Option, *commands: str) -> str:
+    """The flags of these commands, as the docs have them."""
+    found = (*one.spellings, *one.negations) if set(commands) & set(one.commands) else ()
+    return ", ".join(f"`{flag}`" for flag in found)
+
+
+def engine_options() -> Iterator[str]:
+    """The table of the engine's options, and of AsyncLLM's own."""
+    yield "| keyword | `llmc-run`, `llmc run` | `llmc-serve` | default | what it is |"
+    yield "|---|---|---|---|---|"
+    for one in options_of(EngineArgs).values():
+        flags = f"{flags_of(one, 'run', 'compile')} | {flags_of(one, 'serve')}"
+        yield f"| `{one.name}` | {flags} | {shown(one.default)} | {one.text} |"
+
+
+def serve_table() -> Iterator[str]:
+    """The table of llmc-serve's own options."""
+    yield "| flag, key of the file | values | default | what it is |"
+    yield "|---|---|---|---|"
+    engine = options_of(EngineOptions).values()
+    for one in serve_options().values():
+        if one in engine or not one.file:
+            continue
+        values = ", ".join(map(str, one.choices)) if one.choices else one.metavar or ("" if one.read else "switch")
+        cells = flags_of(one, "serve"), values.replace("|", " or "), shown(one.unset), one.text
+        yield f"| {' | '.join(cells)} |"
+
+
+TABLES = {
+    ("running.md", "sampling parameters"): parameters,
+    ("running.md", "engine options"): engine_options,
+    ("serving.md", "server options"): serve_table,
+}
 
 
 def split(page: str, name: str) -> tuple[str, str, str]:
@@ -88,7 +123,7 @@ def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:
 
 def answers(folder: Path, program: str) -> Any:
     """What a program prints, as JSON, with the runtime in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -108,6 +143,7 @@ from llmc_runtime.server.fields import CompletionRequest
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.parse import parse
 from llmc_runtime.server.sampling import of_completion
+from tests.test_declared import parameters
 class Model:
     generation, vocab_size = {"do_sample": True, "top_a": 0.5}, 9
     def get_default_sampling_params(self, *, max_tokens=16):
@@ -129,7 +165,7 @@ print(json.dumps({
     "model": completion(b'{"prompt": "x", "max_tokens": 2}'),
     "flag": _changed(parser("llmc-run", False).parse_args(["m", "--top-a", "0.75"])),
     "message": params_of(SamplingParams(top_a=0.25)), "back": sampling_of({"top_a": 0.25}).top_a,
-    "row": request.row_params.floats(),
+    "row": request.row_params.floats(), "docs": [row for row in parameters() if "top_a" in row],
 }))
 """
 
@@ -147,6 +183,66 @@ def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> No
         "described": [{**field, "description": "a new one"}] * 2,
         "request": 0.125, "model": 0.5, "flag": {"top_a": 0.75}, "message": {"top_a": 0.25}, "back": 0.25,
         "row": [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.25, 0.0],
+        "docs": ["| `top_a` | a number from 0 to 1 | 0 | a new one | request field, `--top-a` |"],
+    }  # fmt: skip
+
+
+NEW_ENGINE_OPTION = (
+    '    most_cats: int | None = option(None, "a new one", commands=("serve", "run"), read=positive, metavar="N",'
+    " check=whole, engine=True)\n"
+)
+NEW_SERVER_OPTION = '    greeting: str = serve_option("server", "hello", "another one", choices=("hello", "bye"))\n'
+OPTION_PROGRAM = """
+import json
+from pathlib import Path
+from llmc_runtime import LLM, AsyncLLM, LlmcError
+from llmc_runtime.cli import parser
+from llmc_runtime.options import EngineOptions
+from llmc_runtime.server.flags import serve_parser
+from llmc_runtime.server.given import options_of, read
+from llmc.completion import script
+from tests.test_declared import engine_options, serve_table
+def refusal(make):
+    try:
+        return str(make())
+    except LlmcError as e:
+        return e.cause
+def served(*words):
+    options = options_of(read(["m", *words]).args, {}, None)
+    return [options.engine["most_cats"], options.greeting]
+Path("serve.yaml").write_text("most-cats: 7\\ngreeting: bye\\n")
+completion = script("bash", {"llmc-serve": serve_parser()})
+message = EngineOptions("m", most_cats=3).message()
+print(json.dumps({
+    "refused": [refusal(lambda: LLM("nowhere", most_cats=0)), refusal(lambda: AsyncLLM("m", most_cats=0))],
+    "keyword": AsyncLLM("m", most_cats=3).args.most_cats,
+    "flags": served("--most-cats", "5", "--greeting", "bye"), "default": served(),
+    "file": served("--config", "serve.yaml"),
+    "run": parser("llmc-run", False).parse_args(["m", "--most-cats", "2"]).most_cats,
+    "printed": [name in read(["m"]).describe(False) for name in ("most-cats", "greeting")],
+    "message": message, "back": EngineOptions.of_message("m", message).most_cats,
+    "completed": [word in completion for word in ("--most-cats", "--greeting", "hello bye")],
+    "docs": [row for row in (*engine_options(), *serve_table()) if "most_cats" in row or "greeting" in row],
+}))
+"""
+
+
+def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    edits = {
+        "options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
+        "server/options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
+    }
+    found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
+    assert found == {
+        "refused": ["most_cats = 0 is not possible"] * 2, "keyword": 3, "flags": [5, "bye"],
+        "default": [None, "hello"], "file": [7, "bye"], "run": 2, "printed": [True] * 2, "message": {"most_cats": 3},
+        "back": 3, "completed": [True] * 3,
+        "docs": [
+            "| `most_cats` | `--most-cats` | `--most-cats` | none | a new one |",
+            "| `--greeting` | hello, bye | hello | another one |",
+        ],
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def opener(pace: float, depth: int) -> Callable[[Open, Callable[[str], None]], S
         size = tokenizer.backend.get_vocab_size()
         words = [i for i in range(size) if (text := tokenizer.decode([i])).isascii() and text.strip().isalpha()]
         random.Random(5).shuffle(words)
-        rows = wanted.max_num_seqs or ROWS
+        rows = wanted.options.get("max_num_seqs") or ROWS
         config = SchedulerConfig(ROWS * LENGTH // PAGE, PAGE, LENGTH, rows, TOKENS, size)
         engine = Engine(Scheduler(config, lambda: 11), Paced(pace, depth, words))
         return Session(engine, "the simulated device", lambda: None, lambda: None)

@@ -11,7 +11,8 @@ from typing import Any
 from llmc_runtime import AsyncLLM
 from llmc_runtime.core.async_llm import Front
 from llmc_runtime.core.messages import Open
-from llmc_runtime.server.command import Options, serve_over
+from llmc_runtime.server.command import serve_over
+from llmc_runtime.server.options import Options
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ _BOOT = (
 def simulated(pace: float, depth: int, rows: int | None = None, **options: Any) -> AsyncLLM:
     """An AsyncLLM whose engine is `bench.serving.engine`; not started."""
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path)), str(pace), str(depth)]
-    opening = Open("simulated", None, rows, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+    opening = Open("simulated", {} if rows is None else {"max_num_seqs": rows})
     calm = {"heartbeat_timeout": 20.0, "say": lambda line: None}
     return AsyncLLM.over(Front(command, opening, Tokenizer.open(MODEL)), **(calm | options))
 

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmc_runtime.core.args import EngineArgs
     from llmc_runtime.core.async_llm import AsyncLLM
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.llm import LLM
+    from llmc_runtime.options import EngineArgs
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
     from llmc_runtime.sched.params import SamplingParams
     from llmc_runtime.sched.structured import StructuredOutputsParams
@@ -28,7 +28,7 @@ _FACE = MappingProxyType(
     {
         "LLM": "llmc_runtime.llm",
         "AsyncLLM": "llmc_runtime.core.async_llm",
-        "EngineArgs": "llmc_runtime.core.args",
+        "EngineArgs": "llmc_runtime.options",
         "SamplingParams": "llmc_runtime.sched.params",
         "StructuredOutputsParams": "llmc_runtime.sched.structured",
         "RequestOutput": "llmc_runtime.outputs",

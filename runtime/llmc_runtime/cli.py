@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.server.flags import generation_flags, parse_bytes, positive
+from llmc_runtime.option import of_command, options_of, parse_bytes
+from llmc_runtime.options import EngineOptions
 
 if TYPE_CHECKING:
-    from llmc_runtime.server.command import Options
+    from llmc_runtime.server.options import Options
     from llmc_runtime.terminal import Session
 
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -32,7 +33,8 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
     _open_standard_files()
     try:
         from llmc_runtime.server.elsewhere import judge
-        from llmc_runtime.server.given import options_of, read
+        from llmc_runtime.server.given import options_of as served
+        from llmc_runtime.server.given import read
 
         given = read(sys.argv[1:] if argv is None else argv, prog)
         verbose = given.args.log_level == "debug"
@@ -40,7 +42,7 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
         if given.args.print_config:
             print(given.describe(given.args.json), flush=True)
             return OK
-        options = options_of(given.args, os.environ, _template(given.args.chat_template), notes)
+        options = served(given.args, os.environ, _template(given.args.chat_template), notes)
         if given.args.dry_run:
             return _dry_run(options, given.args.json)
         from llmc_runtime.server.command import serve
@@ -174,7 +176,6 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     ap.add_argument("-p", "--prompt", metavar="TEXT", help="what to continue, or with --chat what the user says")
     ap.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     ap.add_argument("--system", metavar="TEXT", help="the system message of a chat")
-    ap.add_argument("--chat-template", metavar="FILE|NAME", help="another template, or the name of one of the model's")
     ap.add_argument(
         "--json",
         action="store_true",
@@ -184,9 +185,9 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     ap.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors on stderr")
     defaults = "the model's generation_config.json; 256 tokens, in a chat as many as fit"
     _sampling(ap.add_argument_group(f"sampling (defaults: {defaults})"))
-    _resources(ap.add_argument_group("resources"))
+    _add(ap.add_argument_group("resources"), "run")
     if compiles:
-        _compiling(ap.add_argument_group("compiling a Hugging Face folder"))
+        _add(ap.add_argument_group("compiling a Hugging Face folder"), "compile")
     return ap
 
 
@@ -196,25 +197,14 @@ def _sampling(group: Any) -> None:
     for one in PARAMETERS.values():
         if one.flags:
             group.add_argument(*one.flags, dest=one.name, default=None, help=one.text, **one.values.argument or {})
-    generation_flags(group.add_argument)
+    _add(group, "run", "chats and sampling")
 
 
-def _resources(group: Any) -> None:
-    add = group.add_argument
-    add("--threads", type=positive, metavar="N", help="of the CPU (physical cores)")
-    add("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="of the KV cache, for example 512M or 2GiB")
-    add("--canary", action="store_true", help="compare with the recorded canary before anything else runs")
-    add("--prepare", action="store_true", help="build device graphs (of GPUs) and grammars' vocabulary at the start")
-    add("--trace", type=Path, metavar="FILE", help="write what the engine does, step by step, for ui.perfetto.dev")
-    add("--no-verify", action="store_true", help="open the artifact without checking the hashes of its weights")
-
-
-def _compiling(group: Any) -> None:
-    add = group.add_argument
-    add("--target", default="cpu:native", help="what to compile for (cpu:native)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and activations")
-    add("--max-model-len", type=positive, metavar="N", help="tokens of the longest sequence (the model's own)")
-    add("--cache", type=Path, metavar="DIR", help="where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)")
+def _add(group: Any, command: str, title: str = "engine") -> None:
+    """The flags of the engine's options that are declared for a command."""
+    for one in of_command(options_of(EngineOptions).values(), command):
+        if one.group == title:
+            one.add_to(group)
 
 
 def _run(args: argparse.Namespace, compiles: bool) -> int:
@@ -271,28 +261,17 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
             to_stderr(line)
 
     clock.stage("imports")
-    options: dict[str, Any] = {}
-    if compiles:
+    commands = ("run", "compile") if compiles else ("run",)
+    known = [one for name in commands for one in of_command(options_of(EngineOptions).values(), name)]
+    options = {one.name: one.value(args) for one in known}
+    options["chat_template"] = _template(args.chat_template)
+    if compiles and options["cache_dir"] is None:
         from llmc_runtime.cache import default_root
 
-        options = {"target": args.target, "dtype": args.dtype, "max_model_len": args.max_model_len}
-        options["cache_dir"] = args.cache or default_root(os.environ)
+        options["cache_dir"] = default_root(os.environ)
+    seed = int.from_bytes(os.urandom(8), "little") if args.seed is None else 0
+    llm = LLM(args.model, seed=seed, say=say, **options)
     choice = args.generation_config, args.override_generation_config
-    llm = LLM(
-        args.model,
-        generation_config=choice[0],
-        override_generation_config=choice[1],
-        threads=args.threads,
-        kv_cache_memory_bytes=args.kv_cache_memory,
-        seed=int.from_bytes(os.urandom(8), "little") if args.seed is None else 0,
-        chat_template=_template(args.chat_template),
-        verify=not args.no_verify,
-        canary=args.canary,
-        prepare=args.prepare,
-        trace=args.trace,
-        say=say,
-        **options,
-    )
     if (line := described(llm.generation, *choice)) is not None:
         say(line)
     clock.stage("open")

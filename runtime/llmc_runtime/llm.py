@@ -6,7 +6,6 @@ Requests of open streams and of `generate`, from any thread, share the engine's 
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.live import Live
+from llmc_runtime.options import EngineOptions
 from llmc_runtime.outputs import Answer, RequestOutput
 from llmc_runtime.progress import Bar
 from llmc_runtime.prompts import (
@@ -36,7 +36,6 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.streams import Stream
 from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
-from llmc_runtime.trace import follow
 from llmc_runtime.turns import Turns
 
 _MOST_TEMPLATES = 32  # kept compiled
@@ -45,81 +44,35 @@ _MOST_TEMPLATES = 32  # kept compiled
 class LLM:
     """A compiled model, opened.
 
-    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is then compiled first (once; kept under
-    `cache_dir`, ~/.cache/llmc by default; needs the extra "compile"). `target`, `dtype` and `max_model_len` are for
-    that compile, as are `max_num_seqs` and `max_num_batched_tokens`, which otherwise lower the artifact's own limits.
-
-    kv_cache_memory_bytes  of the KV cache (None: half of the free memory, of a GPU 0.9; at most what the rows can use)
-    threads                of the CPU target (None: physical cores)
-    seed                   draws the seeds of requests that bring none; the same seed, the same draws (None: drawn)
-    chat_template          a template's text, or the name of one of the model's own
-    generation_config      defaults of sampling: "auto" (the model's), "vllm" (none), a folder with another such file
-    override_generation_config  {name: value} that goes over these
-    verify                 check the hashes of the weights while opening
-    canary                 compare with the tokens that `llmc verify --record` recorded, before anything else runs
-    prepare                build now, not when it is first needed, every device graph (of GPUs) and the vocabulary of
-                           structured outputs
-    trace                  a file: the engine's loop, step by step, for ui.perfetto.dev
-    say                    is told, in one line each, what happens (by default printed to stderr)
+    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is compiled first (once; kept under
+    `cache_dir`; needs the extra "compile"). `options` are the fields of EngineOptions, which docs/running.md lists; the
+    limits among them are those of that compile, or lower an artifact's own. `say` gets one line for each thing that
+    happens (by default printed to stderr).
 
     Raises LlmcError: E1xx artifact, E2xx memory and limits, E64x compiling.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        kv_cache_memory_bytes: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        threads: int | None = None,
-        seed: int | None = 0,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        chat_template: str | None = None,
-        generation_config: str = "auto",
-        override_generation_config: Mapping[str, Any] | None = None,
-        target: str = "cpu:native",
-        dtype: str = "auto",
-        cache_dir: str | Path | None = None,
-        verify: bool = True,
-        canary: bool = False,
-        prepare: bool = False,
-        trace: str | Path | None = None,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
-        from llmc_runtime.artifact import open_artifact
-        from llmc_runtime.open import MOST_THREADS, Limits, open_engine, seed_of, whole
+    def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
+        from llmc_runtime.open import open_engine, open_model
 
         self._say = say or to_stderr
-        sizes = (max_model_len, max_num_seqs, max_num_batched_tokens)
-        named = zip(("max-model-len", "max-num-seqs", "max-num-batched-tokens"), sizes)
-        options = {"target": target, "dtype": dtype} | {k: str(v) for k, v in named if v is not None}
-        path = resolve(model, options, Path(cache_dir) if cache_dir else None, self._say)
-        artifact = open_artifact(path, verify=verify, threads=whole("threads", threads, MOST_THREADS))
-        generation = generation_of(artifact.manifest.generation, generation_config, override_generation_config)
+        args = EngineOptions(model, **options)
+        path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
+        artifact = open_model(path, args)
+        generation = generation_of(
+            artifact.manifest.generation, args.generation_config, args.override_generation_config
+        )
         self.model = str(path)
         has_text = f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" in artifact.manifest.tokenizer
         tokenizer = Tokenizer.open(artifact.tokenizer_dir) if has_text else None
-        limits = Limits(*sizes, kv_cache_memory_bytes)
-        opened = open_engine(
-            artifact,
-            limits,
-            threads=threads,
-            seeds=random.Random(seed_of(seed)).getrandbits,
-            eos=() if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-            prefix_caching=enable_prefix_caching,
-            policy=scheduling_policy,
-            canary=canary,
-            prepare=prepare,
-        )
+        eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        opened = open_engine(artifact, args, eos)
         self._close = weakref.finalize(self, opened.close)
         self._close.atexit = False  # the process takes everything with it, and daemon threads may still run
-        self.trace = None if trace is None else follow(opened.engine, trace)
+        self.trace = opened.trace
         self._say(opened.summary)
-        self._start(opened.engine, tokenizer, generation, chat_template)
-        if prepare and self._grammars is not None and (why := self._grammars.prepare()):
+        self._start(opened.engine, tokenizer, generation, args.chat_template)
+        if args.prepare and self._grammars is not None and (why := self._grammars.prepare()):
             self._say(why)
 
     @classmethod

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
-from llmc_runtime.artifact import Artifact
+from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.choose import open_device
 from llmc_runtime.engine import Engine
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.options import EngineOptions
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
-
-MOST_THREADS = 1024  # more only take turns, and a machine that starts a hundred thousand stands still
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a caller asks for; None: what the artifact was compiled for. Nothing can be raised above that."""
-
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kv_bytes is not None and not isinstance(self.kv_bytes, int):
-            object.__setattr__(self, "kv_bytes", whole("kv_cache_memory_bytes", self.kv_bytes))
+from llmc_runtime.trace import Trace, follow
 
 
 @dataclass(frozen=True)
@@ -44,54 +31,55 @@ class Opened:
     summary: str
     close: Callable[[], None]
     stages: Mapping[str, float]  # seconds that each part took: device, weights, and where wanted canary, graphs
+    trace: Trace | None = None  # records the engine's loop; to be finished after `close`
 
 
-def open_engine(
-    artifact: Artifact,
-    limits: Limits,
-    *,
-    threads: int | None = None,
-    seeds: Callable[[int], int],
-    eos: Sequence[int] = (),
-    prefix_caching: bool = True,
-    policy: str = "fcfs",
-    canary: bool = False,
-    prepare: bool = False,
-) -> Opened:
+def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
+    """The artifact at `path`. LlmcError E1xx; E118 where it has another digest than `digest`, if that is given."""
+    artifact = open_artifact(path, verify=options.verify, threads=options.threads)
+    if digest not in ("", artifact.digest):
+        cause = f"{path} is another artifact than the one that was opened first"
+        raise LlmcError("E118", cause, "start again, or put the first one back")
+    return artifact
+
+
+def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = ()) -> Opened:
     """Load the artifact onto its device.
 
-    `seeds(64)` draws a seed; `eos` ids end a text beside the manifest's; `prepare` builds all device graphs now, not
-    each when it is needed first. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`canary`: the
-    recorded tokens differ here, or none were recorded).
+    `eos` ids end a text beside the manifest's; `options.prepare` builds all device graphs now, not each when it is
+    first needed. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`options.canary`: the recorded
+    tokens differ here, or none were recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
-    device = open_device(artifact, threads)
+    device = open_device(artifact, options.threads)
     marks.append(("device", time.monotonic()))
     try:
-        executor = Executor(artifact, device, limits.kv_bytes)
+        executor = Executor(artifact, device, options.kv_cache_memory_bytes)
         marks.append(("weights", time.monotonic()))
-        if canary:
+        if options.canary:
             require(executor)
             marks.append(("canary", time.monotonic()))
-        if prepare:
+        if options.prepare:
             executor.prepare()
             marks.append(("graphs", time.monotonic()))
         ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,
             page_size=manifest.kv.page_size,
-            max_model_len=limit_of("max_model_len", limits.max_model_len, manifest.limits.max_model_len),
-            max_num_seqs=limit_of("max_num_seqs", limits.max_num_seqs, manifest.limits.max_num_seqs),
+            max_model_len=limit_of("max_model_len", options.max_model_len, manifest.limits.max_model_len),
+            max_num_seqs=limit_of("max_num_seqs", options.max_num_seqs, manifest.limits.max_num_seqs),
             max_num_batched_tokens=limit_of(
-                "max_num_batched_tokens", limits.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
+                "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
             ),
             vocab_size=manifest.vocab_size,
             eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
-            policy=policy,
-            prefix_caching=prefix_caching,
+            policy=options.scheduling_policy,
+            prefix_caching=options.enable_prefix_caching,
             context=artifact.digest,
         )
-        engine = Engine(Scheduler(config, lambda: seeds(64)), executor)
+        draw = random.Random(options.seed)
+        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
+        trace = None if options.trace is None else follow(engine, options.trace)
     except BaseException:
         device.close()
         raise
@@ -99,25 +87,7 @@ def open_engine(
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
     summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
-    return Opened(engine, summary, executor.close, stages)
-
-
-def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
-    """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
-        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
-    return int(value)
-
-
-def seed_of(value: Any) -> int:
-    """`value` as a seed; None: one that is drawn now. LlmcError E201 where it is no integer of 64 bits."""
-    if value is None:
-        return secrets.randbits(63)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
-        raise LlmcError("E201", f"seed = {value!r:.60} is not possible", "give seed an integer of 64 bits, or None")
-    return int(value)
+    return Opened(engine, summary, executor.close, stages, trace)
 
 
 def limit_of(name: str, wanted: Any, compiled: int) -> int:

@@ -20,6 +20,7 @@ from llmc_runtime.core.process import Session, main
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine import Engine
 from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.options import EngineOptions
 from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
 
@@ -100,11 +101,12 @@ def grammars() -> Any:
 
 def config_of(wanted: Open) -> SchedulerConfig:
     """The limits that the front asks for, or small ones."""
-    length = wanted.max_model_len or 256
-    rows = wanted.max_num_seqs or 16
-    tokens = wanted.max_num_batched_tokens or 64
-    pages = (wanted.kv_bytes or 2048 * TOKEN_BYTES) // (PAGE * TOKEN_BYTES)
-    more: dict[str, Any] = {"policy": wanted.policy, "prefix_caching": wanted.prefix_caching}
+    options = EngineOptions.of_message(wanted.path, wanted.options)
+    length = options.max_model_len or 256
+    rows = options.max_num_seqs or 16
+    tokens = options.max_num_batched_tokens or 64
+    pages = (options.kv_cache_memory_bytes or 2048 * TOKEN_BYTES) // (PAGE * TOKEN_BYTES)
+    more: dict[str, Any] = {"policy": options.scheduling_policy, "prefix_caching": options.enable_prefix_caching}
     return SchedulerConfig(pages, PAGE, length, rows, tokens, VOCAB, eos_token_ids=(VOCAB - 1,), **more)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import starlette.applications
 from llmc_runtime.core import async_llm
-from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.messages import Open
+from llmc_runtime.options import EngineArgs
 
 from tests.runtime.served import TOK
 
@@ -30,10 +30,7 @@ def over(settings: dict[str, Any]) -> Any:
 
     def opened(model: str, *, say: Any = None, **options: Any) -> Any:
         args = EngineArgs(model, **options)
-        opening = Open(
-            "ok", args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory_bytes, None,
-            0, [], args.enable_prefix_caching, args.scheduling_policy, True, False, False, None,
-        )  # fmt: skip
+        opening = Open("ok", args.message())
         command = [sys.executable, "-P", str(ENGINE), json.dumps(settings.get("engine", {}))]
         return original.over(async_llm.Front(command, opening, TOK), say=say, **(options | settings.get("front", {})))
 

@@ -22,7 +22,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **options: Any) -> AsyncLLM:
     """Not started; a step takes `pace` seconds more. A busy machine is no failure unless a test says so."""
-    opening = Open(path, None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+    opening = Open(path)
     front = Front([sys.executable, "-P", str(PROGRAM), str(pace)], opening, tok)
     calm = {"heartbeat_timeout": 20.0, "restart_delay": 0.0, "say": lambda line: None}
     return AsyncLLM.over(front, **(calm | options))

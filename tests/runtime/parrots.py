@@ -61,7 +61,7 @@ def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
     there, stop, found = threading.Event(), list[uvicorn.Server](), dict[str, Serving]()
 
     async def main() -> None:
-        opening = Open("ok", None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+        opening = Open("ok")
         front = Front([sys.executable, "-P", str(PROGRAM), "0"], opening, TOK)
         async with AsyncLLM.over(front, heartbeat_timeout=20.0, say=lambda line: None) as llm:
             apps = {}

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
-from urllib.parse import quote_from_bytes
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from llmc_runtime.core.channel import _folder, wants_processor
 from llmc_runtime.core.messages import Open
 from llmc_runtime.core.process import Age, open_session
 from llmc_runtime.llm import to_stderr
+from llmc_runtime.options import quoted
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.fake_core import CRASH
@@ -56,8 +56,7 @@ def test_an_artifact_whose_name_is_no_text(toy: Path, tmp_path: Path) -> None:
 
 
 def test_an_artifact_that_was_replaced_is_not_opened_under_the_other_s_texts(toy: Path) -> None:
-    opening = Open(quote_from_bytes(os.fsencode(toy)), None, None, None, None, 1, 0, [], True, "fcfs", True, False,
-                   False, None, "0" * 64)  # fmt: skip
+    opening = Open(quoted(toy), {"threads": 1}, digest="0" * 64)
     with pytest.raises(LlmcError, match="E118"):
         open_session(opening, lambda line: None)
 

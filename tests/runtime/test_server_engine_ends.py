@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.messages import Open
 from llmc_runtime.core.supervisor import Supervisor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.options import EngineArgs
 from llmc_runtime.server.command import ENGINE_FAILED
 
 from tests.runtime.async_kit import fake, last, run
@@ -144,7 +144,7 @@ def test_a_signal_ends_the_server_with_0_while_it_waits_for_the_next_try() -> No
 
 
 def test_intervals_double_up_to_the_limit_and_without_one_there_is_an_end() -> None:
-    wanted = Open("ok", None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
+    wanted = Open("ok")
 
     async def delays(**options: Any) -> list[float | None]:
         supervisor = Supervisor([], wanted, EngineArgs("", **options), 1.0, lambda line: None)

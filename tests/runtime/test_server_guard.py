@@ -15,7 +15,7 @@ from llmc_runtime import LlmcError
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.command import read_keys
+from llmc_runtime.server.given import read_keys
 from llmc_runtime.server.guard import Keys, Limits
 
 from tests.runtime.served import Served, served

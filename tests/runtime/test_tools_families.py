@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.server.flags import serve_parser
+from llmc_runtime.server.flags import serve_options
 from llmc_runtime.server.tools import formats, marked, pythonic, xml
 from llmc_runtime.server.tools.calls import CallFormat
 from llmc_runtime.server.tools.dialect import dialect_of
@@ -378,7 +378,7 @@ def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> 
 
 
 def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
-    flags = {one.option_strings[0]: one.choices for one in serve_parser()._actions if one.option_strings}
+    flags = {one.spellings[0]: one.choices for one in serve_options().values()}
     assert set(flags["--reasoning-parser"] or ()) == {"auto", "none", *REASONING}
     names = {"auto", "none", *ALIASES, *(form.name for form in FORMATS)}
     assert set(flags["--tool-call-parser"] or ()) == names

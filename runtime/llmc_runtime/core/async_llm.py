@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote_from_bytes
 
 from llmc_runtime.core.allowed import masked
-from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.asks import LONGEST, RECORD, RESET
 from llmc_runtime.core.channel import default_command
 from llmc_runtime.core.messages import Add, Open, Ready, params_of
@@ -27,7 +24,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.live import words_of
 from llmc_runtime.llm import resolve, to_stderr
-from llmc_runtime.open import MOST_THREADS, seed_of, whole
+from llmc_runtime.options import EngineArgs, quoted
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, fitted
 from llmc_runtime.sched.parameter import refused
@@ -333,23 +330,7 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     has_text = f"tokenizer/{TOKENIZER_FILE}" in manifest.tokenizer
     tokenizer = Tokenizer.open(path / "tokenizer") if has_text else None
     end = None if tokenizer is None else tokenizer.eos_token_id
-    opening = Open(
-        quote_from_bytes(os.fsencode(path.resolve())),
-        max_model_len=whole("max_model_len", args.max_model_len),
-        max_num_seqs=whole("max_num_seqs", args.max_num_seqs),
-        max_num_batched_tokens=whole("max_num_batched_tokens", args.max_num_batched_tokens),
-        kv_bytes=whole("kv_cache_memory_bytes", args.kv_cache_memory_bytes),
-        threads=whole("threads", args.threads, MOST_THREADS),
-        seed=seed_of(args.seed),
-        eos=[] if end is None else [end],
-        prefix_caching=bool(args.enable_prefix_caching),
-        policy=str(args.scheduling_policy),
-        verify=bool(args.verify),
-        canary=bool(args.canary),
-        prepare=bool(args.prepare),
-        trace=None if args.trace is None else quote_from_bytes(os.fsencode(Path(args.trace).resolve())),
-        digest=manifest.digest,
-    )
+    opening = Open(quoted(path), args.message(), [] if end is None else [end], manifest.digest)
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     return Front(default_command(), opening, tokenizer, manifest.generation, step)
 

@@ -50,23 +50,15 @@ class Add(_Message):
 
 
 class Open(_Message):
-    """The artifact and the limits; said once, first. `path` and `trace` are percent-encoded: file names are bytes.
-    `digest`: the artifact's as the front has read it, empty where it has not."""
+    """The artifact and how to open it; sent once, first.
+
+    `path` is percent-encoded, since file names are bytes; `options` as EngineOptions.message has them; `eos`: token ids
+    that end a text beside the artifact's; `digest`: the artifact's as the front has read it, empty if it has not.
+    """
 
     path: str
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    kv_bytes: int | None
-    threads: int | None
-    seed: int
-    eos: list[int]
-    prefix_caching: bool
-    policy: str
-    verify: bool
-    canary: bool
-    prepare: bool
-    trace: str | None
+    options: dict[str, Any] = {}
+    eos: list[int] = []
     digest: str = ""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import random
 import shutil
 import signal
 import sys
@@ -20,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import msgspec
 import zmq
@@ -43,9 +41,10 @@ from llmc_runtime.core.messages import (
     fault_of,
 )
 from llmc_runtime.engine import Engine
-from llmc_runtime.format.errors import LlmcError, as_told, brief
+from llmc_runtime.format.errors import as_told, brief
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.metrics import Stat
+from llmc_runtime.options import EngineOptions
 
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 _DRAIN = 0.002  # seconds between two steps for new requests, at least
@@ -72,32 +71,15 @@ Opener = Callable[[Open, Callable[[str], None]], Session]
 
 def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
     """Open the artifact as `LLM` does; `say` is told what happens. LlmcError E1xx, E2xx."""
-    from llmc_runtime.artifact import open_artifact
-    from llmc_runtime.open import Limits, open_engine
+    from llmc_runtime.open import open_engine, open_model
     from llmc_runtime.text.tokenizer import TOKENIZER_FILE
-    from llmc_runtime.trace import follow
 
-    path = _file(wanted.path)
-    say(f"opening {path}")
+    options = EngineOptions.of_message(wanted.path, wanted.options)
+    say(f"opening {options.model}")
     began = time.monotonic()
-    artifact = open_artifact(path, verify=wanted.verify, threads=wanted.threads)
-    if wanted.digest not in ("", artifact.digest):  # the front has the texts of the other one
-        cause = f"{path} is another artifact than the one that was opened first"
-        raise LlmcError("E118", cause, "start again, or put the first one back")
+    artifact = open_model(Path(options.model), options, wanted.digest)
     stages = {"artifact": time.monotonic() - began}
-    limits = Limits(wanted.max_model_len, wanted.max_num_seqs, wanted.max_num_batched_tokens, wanted.kv_bytes)
-    opened = open_engine(
-        artifact,
-        limits,
-        threads=wanted.threads,
-        seeds=random.Random(wanted.seed).getrandbits,
-        eos=wanted.eos,
-        prefix_caching=wanted.prefix_caching,
-        policy=wanted.policy,
-        canary=wanted.canary,
-        prepare=wanted.prepare,
-    )
-    trace = None if wanted.trace is None else follow(opened.engine, _file(wanted.trace))
+    opened = open_engine(artifact, options, wanted.eos)
 
     def grammars() -> Grammars | None:
         if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
@@ -107,15 +89,10 @@ def open_session(wanted: Open, say: Callable[[str], None]) -> Session:
 
     def close() -> None:
         opened.close()
-        if trace is not None:
-            trace.finish()
+        if opened.trace is not None:
+            opened.trace.finish()
 
     return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages})
-
-
-def _file(name: str) -> str:
-    """A file's name as it is here."""
-    return os.fsdecode(unquote_to_bytes(name))
 
 
 class Age:
@@ -226,7 +203,7 @@ class CoreProcess:
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
         pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = Loop(session.engine, session.grammars)
-        if wanted.prepare and (why := self._loop.prepare()):
+        if wanted.options.get("prepare") and (why := self._loop.prepare()):
             self._say(Progress(brief(why, 4)))
         gc.collect()
         gc.freeze()  # what is there stays: no collection, which no step can hide, looks at it again

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from llmc_runtime.core.args import EngineArgs
 from llmc_runtime.core.asks import Asks
 from llmc_runtime.core.channel import TICK, Channel
 from llmc_runtime.core.messages import Add, Open, Pulse, Ready, Reply
 from llmc_runtime.core.requests import Requests
 from llmc_runtime.format.errors import LlmcError, as_told
 from llmc_runtime.metrics import Stat, added, nothing
+from llmc_runtime.options import EngineArgs
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FORGIVEN = 3600.0  # seconds after which a failure no longer counts

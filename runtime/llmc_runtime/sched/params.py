@@ -66,28 +66,27 @@ class SamplingParams:
         of_model="sampling",
     )  # fmt: skip
     min_p: float = parameter(
-        0.0, numbers(0, 1), "leave out tokens below this share of the likeliest one's probability; 0 is off",
-        flag=True, of_model="sampling",
+        0.0, numbers(0, 1), "leave out tokens below this share of the likeliest one's probability; 0 is off", flag=True,
+        of_model="sampling",
     )  # fmt: skip
     repetition_penalty: float = parameter(
-        1.0, numbers(0.001, 1000), "divides the logits of tokens of prompt and output; 1 is off",
-        flag=True, of_model="always",
+        1.0, numbers(0.001, 1000), "divides the logits of tokens of prompt and output; 1 is off", flag=True,
+        of_model="always",
     )  # fmt: skip
     presence_penalty: float = parameter(
         0.0, _PENALTY, "subtracted from the logits of tokens of the output; 0 is off", flag=True
     )
     frequency_penalty: float = parameter(
-        0.0, _PENALTY, "subtracted from a logit for each time that the output has the token; 0 is off",
-        flag=True,
-    )  # fmt: skip
+        0.0, _PENALTY, "subtracted from a logit for each time that the output has the token; 0 is off", flag=True
+    )
     seed: int | None = parameter(
         None, _SEED, "the same seed gives the same text; none or -1: drawn for each request", flag=True
     )
     max_tokens: int | None = parameter(16, _MAX_TOKENS, "the most tokens to generate", flag=True, short="-n")
     min_tokens: int = parameter(0, integers(0, unit="tokens"), "the fewest tokens; at most max_tokens", flag=True)
     stop: str | Iterable[str] | None = parameter(
-        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True), "end before one of these strings",
-        flag=True, engine=False,
+        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True), "end before one of these strings", flag=True,
+        engine=False,
     )  # fmt: skip
     stop_token_ids: Iterable[int] | None = parameter((), token_ids(STOPS), "end at one of these token ids")
     ignore_eos: bool = parameter(False, flag(), "continue after the model's end-of-sequence token", flag=True)

@@ -9,8 +9,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.cache import is_id
 from llmc_runtime.defaults import described
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.listen import ServerLoop, Tls, listening, name_of
+from llmc_runtime.server.listen import ServerLoop, listening, name_of
+from llmc_runtime.server.options import Options
 from llmc_runtime.server.renew import Renewed, context_of
 from llmc_runtime.signals import ENDING, unwinding
 
@@ -33,54 +33,11 @@ if TYPE_CHECKING:
 ENGINE_FAILED = 4  # exit code
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were told to end
 _NOTICE = 0.5  # seconds in which requests are told that the engine is gone, before the server ends
-_SHORTEST_KEY = 8
 _PENDING = 2048  # connections that wait to be accepted
 _ANSWERS = 4  # of the greatest size may be open at a time
 _ARENAS = 4  # heaps of threads
 _SWITCH_SECONDS = 0.0005  # after which a thread that renders a template gives way to the event loop
 _LOOK = 0.05  # seconds between two looks at what is still open
-
-
-@dataclass(frozen=True)
-class Options:
-    """What an operator says; `engine` goes to AsyncLLM."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    names: Sequence[str] = ()
-    keys: Sequence[str] = ()
-    key_scope: str = "all"
-    hosts: Sequence[str] = ()
-    max_queued_requests: int = 512
-    max_queued_tokens: int | None = None
-    max_per_key: int | None = None
-    max_queue_wait: float | None = 600.0
-    request_timeout: float | None = None
-    max_connections: int | None = None
-    metrics_alias: str | None = None
-    max_body: int = 8 << 20
-    max_answer: int = 64 << 20
-    shutdown_timeout: int = 30
-    keep_alive: int = 15
-    log_level: str = "info"
-    chat_template: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    uds: Path | None = None
-    tls: Tls | None = None
-    root_path: str = ""
-    admin_keys: Sequence[str] = ()
-    log_format: str = "text"
-    access_log: bool = True
-    log_requests: bool = False
-    notes: Sequence[str] = ()
-
-    @property
-    def local(self) -> bool:
-        """Nobody but this machine can reach it."""
-        return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 def serve(options: Options) -> int:
@@ -214,31 +171,6 @@ def _application(options: Options, serving: Serving, shed: Shed) -> ASGIApp:
     path, scope = options.root_path, options.key_scope
     app = application(serving, options.keys, limits, hosts, path, options.admin_keys, scope, shed)
     return Logged(app, options.log_requests, shed.refusals) if options.access_log else app
-
-
-def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """API keys: one a line of each file, blank lines and those that begin with # left out, and, comma-separated, of
-    each named variable. LlmcError E647 where there are none, or one is too short to be a secret."""
-    keys: list[str] = []
-    for path in files:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as e:
-            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key a line") from e
-        keys += _checked([line.strip() for line in lines if not line.lstrip().startswith("#")], str(path))
-    for name in variables:
-        keys += _checked([key.strip() for key in environment.get(name, "").split(",")], f"${name}")
-    return keys
-
-
-def _checked(keys: list[str], where: str) -> list[str]:
-    found = [key for key in keys if key]
-    if not found:
-        raise LlmcError("E647", f"{where} holds no API key", "put keys there, one a line, or leave the option out")
-    if min(map(len, found)) < _SHORTEST_KEY or not all(key.isascii() and key.isprintable() for key in found):
-        cause = f"{where} holds a key shorter than {_SHORTEST_KEY} characters, or of other characters than ASCII's"
-        raise LlmcError("E647", cause, "make keys with: openssl rand -hex 24")
-    return found
 
 
 def names_of(options: Options) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ _SPLIT = "an artifact runs on one device; start a server for each device, behind
 _COMPILED = "it is fixed when the model is compiled: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
 _REQUEST = "requests say so themselves"
+_BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
+_FORMS = "llguidance makes all grammars; what else there is to say, requests say in structured_outputs"
 
 PASSED_OVER = (
     _both("enable-chunked-prefill", "prompts always run in chunks"),
@@ -46,7 +48,6 @@ PASSED_OVER = (
     Elsewhere(("--distributed-executor-backend",), "1", None, "the engine is one process"),
     Elsewhere(("--disable-frontend-multiprocessing",), "", None, "the engine is always a process of its own"),
     Elsewhere(("--speculative-config",), "1", None, "there is no speculative decoding; answers are the same"),
-    Elsewhere(("--structured-outputs-config", "--guided-decoding-backend"), "1", None, "llguidance makes all grammars"),
     Elsewhere(("--limit-mm-per-prompt", "--mm-processor-kwargs"), "1", None, "prompts are text"),
     Elsewhere(("--max-loras", "--max-lora-rank", "--max-cpu-loras"), "1", None, "there are no adapters"),
     Elsewhere(("--download-dir", "--code-revision"), "1", None, "nothing is downloaded while serving"),
@@ -89,6 +90,8 @@ REFUSED = (
     Elsewhere(("--lora-modules",), "+", (), "there are no adapters: merge them into the weights, and compile"),
     Elsewhere(("--logits-processors", "--middleware"), "+", (), "no code of others runs in the server"),
     Elsewhere(("--tool-parser-plugin",), "1", (), "no code of others runs in the server"),
+    Elsewhere(("--guided-decoding-backend",), "1", _BACKENDS, _FORMS),
+    Elsewhere(("--structured-outputs-config",), "1", tuple(f'{{"backend": "{one}"}}' for one in _BACKENDS), _FORMS),
     Elsewhere(("--max-logprobs",), "1", tuple(map(str, range(21))), "20 is the most"),
     Elsewhere(("--chat-template-content-format",), "1", ("auto", "string"), "content is text"),
     Elsewhere(("--response-role",), "1", ("assistant",), "answers are the assistant's"),

@@ -8,21 +8,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llmc_runtime.cache import default_root
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.flags import NOT_IN_FILE, serve_parser
-
-if TYPE_CHECKING:
-    from llmc_runtime.server.command import Options
+from llmc_runtime.option import Option, of_command
+from llmc_runtime.option import options_of as declared
+from llmc_runtime.options import EngineOptions
+from llmc_runtime.server.elsewhere import PASSED_OVER, REFUSED
+from llmc_runtime.server.flags import serve_options, serve_parser
+from llmc_runtime.server.listen import Tls
+from llmc_runtime.server.options import Options
 
 _MOST = 1 << 20  # bytes of a file
+_SHORTEST_KEY = 8
 _LONGEST_PAUSE = 300.0  # seconds between two tries to start the engine again
-_ENGINE = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_prefix_caching",
-    "scheduling_policy", "seed", "threads", "prepare", "canary", "target", "dtype", "generation_config",
-    "override_generation_config",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,41 +49,34 @@ def read(argv: Sequence[str], prog: str = "llmc-serve") -> Given:
 
     LlmcError E648 where the file cannot be used, E665 where it needs a package.
     """
-    parser = serve_parser(prog)
-    actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "version")}
+    parser, known = serve_parser(prog), serve_options()
     words = [_spelled(word) for word in argv]
-    _check_known(parser, words)
-    args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(actions)))
-    sources = dict.fromkeys(actions, "default")
-    for name, action in actions.items():
+    _check_known(parser, known, words)
+    unset = {"model": None, **{name: one.unset for name, one in known.items()}, "elsewhere": []}
+    args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(unset)))
+    sources = dict.fromkeys(unset, "default")
+    for name, default in unset.items():
         if getattr(args, name) is not None:
             sources[name] = "flag"
         else:
-            setattr(args, name, action.default)
+            setattr(args, name, default)
     if args.config is not None:
-        for name, value in _of_file(args.config, parser, args):
+        for name, value in _of_file(args.config, known, args):
             if sources[name] == "default":
                 setattr(args, name, value)
                 sources[name] = str(args.config)
     if args.model is None:
         parser.error("the model is missing: llmc-serve MODEL, or model: MODEL in the file of --config")
-    kept = {name: source for name, source in sources.items() if name not in NOT_IN_FILE}
+    kept = {name: source for name, source in sources.items() if name in _in_file(known) or name == "model"}
     return Given(args, kept)
 
 
 def options_of(
     args: argparse.Namespace, environment: Mapping[str, str], template: str | None, notes: Sequence[str] = ()
 ) -> Options:
-    """What the server is started with; keys are read here. LlmcError E647 to E649, E668."""
-    from llmc_runtime.cache import default_root
-    from llmc_runtime.server.command import Options, read_keys
-    from llmc_runtime.server.listen import Tls
-
-    tls = None
-    if args.ssl_certfile is not None:
-        files = args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs
-        tls = Tls(*files, args.ssl_cert_reqs, args.ssl_ciphers, args.enable_ssl_refresh)
-    elif args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers or args.enable_ssl_refresh:
+    """How the model is served; keys are read here. LlmcError E647 to E649, E668."""
+    tls = Tls(**_values(Tls, args))
+    if tls.certfile is None and tls != Tls():
         cause = "--ssl-... or --enable-ssl-refresh without --ssl-certfile"
         raise LlmcError("E649", f"{cause}: nothing would be encrypted", "name the certificate's file")
     keys = read_keys(args.api_key_file, args.api_key_env, environment)
@@ -91,30 +84,50 @@ def options_of(
     if set(keys) & set(admin_keys):
         remedy = "make another one for /admin: openssl rand -hex 24"
         raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
-    engine = {name: getattr(args, name) for name in _ENGINE} | {"cache_dir": args.cache or default_root(environment)}
+    engine = _values(EngineOptions, args)
+    engine["cache_dir"] = args.cache or default_root(environment)
     engine["max_restart_delay"] = _LONGEST_PAUSE if args.on_engine_failure == "retry" else None
-    return Options(
-        model=args.model, host=args.host, port=args.port, uds=args.uds, names=args.served_model_name, tls=tls,
-        keys=keys, key_scope=args.api_key_scope, hosts=args.allowed_hosts,
-        max_queued_requests=args.max_num_queued_reqs, max_queued_tokens=args.max_num_queued_tokens,
-        max_per_key=args.max_num_reqs_per_key, max_queue_wait=_limit("--max-queue-wait", args.max_queue_wait),
-        request_timeout=_limit("--request-timeout", args.request_timeout), max_connections=args.max_connections,
-        metrics_alias=args.metrics_alias, max_body=args.max_body_bytes, max_answer=args.max_answer_bytes,
-        root_path=args.root_path,
-        shutdown_timeout=args.shutdown_timeout, keep_alive=args.timeout_keep_alive, log_level=args.log_level,
-        chat_template=template,
-        tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
-        admin_keys=admin_keys, log_format=args.log_format, access_log=not args.disable_access_log,
-        log_requests=args.enable_log_requests,
-        engine=engine, notes=notes,
-    )  # fmt: skip
+    more: dict[str, Any] = {"keys": keys, "admin_keys": admin_keys, "tls": None if tls == Tls() else tls}
+    values = _values(Options, args) | {"chat_template": template}
+    return Options(args.model, **values, **more, engine=engine, notes=notes)
 
 
-def _limit(name: str, seconds: float) -> float | None:
-    """Seconds, or none for 0. LlmcError E668 for what is no time."""
-    if not 0 <= seconds <= 1e6:
-        raise LlmcError("E668", f"{name} {seconds} is no time", "seconds, up to 1000000, or 0 for no limit")
-    return seconds or None
+def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of a dataclass of options by the flags that were parsed."""
+    found = {}
+    for one in of_command(declared(owner).values(), "serve"):
+        value = one.value(args)
+        found[one.name] = one.check(one.spellings[0], value) if one.check is not None else value
+    return found
+
+
+def _in_file(known: Mapping[str, Option]) -> dict[str, Option]:
+    return {name: one for name, one in known.items() if one.file}
+
+
+def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """API keys: one a line of each file, blank lines and those that begin with # left out, and, comma-separated, of
+    each named variable. LlmcError E647 where there are none, or one is too short to be a secret."""
+    keys: list[str] = []
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as e:
+            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key a line") from e
+        keys += _checked([line.strip() for line in lines if not line.lstrip().startswith("#")], str(path))
+    for name in variables:
+        keys += _checked([key.strip() for key in environment.get(name, "").split(",")], f"${name}")
+    return keys
+
+
+def _checked(keys: list[str], where: str) -> list[str]:
+    found = [key for key in keys if key]
+    if not found:
+        raise LlmcError("E647", f"{where} holds no API key", "put keys there, one a line, or leave the option out")
+    if min(map(len, found)) < _SHORTEST_KEY or not all(key.isascii() and key.isprintable() for key in found):
+        cause = f"{where} holds a key shorter than {_SHORTEST_KEY} characters, or of other characters than ASCII's"
+        raise LlmcError("E647", cause, "make keys with: openssl rand -hex 24")
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -129,16 +142,15 @@ def _spelled(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _check_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    known = parser._option_string_actions
+def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], words: Sequence[str]) -> None:
+    shown = [flag for one in known.values() for flag in (*one.spellings, *one.negations)]
+    shown += ["--help", "--version"]
+    others = {flag for row in (*PASSED_OVER, *REFUSED) for flag in row.flags}
     for word in words:
         if word == "--":
             return
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in known:
-            shown = [
-                flag for flag, action in known.items() if flag.startswith("--") and action.help != argparse.SUPPRESS
-            ]
+        if name.startswith("--") and name not in shown and name not in others:
             parser.error(f"there is no option {name}{_nearest(name, shown)}")
 
 
@@ -149,43 +161,41 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; --help lists all"
 
 
-def _of_file(path: Path, parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def _of_file(path: Path, known: Mapping[str, Option], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """(name, value) of each key. Flags that mean nothing here go to `args.elsewhere`."""
-    flags = parser._option_string_actions
-    by_key = {flag[2:]: action for flag, action in flags.items() if flag.startswith("--") and not _denies(flag, action)}
-    by_key = {key: action for key, action in by_key.items() if action.dest not in NOT_IN_FILE - {"elsewhere"}}
-    by_key["model"] = next(action for action in parser._actions if action.dest == "model")
+    by_key = {flag.removeprefix("--"): one for one in _in_file(known).values() for flag in one.spellings}
+    others = {flag[2:] for row in (*PASSED_OVER, *REFUSED) for flag in row.flags if flag.startswith("--")}
     for key, value in _load(path).items():
         key = str(key)
         name = key.replace("_", "-")
-        action = by_key.get(name)
-        if action is None:
-            shown = [k for k, a in by_key.items() if a.help != argparse.SUPPRESS]
-            raise _wrong(path, f"there is no option {key[:60]!r}{_nearest(name, shown)}")
-        if action.dest == "elsewhere":
+        if name == "model":
+            yield name, _one_text(path, key, value)
+        elif name in by_key:
+            yield by_key[name].dest, _value(path, key, by_key[name], value)
+        elif name in others:
             if value is not False:
                 args.elsewhere = [*args.elsewhere, (f"--{name}", [] if value is True else _texts(path, key, value))]
-            continue
-        yield action.dest, _value(path, key, action, value)
+        else:
+            raise _wrong(path, f"there is no option {key[:60]!r}{_nearest(name, ['model', *by_key])}")
 
 
-def _denies(flag: str, action: argparse.Action) -> bool:
-    return isinstance(action, argparse.BooleanOptionalAction) and flag.startswith("--no-")
-
-
-def _value(path: Path, key: str, action: argparse.Action, value: Any) -> Any:
+def _value(path: Path, key: str, one: Option, value: Any) -> Any:
     """The value as the flag would give it."""
-    if action.nargs == 0:
+    if one.read is None:
         if not isinstance(value, bool):
             raise _wrong(path, f"{key} has to be true or false")
         return value
-    if isinstance(value, dict) and action.metavar == "JSON":
+    if isinstance(value, dict) and one.metavar == "JSON":
         value = json.dumps(value)
-    many = isinstance(action.default, list)
-    if isinstance(value, list) and not many:
+    if one.many:
+        return [_converted(path, key, one, text) for text in _texts(path, key, value)]
+    return _converted(path, key, one, _one_text(path, key, value))
+
+
+def _one_text(path: Path, key: str, value: Any) -> str:
+    if isinstance(value, list):
         raise _wrong(path, f"{key} has one value, not a list")
-    found = [_converted(path, key, action, text) for text in _texts(path, key, value)]
-    return found if many else found[0]
+    return _texts(path, key, value)[0]
 
 
 def _texts(path: Path, key: str, value: Any) -> list[str]:
@@ -195,14 +205,14 @@ def _texts(path: Path, key: str, value: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-def _converted(path: Path, key: str, action: argparse.Action, text: str) -> Any:
-    convert: Any = action.type or str
+def _converted(path: Path, key: str, one: Option, text: str) -> Any:
+    convert: Any = one.read
     try:
         value = convert(text)
     except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
         raise _wrong(path, f"{key}: {e}") from None
-    if action.choices is not None and value not in action.choices:
-        raise _wrong(path, f"{key} is one of {', '.join(map(str, action.choices))}, not {text:.60}")
+    if one.choices is not None and value not in one.choices:
+        raise _wrong(path, f"{key} is one of {', '.join(map(str, one.choices))}, not {text:.60}")
     return value
 
 

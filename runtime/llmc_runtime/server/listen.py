@@ -15,20 +15,36 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.option import serve_option
 from llmc_runtime.server.selector import FairSelector
+
+_GROUP = "keys and TLS"
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM; `cert_reqs`: certificates of clients, 0 none, 1 optional, 2 required; `ciphers` of TLS 1.2;
-    `refresh`: take up new files while serving (see renew)."""
+    """How connections are encrypted."""
 
-    certfile: Path
-    keyfile: Path | None = None
-    ca_certs: Path | None = None
-    cert_reqs: int = 0
-    ciphers: str | None = None
-    refresh: bool = False
+    certfile: Path = serve_option(
+        _GROUP, None, "the certificate and its chain, PEM: serve over TLS", flags=("--ssl-certfile",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    keyfile: Path | None = serve_option(
+        _GROUP, None, "the private key, PEM; may be in the certificate's file", flags=("--ssl-keyfile",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    ca_certs: Path | None = serve_option(
+        _GROUP, None, "who may sign certificates of clients, PEM", flags=("--ssl-ca-certs",), read=Path, metavar="FILE"
+    )
+    cert_reqs: int = serve_option(
+        _GROUP, 0, "of clients: 0 none, 1 optional, 2 required", flags=("--ssl-cert-reqs",), read=int, choices=(0, 1, 2)
+    )
+    ciphers: str | None = serve_option(
+        _GROUP, None, "of TLS 1.2, as OpenSSL names them", flags=("--ssl-ciphers",), metavar="LIST"
+    )
+    refresh: bool = serve_option(
+        _GROUP, False, "take up new files of certificates while serving", flags=("--enable-ssl-refresh",), read=None
+    )
 
     def context(self) -> ssl.SSLContext:
         """TLS 1.2 and newer. LlmcError E649 where a file cannot be used."""

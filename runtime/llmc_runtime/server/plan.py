@@ -15,7 +15,8 @@ from llmc_runtime.exec.layout import need_of
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.llm import resolve
 from llmc_runtime.open import limit_of
-from llmc_runtime.server.command import Options, names_of, require_packages
+from llmc_runtime.server.command import names_of, require_packages
+from llmc_runtime.server.options import Options
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5  # of what is free, for the KV cache: as the devices have it
 

@@ -17,7 +17,8 @@ from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.open import Limits, open_engine
+from llmc_runtime.open import open_engine
+from llmc_runtime.options import EngineOptions
 from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
@@ -45,7 +46,7 @@ def opened(artifact: Artifact, code: str, words: str) -> None:
         finally:
             device.close()
     with pytest.raises(LlmcError, match=rf"{code}.*{words}"):
-        open_engine(artifact, Limits(), seeds=lambda bits: 0)
+        open_engine(artifact, EngineOptions(""))
 
 
 class NoLibrary:
@@ -106,14 +107,14 @@ def test_too_little_memory(artifact: Artifact, driver: Driver) -> None:
     big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=1 << 30))
     driver.gpu(nbytes=1 << 28)
     with pytest.raises(LlmcError, match=r"E205.*256.0 MiB free; 8.0 GiB are needed.*\n.*--max-model-len"):
-        open_engine(replace(artifact, manifest=big), Limits(), seeds=lambda bits: 0)
+        open_engine(replace(artifact, manifest=big), EngineOptions(""))
 
 
 def test_a_kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Driver) -> None:
     driver.gpu(nbytes=64 << 20)
     big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=2 << 20))
     with pytest.raises(LlmcError, match=r"E205.*shall have 60.0 MiB; beside .* are left.*\n.*which holds \d+ tokens"):
-        open_engine(replace(artifact, manifest=big), Limits(kv_bytes=60 << 20), seeds=lambda bits: 0)
+        open_engine(replace(artifact, manifest=big), EngineOptions("", kv_cache_memory_bytes=60 << 20))
 
 
 def test_memory_that_is_refused_all_the_same(artifact: Artifact, driver: Driver) -> None:
@@ -132,7 +133,7 @@ def test_a_gpu_that_fails_while_it_is_opened(artifact: Artifact, driver: Driver,
 
 def opened_once(artifact: Artifact, driver: Driver, code: str) -> None:
     with pytest.raises(LlmcError, match=code):
-        open_engine(artifact, Limits(), seeds=lambda bits: 0)
+        open_engine(artifact, EngineOptions(""))
     assert driver.used == 0
 
 
@@ -223,7 +224,7 @@ def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
 
 
 def test_every_request_is_told_of_a_failure(artifact: Artifact, driver: Driver) -> None:
-    opened = open_engine(artifact, Limits(), seeds=lambda bits: 0)
+    opened = open_engine(artifact, EngineOptions(""))
     engine: Engine = opened.engine
     for i in range(3):
         engine.add(Request(str(i), [1 + i, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), 0))

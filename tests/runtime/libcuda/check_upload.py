@@ -25,7 +25,8 @@ from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
-from llmc_runtime.open import Limits, open_engine
+from llmc_runtime.open import open_engine
+from llmc_runtime.options import EngineOptions
 
 from bench.gpu import upload as bench
 from llmc.artifact.write import write_artifact
@@ -119,7 +120,7 @@ def test_a_gpu_that_does_not_register(driver: Driver, tmp_path: Path) -> None:
     """Its attribute says so: nothing is tried."""
     driver.registers(False)
     write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
-    found = open_engine(open_artifact(tmp_path / "toy.llmc"), Limits(), seeds=lambda bits: 0)
+    found = open_engine(open_artifact(tmp_path / "toy.llmc"), EngineOptions(""))
     assert re.search(r"weights \d+\.\d GB/s \(1 threads, pinned\)$", found.summary)
     found.close()
 

@@ -1,0 +1,154 @@
+"""Options declared once, as fields of a dataclass: the Python keyword, the flag of a command, the key in a YAML file.
+
+`option` makes such a field. Commands, the file of llmc-serve --config, shell completion and the tables in docs/ are
+derived from the declarations. The functions at the end read values of flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+_DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9})
+_BINARY = MappingProxyType({"K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared option.
+
+    text:     the description, for help texts and docs
+    commands: those that have a flag for it: "serve" (llmc-serve), "run" (llmc-run), "compile" (llmc run)
+    flags:    spellings of the flag; empty: the name
+    read:     makes a value of a flag's text; None: a switch, whose flag means the opposite of the default
+    negated:  a switch has a second flag, --no-...
+    many:     "+": the flag takes several values; "append": it may be repeated
+    group:    heading in the help of llmc-serve
+    file:     whether the file of --config may have it
+    check:    returns a value of Python's keyword in its normal form, or raises LlmcError
+    engine:   whether the engine is opened with it
+    """
+
+    name: str
+    default: Any
+    text: str
+    commands: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    read: Callable[[str], Any] | None = str
+    metavar: str | None = None
+    choices: tuple[Any, ...] | None = None
+    negated: bool = False
+    many: str = ""
+    group: str = "engine"
+    file: bool = True
+    check: Callable[[str, Any], Any] | None = None
+    engine: bool = False
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Its flags, without the negated one."""
+        return self.flags or ("--" + self.name.replace("_", "-"),)
+
+    @property
+    def negations(self) -> tuple[str, ...]:
+        """The flags that make a switch false."""
+        return tuple(flag.replace("--", "--no-", 1) for flag in self.spellings) if self.negated else ()
+
+    @property
+    def dest(self) -> str:
+        """Its name in the namespace of argparse: that of the flag, which is also the key in a file."""
+        return self.spellings[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def inverted(self) -> bool:
+        """Whether the flag is a switch that makes the keyword false."""
+        return self.read is None and self.default is True and not self.negated
+
+    @property
+    def unset(self) -> Any:
+        """The value of the flag where it is not given."""
+        return False if self.inverted else list(self.default) if self.many else self.default
+
+    def value(self, args: argparse.Namespace) -> Any:
+        """The value of the keyword by the flags that were parsed."""
+        found = getattr(args, self.dest)
+        return not found if self.inverted else found
+
+    def add_to(self, group: Any) -> None:
+        """Give the option's flag to a parser or a group of one."""
+        more: dict[str, Any] = {"default": self.unset, "help": self.text}
+        if self.read is None:
+            more["action"] = argparse.BooleanOptionalAction if self.negated else "store_true"
+        else:
+            more |= {"type": self.read, "metavar": self.metavar, "choices": self.choices}
+            more |= {"nargs": "+"} if self.many == "+" else {"action": "append"} if self.many else {}
+        group.add_argument(*self.spellings, dest=self.dest, **more)
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A dataclass field that declares an option; `more` are fields of Option."""
+    return field(default=default, metadata={"option": (text, more)})
+
+
+def serve_option(group: str, default: Any, text: str, **more: Any) -> Any:
+    """A dataclass field that declares an option of llmc-serve."""
+    return option(default, text, commands=("serve",), group=group, **more)
+
+
+def options_of(owner: type) -> Mapping[str, Option]:
+    """The options that a dataclass declares, by name."""
+    found = {}
+    for one in fields(owner):
+        if "option" in one.metadata:
+            text, more = one.metadata["option"]
+            found[one.name] = Option(one.name, one.default, text, **more)
+    return MappingProxyType(found)
+
+
+def of_command(declared: Iterable[Option], command: str) -> list[Option]:
+    """Those that are flags of a command."""
+    return [one for one in declared if command in one.commands]
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with an optional unit: 1048576, 512M, 1.5GiB; units are powers of 1024."""
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    for unit, size in reversed(_UNITS):
+        if (unit and lowered.endswith(unit)) or not unit:
+            try:
+                value = float(lowered.removesuffix(unit)) * size
+            except ValueError:
+                break
+            if 0 < value < 1 << 60:
+                return int(value)
+            break
+    raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1; as in vLLM 32k is 32000, and 32K 32768."""
+    head, last = text.strip()[:-1], text.strip()[-1:]
+    scale = _DECIMAL.get(last) or _BINARY.get(last)
+    if scale is None:
+        return positive(text)
+    try:
+        value = Decimal(head) * scale
+    except ArithmeticError:
+        return positive(text)
+    return positive(str(int(value)) if value.is_finite() and value == int(value) else text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
