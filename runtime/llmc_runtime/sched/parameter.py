@@ -13,8 +13,6 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from msgspec import Meta
-
 from llmc_runtime.format.errors import LlmcError
 
 MAX_INT = 2**31 - 1
@@ -26,7 +24,7 @@ class Values:
 
     allowed:  what is allowed, in words
     check:    returns a value in its normal form; ValueError if it is not allowed
-    wire:     the type of a request's field, for msgspec: its JSON schema has the range, `check` enforces it
+    wire:     makes the type of a request's field, for msgspec: its JSON schema has the range, `check` enforces it
     argument: how argparse reads the value of a flag; None: it cannot be a flag
     most_items, most_characters: the largest length of a list or mapping, and of a string, in a request
     unit:     of one value
@@ -34,7 +32,7 @@ class Values:
 
     allowed: str
     check: Callable[[Any], Any]
-    wire: Any = None
+    wire: Callable[[], Any] | None = None
     argument: Mapping[str, Any] | None = None
     most_items: int | None = None
     most_characters: int | None = None
@@ -50,7 +48,9 @@ def numbers(low: float, high: float, *, above: bool = False) -> Values:
             raise ValueError
         return value if type(value) is float else float(value)
 
-    wire = Annotated[float, _schema(**{"exclusiveMinimum" if above else "minimum": low}, maximum=high)]
+    def wire() -> Any:
+        return Annotated[float, _schema(**{"exclusiveMinimum" if above else "minimum": low}, maximum=high)]
+
     allowed = f"a number {f'above {low}, up to' if above else f'from {low} to'} {high}"
     return Values(allowed, check, wire, {"type": float, "metavar": "X"})
 
@@ -66,8 +66,13 @@ def integers(low: int, high: int = MAX_INT, *, optional: bool = False, unit: str
         return value if type(value) is int else int(value)
 
     words = allowed or f"{'none, or ' if optional else ''}{low} to {high}"
-    wire = Annotated[int, _schema(minimum=low, maximum=high)]
-    return Values(words, check, wire, {"type": int, "metavar": "N"}, unit=unit)
+    return Values(
+        words,
+        check,
+        lambda: Annotated[int, _schema(minimum=low, maximum=high)],
+        {"type": int, "metavar": "N"},
+        unit=unit,
+    )
 
 
 def flag() -> Values:
@@ -78,7 +83,7 @@ def flag() -> Values:
             raise ValueError
         return value
 
-    return Values("true or false", check, bool, {"action": "store_true"})
+    return Values("true or false", check, lambda: bool, {"action": "store_true"})
 
 
 def strings(most: int, size: int, *, total: int = 0, single: bool = False, visible: bool = False) -> Values:
@@ -103,12 +108,15 @@ def strings(most: int, size: int, *, total: int = 0, single: bool = False, visib
             raise ValueError
         return found
 
-    text = Annotated[str, _schema(minLength=1)]
-    many = Annotated[list[text], _schema(maxItems=most)]
+    def wire() -> Any:
+        text = Annotated[str, _schema(minLength=1)]
+        many = Annotated[list[text], _schema(maxItems=most)]
+        return text | many if single else many
+
     together = f", {total} together" if total else ""
     allowed = f"{'a string or ' if single else ''}up to {most} strings of 1 to {size} bytes{together}"
     argument = {"action": "append", "metavar": "TEXT"}
-    return Values(allowed, check, text | many if single else many, argument, most, size if single else None)
+    return Values(allowed, check, wire, argument, most, size if single else None)
 
 
 def token_ids(most: int) -> Values:
@@ -120,9 +128,7 @@ def token_ids(most: int) -> Values:
             raise ValueError
         return tuple(map(int, ids)) if ids else ()
 
-    token = Annotated[int, _schema(minimum=0)]
-    wire = Annotated[list[token], _schema(maxItems=most)]
-    return Values(f"up to {most} token ids, each 0 or more", check, wire, most_items=most)
+    return Values(f"up to {most} token ids, each 0 or more", check, lambda: _ids(maxItems=most), most_items=most)
 
 
 def token_set(most: int, mask: type) -> Values:
@@ -136,8 +142,9 @@ def token_set(most: int, mask: type) -> Values:
             raise ValueError
         return tuple(sorted(set(map(int, ids))))
 
-    token = Annotated[int, _schema(minimum=0)]
-    wire = Annotated[list[token], _schema(minItems=1, maxItems=most)]
+    def wire() -> Any:
+        return _ids(minItems=1, maxItems=most)
+
     return Values(f"1 to {most} token ids, each 0 or more", check, wire, most_items=most)
 
 
@@ -164,7 +171,9 @@ def biases(most: int, limit: float) -> Values:
             out[int(token)] = min(limit, max(-limit, float(bias)))
         return out or None
 
-    wire = Annotated[dict[str, float], _schema(maxProperties=most, propertyNames={"pattern": "^[0-9]+$"})]
+    def wire() -> Any:
+        return Annotated[dict[str, float], _schema(maxProperties=most, propertyNames={"pattern": "^[0-9]+$"})]
+
     return Values(f"up to {most} token ids, each 0 or more, and a number for each", check, wire, most_items=most)
 
 
@@ -238,8 +247,15 @@ def refused(name: str, value: object, allowed: str) -> LlmcError:
     return LlmcError("E601", f"{name} = {shown} is not allowed", f"{name}: {allowed}")
 
 
-def _schema(**schema: Any) -> Meta:
+def _schema(**schema: Any) -> Any:
+    from msgspec import Meta  # the server's; sampling works without it
+
     return Meta(extra_json_schema=schema)
+
+
+def _ids(**schema: Any) -> Any:
+    token = Annotated[int, _schema(minimum=0)]
+    return Annotated[list[token], _schema(**schema)]
 
 
 def _is_int(value: object) -> bool:

@@ -63,7 +63,8 @@ MaxCompletionTokens = Annotated[int, _schema(minimum=1, maximum=MAX_INT)]
 
 
 def _field(one: Parameter) -> tuple[str, Any, None]:
-    return one.name, Annotated[one.values.wire | None, Meta(description=one.text)], None
+    wire: Any = one.values.wire and one.values.wire()
+    return one.name, Annotated[wire | None, Meta(description=one.text)], None
 
 
 # A field for each sampling parameter that requests may set, None where a request does not.
