@@ -20,7 +20,6 @@ from llmc_runtime.grammar.limits import (
     COMPILE_CPU_SECONDS,
     GUIDE_CPU_SECONDS,
     MEMORY_BYTES,
-    NICE,
     OPERATION_CPU_SECONDS,
     TOKEN_CPU_SECONDS,
 )
@@ -100,9 +99,9 @@ class Worker:
         self._link.send(wire.RESULT.pack(number, what) + payload)
 
 
-def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int) -> int:
+def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:
     """Be the worker of a definition that is in the file `definition`. The exit code."""
-    _confine()
+    _confine(nice)
     try:
         with open(definition, "rb") as file:
             Worker(link, vocabulary, mask_bytes).run(file.read())
@@ -113,9 +112,9 @@ def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes
     return 0
 
 
-def _confine() -> None:
-    """Take the lowest priority and the limit of memory; be silent, and the first to go where memory runs out."""
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+def _confine(nice: int) -> None:
+    """Take the priority and the limit of memory; be silent, and the first to go where memory runs out."""
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
     used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
