@@ -88,15 +88,12 @@ class Quiet(Console):
 
     def note(self, text: str) -> None:
         """Print nothing."""
-        pass
 
     def begin(self, name: str, detail: str = "") -> None:
         """Print nothing."""
-        pass
 
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
         """Print nothing."""
-        pass
 
     def _clear(self) -> None:
         pass

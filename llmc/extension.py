@@ -47,8 +47,7 @@ def _one(kind: str) -> str:
 
 
 def resolve(text: str, what: str = "") -> Any:
-    """Import the object that "module:object" names; raises Diagnostic E423 if that fails. `what` prefixes the message.
-    """
+    """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `what`."""
     module, _, name = text.partition(":")
     try:
         found = importlib.import_module(module)

@@ -75,8 +75,7 @@ class Blocks:
         self._guard = threading.Lock()
 
     def rows(self, v: Value, lo: int, hi: int) -> np.ndarray:
-        """Return rows [lo, hi) of axis 0 in storage form; raises Diagnostic E124 if the source contradicts the graph.
-        """
+        """Return rows [lo, hi) of axis 0 in storage form; Diagnostic E124 if the source contradicts the graph."""
         if v.node is None:
             return self._read(v, lo, hi)
         rule = _RULES.get(v.node.op.name)

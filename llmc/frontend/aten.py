@@ -60,8 +60,7 @@ def moe(
 def rope_tables(
     c: Call, inv_freq: Value, positions: Value, scaling: float, layout: str, dtype: Any
 ) -> tuple[Value, ...]:
-    """Lower rotary tables: compute them at half width, then widen them to the layout that the model's rotation reads.
-    """
+    """Lower rotary tables: compute them at half width, then widen them to the model's layout."""
     flat = c.reshape(positions, (product(positions.type.shape),))
     tables = c.b.rope_tables(inv_freq, flat, scaling=scaling, dtype=IR_DTYPE[dtype])
     return tuple(c.reshape(_widen(c, x, layout), c.shape) for x in tables)

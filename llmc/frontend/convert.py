@@ -53,8 +53,7 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
 
 
 def _needed(nodes: Any) -> set[Any]:
-    """The nodes that the output depends on, including in-place ops on them. This drops detection of packed sequences.
-    """
+    """The nodes that the output depends on, with in-place ops on them. This drops detection of packed sequences."""
     needed: set[Any] = set()
     for n in reversed(nodes):
         if n.op == "output" or _in_place(n):
@@ -70,8 +69,7 @@ def _in_place(n: Any) -> bool:
 
 
 class _Lowering:
-    """The state of one conversion: maps torch nodes to IR values, symbolic sizes to Dims, several results to a tuple.
-    """
+    """The state of one conversion: maps torch nodes to IR values, symbolic sizes to Dims, and lists to tuples."""
 
     def __init__(self, exported: Exported, needed: set[Any], table: Mapping[str, Row]):
         self.exported, self.table = exported, table

@@ -25,8 +25,7 @@ FAMILIES = frozenset({"falcon", "gptj"})
 
 @dataclass(frozen=True)
 class Method:
-    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5), and its window per module.
-    """
+    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window."""
 
     owner: str
     scale: float | None = None

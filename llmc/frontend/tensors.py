@@ -127,8 +127,7 @@ def _corrupt(file: Path, why: object) -> Diagnostic:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Map tensor names to files by the index. Empty for a single-file checkpoint, also if there is an index without it.
-    """
+    """Map tensor names to files by the index; empty for a single-file checkpoint, even beside an index without it."""
     check_weights(folder)
     if not (folder / INDEX).exists() and not (folder / INDEX).is_symlink():
         return {}

@@ -14,8 +14,7 @@ def node_digest(n: Node) -> str:
 
 
 def digest(g: Graph) -> str:
-    """Return the sha256 (hex) of a graph. Values are numbered in order of definition, so renaming does not change it.
-    """
+    """Return the sha256 (hex) of a graph. Values are numbered in order of definition, so names do not matter."""
     number: dict[Value, int] = {v: i for i, v in enumerate(g.inputs)}
     lines = [f"{'weight ' if v.weight else ''}{v.type}" for v in g.inputs]
     for n in g.nodes:

@@ -1,5 +1,4 @@
-"""Graphs: ordered lists of nodes over named values, with use lists. There is no control flow and there are no regions.
-"""
+"""Graphs: ordered lists of nodes over named values, with use lists and without control flow or regions."""
 
 from __future__ import annotations
 

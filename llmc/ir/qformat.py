@@ -41,8 +41,7 @@ class QFormat:
         return (*batch, n.ceildiv(r) if r else Dim.of(1), k.ceildiv(c) if c else Dim.of(1))
 
     def parts(self, shape: tuple[Dim, ...]) -> dict[str, tuple[str, tuple[Dim, ...]]]:
-        """Map part names to (dtype, shape). Part axes follow the logical axes, so that parts can be sliced and joined.
-        """
+        """Map part names to (dtype, shape). Part axes follow the logical axes, so parts can be sliced and joined."""
         out = {"code": (self.code, shape), "scale": (self.scale, self.scale_shape(shape))}
         if self.zero in DTYPES:
             out["zero"] = (self.zero, self.scale_shape(shape))

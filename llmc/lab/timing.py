@@ -113,8 +113,7 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
 
 
 class Timer:
-    """Compiles and runs candidates. `jobs`: parallel compilations. `context`: tokens that each row has in the KV cache.
-    """
+    """Compiles and runs candidates. `jobs`: parallel compilations. `context`: tokens of each row in the KV cache."""
 
     def __init__(
         self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int

@@ -88,8 +88,7 @@ def _line(line: str, where: str) -> Line:
 
 
 def _choice(braces: str) -> tuple[str, str]:
-    """Split (attributes, choice): what `select` and `memory` wrote comes last and starts with the kernel or the arena.
-    """
+    """Split (attributes, choice): what `select` and `memory` wrote comes last, from the kernel or arena on."""
     at = re.search(r'(?:^|, )(?=kernel="|arena=\[)', braces)
     return (braces, "") if at is None else (braces[: at.start()], braces[at.end() :])
 

@@ -70,8 +70,7 @@ def _places(key: str, uses: Mapping[str, Counter[tuple[str, str]]], times: Mappi
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> Html:
-    """Return the decisions of `select` per program: the chosen kernel and schedule, the roofline, and the alternatives.
-    """
+    """Return the decisions of `select` per program: chosen kernel and schedule, roofline, and alternatives."""
     rows = a.reports["choices"]
     found = [(p, [r for r in rows if r["graph"] == p.name]) for p in a.programs]
     return join(_graph(p, mine, predictions.get("machine")) for p, mine in found if mine)

@@ -49,8 +49,7 @@ class Opened:
         return self.text(name) if name else ""
 
     def predictions(self) -> Mapping[str, Any]:
-        """Return {"machine", "programs"} as the compiler wrote it or as the target implies; {} for an unknown target.
-        """
+        """Return {"machine", "programs"} as the compiler wrote it or the target implies; {} if that is unknown."""
         if "roofline" in self.reports:
             return dict(self.reports["roofline"])
         try:

@@ -159,8 +159,7 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
 
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
-    """The first of the append and the readers of the queries; raises Unfit if the operands are not computed before it.
-    """
+    """The first of the append and the queries' readers; raises Unfit if an operand is computed only later."""
     ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:

@@ -1,5 +1,4 @@
-"""Recognizes cos and sin tables of rotary embeddings. Models traced by our front end usually have them as ops already.
-"""
+"""Recognizes cos and sin tables of rotary embeddings. Models traced by our front end usually have the op already."""
 
 from __future__ import annotations
 

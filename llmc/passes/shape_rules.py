@@ -85,8 +85,7 @@ def _below_front(v: Value) -> Value | None:
 
 
 def _operand_broadcasts(n: Node) -> Build | None:
-    """Let a pointwise op read the operands of broadcasts and of prepended unit axes, if its result type stays the same.
-    """
+    """Let a pointwise op read the operands of broadcasts and of prepended unit axes, if its type stays the same."""
     if not is_pointwise(n):
         return None
     operands = list(n.operands)

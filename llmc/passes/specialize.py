@@ -46,8 +46,7 @@ class Specialize(Pass):
 
 
 def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (graph name, bounds) for the parts of a symbol's range that end at `ends`; the last one has the plain name.
-    """
+    """Yield (graph name, bounds) for the parts of a symbol's range that end at `ends`; the last has the plain name."""
     low, high = bounds
     for end in sorted(e for e in set(ends) if low <= e < high):
         yield f"{name}_{end}", (low, end)

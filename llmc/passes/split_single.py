@@ -1,5 +1,4 @@
-"""Gives rows that decode in a batch with prompts a separate attention: theirs is memory-bound, that of prompts is not.
-"""
+"""Gives decoding rows in batches with prompts a separate attention, because theirs is bound by memory."""
 
 from __future__ import annotations
 

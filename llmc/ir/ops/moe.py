@@ -58,7 +58,9 @@ def moe(
     x: Any, idx: Any, weights: Any, gate_up: Any, down: Any, gate_bias: Any = None, down_bias: Any = None, *,
     body: str = SWIGLU,
 ) -> Any:  # fmt: skip
-    """Sum of weight * down(body(gate(x), up(x))) over each token's k experts; the first i rows of gate_up are the gate.
+    """Sum of weight * down(body(gate(x), up(x))) over each token's k experts.
+
+    The first i rows of gate_up are the gate.
     """
     out = np.zeros_like(x)
     for expert in np.unique(idx):
@@ -118,8 +120,7 @@ def _up_example(rng: Any) -> Any:
 def moe_up(
     x: Any, order: Any, starts: Any, gate_up: Any, bias: Any = None, *, k: int, body: str = SWIGLU
 ) -> Any:  # fmt: skip
-    """body(gate(x), up(x)) for every pair, in the order of moe_route; the pair order[r] belongs to token order[r] // k.
-    """
+    """body(gate(x), up(x)) for every pair, in the order of moe_route; order[r] belongs to token order[r] // k."""
     out = np.zeros((len(order), gate_up.shape[1] // 2), x.dtype)
     for expert in range(len(gate_up)):
         r = slice(starts[expert], starts[expert + 1])

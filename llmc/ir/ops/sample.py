@@ -316,8 +316,7 @@ def row_finish(
     counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, length: Any,
     emit: Any, *, block: int, k: int = 20,
 ) -> Any:  # fmt: skip
-    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: the rest of a step after row_block_max.
-    """
+    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that follows row_block_max."""
     states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
     drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
     told = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
