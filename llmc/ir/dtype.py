@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DType:
-    """A storage dtype. `kind` is "f" (float), "i" (integer) or "b" (bool); `numpy` names the numpy or ml_dtypes dtype."""
+    """A storage dtype. `kind` is f (float), i (integer) or b (bool); `numpy` is its name in numpy or ml_dtypes."""
 
     name: str
     bits: int
