@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from llmc_runtime.server.errors import ApiError, retry_after, unavailable
 from llmc_runtime.server.pace import Pace
 
-SOONEST, LATEST = 1.0, 60.0  # bounds of the seconds after which a refused client is asked to retry
+SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
            "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
 _SHARE = 4  # a key may have this many times the free capacity open
