@@ -1,8 +1,8 @@
 """The grammar host: a process that builds the vocabulary once and forks a worker for every grammar.
 
-`main` runs with the arguments CONTROL SIZE EOS SOURCE: the descriptor of the engine's socket, the size of the
-vocabulary, a JSON list of end-of-sequence tokens, and the tokenizer's folder or the descriptor of a file with its JSON.
-The host and its workers exit when the engine closes the socket.
+`main` runs with the arguments CONTROL SIZE EOS SOURCE NICE: the descriptor of the engine's socket, the size of the
+vocabulary, a JSON list of end-of-sequence tokens, the tokenizer's folder or the descriptor of a file with its JSON, and
+the nice value of the workers. The host and its workers exit when the engine closes the socket.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _libc = ctypes.CDLL(None)
 class Host:
     """Forks and kills workers at the engine's request, and reports how each of them ended."""
 
-    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int) -> None:
-        self._control, self._vocabulary, self._mask_bytes = control, vocabulary, mask_bytes
+    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int, nice: int) -> None:
+        self._control, self._vocabulary, self._mask_bytes, self._nice = control, vocabulary, mask_bytes, nice
         self._workers: dict[int, int] = {}  # worker number -> process id
 
     def run(self) -> None:
@@ -90,7 +90,8 @@ class Host:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             self._control.close()
             if os.getppid() == host:
-                code = run_worker(socket.socket(fileno=link), definition, self._vocabulary, self._mask_bytes)
+                end = socket.socket(fileno=link)
+                code = run_worker(end, definition, self._vocabulary, self._mask_bytes, self._nice)
         finally:
             os._exit(code)
 
@@ -139,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()  # garbage collection in the workers leaves the shared pages alone
     try:
         control.send(wire.READY)
-        Host(control, vocabulary, -(-size // 32) * 4).run()
+        Host(control, vocabulary, -(-size // 32) * 4, int(argv[4])).run()
     except OSError:  # the engine has exited
         return 0
     except Exception:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import wire
-from llmc_runtime.grammar.limits import COMPILE_CPU_SECONDS, MEMORY_BYTES, OPERATION_CPU_SECONDS
+from llmc_runtime.grammar.limits import COMPILE_CPU_SECONDS, MEMORY_BYTES, NICE, OPERATION_CPU_SECONDS
 from llmc_runtime.grammar.worker import OUT_OF_MEMORY
 from llmc_runtime.launch import module_command
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class HostProcess:
             else:
                 source = str(tokenizer.resolve())
             command = module_command("llmc_runtime.grammar.host")
-            arguments = [str(theirs.fileno()), str(size), json.dumps(list(eos)), source]
+            arguments = [str(theirs.fileno()), str(size), json.dumps(list(eos)), source, str(NICE)]
             try:
                 self._process = subprocess.Popen(
                     [*command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed,

@@ -20,7 +20,6 @@ from llmc_runtime.grammar.limits import (
     COMPILE_CPU_SECONDS,
     GUIDE_CPU_SECONDS,
     MEMORY_BYTES,
-    NICE,
     OPERATION_CPU_SECONDS,
     TOKEN_CPU_SECONDS,
 )
@@ -100,9 +99,9 @@ class Worker:
         self._link.send(wire.RESULT.pack(number, what) + payload)
 
 
-def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int) -> int:
+def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:
     """Run the worker for the definition in the file descriptor `definition`. Returns the exit status."""
-    _confine()
+    _confine(nice)
     try:
         with open(definition, "rb") as file:
             Worker(link, vocabulary, mask_bytes).run(file.read())
@@ -113,11 +112,11 @@ def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes
     return 0
 
 
-def _confine() -> None:
-    """Lower the priority, limit the memory, redirect the standard streams to /dev/null, and volunteer for the OOM
+def _confine(nice: int) -> None:
+    """Set the priority, limit the memory, redirect the standard streams to /dev/null, and volunteer for the OOM
     killer.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
     used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -12,8 +12,9 @@ import http
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +33,7 @@ MOST_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
 _MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # number of cached heads, and bytes of one
-_STATUS = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in http.HTTPStatus}
+_STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _ONCE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
