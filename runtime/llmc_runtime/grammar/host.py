@@ -2,7 +2,8 @@
 
 `main` is what the process runs: CONTROL SIZE EOS SOURCE NICE, where CONTROL is the descriptor of the engine's socket,
 SIZE the vocabulary's size, EOS a JSON list of end tokens, SOURCE the tokenizer's folder, or the descriptor of a file
-with its JSON, and NICE the scheduling priority of the workers. The host and its workers end when the engine closes the socket.
+with its JSON, and NICE the scheduling priority of the workers. The host and its workers end when the engine closes the
+socket.
 """
 
 from __future__ import annotations
