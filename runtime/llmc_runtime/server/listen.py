@@ -74,7 +74,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 4  # connections accepted per iteration, so that open ones are served in between
+    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see HeadTurns)
 
     def __init__(self) -> None:
         self.fair = FairSelector()
