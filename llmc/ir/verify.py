@@ -1,4 +1,4 @@
-"""What must hold between passes: order, use lists, type rules, spent states; it repairs nothing."""
+"""The IR verifier. Checks definition order, use lists, type rules, symbol bounds and uses of overwritten states."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ MEND = "mend the text, or the pass that made it: llmc opt FILE -p PASSES --print
 
 
 def verify(m: Module) -> None:
-    """Raise Diagnostic (E402) at the first broken invariant, naming graph, op and module path."""
+    """Raise Diagnostic E402 for the first broken invariant, naming the graph, op and module path."""
     for g in m.graphs.values():
         verify_graph(g, m)
 
 
 def verify_graph(g: Graph, m: Module) -> None:
+    """Verify one graph of module `m`; raises Diagnostic E402."""
     _check_symbols(g, m)
     seen = set(g.inputs)
     spent: dict[Value, Node] = {}

@@ -1,4 +1,4 @@
-"""Two modules, one meaning: both are interpreted on the same drawn inputs and compared, states included; no proof."""
+"""Compares two versions of a module by interpreting both on the same random inputs, states included."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmc.ir.interp import run
 from .draw import Array, Inputs, draw, elements
 
 TOLERANCE = 1e-5
-MOST = 30_000_000  # elements of inputs that are still interpreted in reasonable time
+MOST = 30_000_000  # maximum number of input elements; more would take too long to interpret
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One graph that was compared: its name, how many outputs, the largest relative difference of any."""
+    """The result for one graph: number of outputs, and the largest relative difference of any output."""
 
     graph: str
     outputs: int
@@ -27,10 +27,10 @@ class Compared:
 
 
 def compare(before: Module, after: Module, seed: int = 0) -> list[Compared]:
-    """Interpret corresponding graphs of both in float64; Diagnostic E425 names the first output that differs.
+    """Interpret corresponding graphs of both modules in float64; raises Diagnostic E425 if an output differs.
 
-    Graphs of one name correspond. A prompt graph @main and the serving graphs made of it correspond, too: the prompts
-    are then given to the step in two chunks, and to @decode token by token.
+    Graphs with equal names correspond. A prompt graph @main also corresponds to the serving graphs made from it: the
+    prompts then run through the step in two chunks, and through @decode token by token.
     """
     if elements(before) > MOST:
         raise Diagnostic(
@@ -64,13 +64,13 @@ def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
 
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:
-    """The weights of `inputs`, and what else @decode reads, as drawn for it: one token a row."""
+    """The weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
     own = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
     return Inputs(inputs.arrays | own, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})
 
 
 def evaluate(m: Module, g: Graph, inputs: Inputs) -> list[Array]:
-    """The graph's outputs in float64; what it reads from @weights is computed first."""
+    """Return the graph's outputs in float64, evaluating @weights first if the module has it."""
     arrays = dict(inputs.arrays)
     weights = m.graphs.get("weights")
     if weights is not None and weights is not g:
@@ -80,7 +80,7 @@ def evaluate(m: Module, g: Graph, inputs: Inputs) -> list[Array]:
 
 
 def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequence[str]) -> Compared:
-    """Compare output by output; Diagnostic E425 where one differs by more than the tolerance."""
+    """Compare the outputs; raises Diagnostic E425 if one differs by more than the tolerance."""
     if len(want) != len(got):
         raise Diagnostic("E425", f"@{name} had {len(want)} outputs and has {len(got)}", "the pass changes the meaning")
     worst = 0.0
@@ -97,7 +97,7 @@ def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequen
 
 
 def difference(a: Array, b: Array) -> float:
-    """The largest difference over the largest magnitude; infinities must be in the same places."""
+    """Return the largest difference over the largest magnitude, or infinity if non-finite values differ."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if not a.size:
         return 0.0
