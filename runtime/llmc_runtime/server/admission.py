@@ -232,7 +232,7 @@ class Place:
 
     def begin(self) -> None:
         """Record that the first token has arrived, so the request no longer waits."""
-        if self._queued:
+        if self._queued:  # a place that never waited says nothing about the queue's pace
             self._admission.pace.left(self._work)
             self._wait(0.0)
             self._queued = False
