@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.body_turns import BodyTurns
 from llmc_runtime.server.errors import ApiError, unavailable
+from llmc_runtime.server.head_turns import HeadTurns
 from llmc_runtime.server.linger import Lingering, Room
 from llmc_runtime.server.listen import ServerLoop
 from llmc_runtime.server.selector import FairSelector
@@ -51,6 +52,7 @@ class Bound:
     polite: int = _POLITE
     lingering: Room = field(default_factory=Room)
     turns: BodyTurns = field(default_factory=BodyTurns)
+    heads: HeadTurns = field(default_factory=HeadTurns)
 
 
 def descriptors(wanted: int | None) -> int:
@@ -158,6 +160,15 @@ class Wire(H11Protocol):
             data = self._shed(data)
             if not data:
                 return
+        if self._between:
+            self.bound.heads.begin(self, data)
+        else:
+            self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Parse part of a head or of a body."""
+        if self.transport.is_closing():
+            return
         if self._timer is None and self._idle:
             self._timer = self.loop.call_later(self.head_seconds, self._late)
         if self._idle and self._too_many_lines(data):
@@ -178,6 +189,15 @@ class Wire(H11Protocol):
             self.bound.turns.read(self, len(data))
         else:
             self.bound.turns.leave(self)
+
+    def pause_head(self) -> None:
+        """See HeadTurns."""
+        self._inner_transport.pause_reading()
+
+    def resume_head(self) -> None:
+        """See HeadTurns."""
+        if not self.flow.read_paused:
+            self._inner_transport.resume_reading()
 
     def pause_body(self) -> None:
         """Stop reading; see BodyTurns."""
@@ -242,6 +262,7 @@ class Wire(H11Protocol):
         if self._fair is not None:
             self._fair.remove_client(self._fd)
         self.bound.turns.leave(self)
+        self.bound.heads.leave(self)
         self._end.end()
         self._cancel()
         self._flows()
