@@ -98,6 +98,7 @@ class CudaRun:
                 which.append(self._index(size))
                 at += 1
             at += _SCRATCH
+            # A grid has one to three sizes; the missing ones are 1.
             x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
             config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
             self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
@@ -193,7 +194,7 @@ class CudaRun:
         if values and not 0 <= min(values) <= max(values) <= _MOST:
             wrong = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _MOST)
             raise LlmcError("E113", f"program {self._program.name}: {wrong} is no size at {env}", REMEDY)
-        self._last = None
+        self._last = None  # unknown if an assignment fails
         if len(self._size_cells):
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
         for ready in self._ready:

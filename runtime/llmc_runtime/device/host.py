@@ -85,7 +85,7 @@ def _quota() -> int:
     words = _read("/sys/fs/cgroup/cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and int(words[1]):
         return max(1, -(-int(words[0]) // int(words[1])))
-    return 1 << 16
+    return 1 << 16  # no quota
 
 
 def free_memory() -> int:

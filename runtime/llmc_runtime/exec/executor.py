@@ -229,7 +229,7 @@ class Executor:
         for line, column, pad in zip(self._table, columns, _PADDING):
             line[: len(column)] = column
             line[len(column) : size] = pad
-        self._sent = None
+        self._sent = None  # unknown if the write fails
         self.device.write(self._layout.inputs, 0, self._table)
         self._sent = key
 

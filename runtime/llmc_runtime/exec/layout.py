@@ -69,7 +69,7 @@ class Layout:
         return self.outputs[name]
 
     def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
-        for _ in by_name:
+        for _ in by_name:  # bounded, in case aliases form a cycle
             if b.alias is None:
                 break
             b = by_name[b.alias]

@@ -44,6 +44,7 @@ def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
     """Encode f32 values as bytes of a float dtype; None if neither NumPy nor a shift can produce the dtype."""
     if dtype == "bf16":
         bits = values.view(np.uint32)
+        # Round to nearest, ties to even.
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8)
     known = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(dtype)
     return None if known is None else np.ascontiguousarray(values.astype(known)).view(np.uint8)

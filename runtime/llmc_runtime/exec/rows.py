@@ -100,7 +100,7 @@ class Rows:
     def mask(self, new: RowMask) -> None:
         """Write a row's mask, unless the device has it already."""
         if "allowed" in self._tables and self._masks[new.row] is not new.mask:
-            self._masks[new.row] = None
+            self._masks[new.row] = None  # unknown if the write fails
             self._tables["allowed"].set(new.row, np.frombuffer(new.mask, np.int32))
             self._masks[new.row] = new.mask
 

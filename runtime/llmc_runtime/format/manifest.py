@@ -187,6 +187,7 @@ class Manifest:
         set.
         """
         body = json.dumps(self.json(), indent=1, allow_nan=False).encode()
+        # The digest comes first in the file, at a fixed place: see check_digest.
         text = _HEAD + _ZERO + b'",\n ' + body.removeprefix(b"{\n ") + b"\n"
         return text.replace(_ZERO, sha256(text).encode(), 1)
 

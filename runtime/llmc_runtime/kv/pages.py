@@ -82,6 +82,7 @@ class PagePool:
             refs[page] = left
             if left:
                 continue
+            # Cached pages go to the tail, others to the head, from which pages are taken.
             before, after = (previous[end], end) if kept[page] else (end, following[end])
             following[before] = previous[after] = page
             previous[page], following[page] = before, after

@@ -49,7 +49,7 @@ class PrefixCache:
         found: list[int] = []
         if not self.enabled:
             return found
-        for index in range((len(tokens) - 1) // size):
+        for index in range((len(tokens) - 1) // size):  # full pages without the last token
             if len(chain) - 1 <= index:
                 self.extend(chain, tokens, index + 1)
             page = self._page.get(chain[index + 1])

@@ -49,7 +49,7 @@ class Admission:
     by_key: Counter[str] = field(default_factory=Counter)
     tokens_by_key: Counter[str] = field(default_factory=Counter)
     mean_output: float = math.inf  # recent mean of the tokens per output
-    answers: int = 256 << 20  # bytes of all open responses with log-probabilities or ids; half of it per key
+    answers: int = 256 << 20  # bytes of open responses with log-probabilities or ids; half per key if there are several
     answer_bytes: Counter[str] = field(default_factory=Counter)  # bytes of open responses, by key
 
     @property
@@ -232,7 +232,7 @@ class Place:
 
     def begin(self) -> None:
         """Record that the first token has arrived, so the request no longer waits."""
-        if self._queued:
+        if self._queued:  # a place that never waited says nothing about the queue's pace
             self._admission.pace.left(self._work)
             self._wait(0.0)
             self._queued = False

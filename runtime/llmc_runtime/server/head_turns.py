@@ -23,10 +23,10 @@ class Connection(Protocol):
         """Parse the beginning of a request."""
 
     def pause_head(self) -> None:
-        """Read nothing more until `resume_head`."""
+        """Stop reading until `resume_head`."""
 
     def resume_head(self) -> None:
-        """Read again."""
+        """Continue reading."""
 
 
 class HeadTurns:
@@ -50,7 +50,7 @@ class HeadTurns:
             self._next = asyncio.get_running_loop().call_soon(self._turn)
 
     def leave(self, one: Connection) -> None:
-        """The connection was closed."""
+        """Forget a closed connection."""
         self._waiting.pop(one, None)
 
     def _turn(self) -> None:

@@ -191,11 +191,11 @@ class Wire(H11Protocol):
             self.bound.turns.leave(self)
 
     def pause_head(self) -> None:
-        """See HeadTurns."""
+        """Stop reading; see HeadTurns."""
         self._inner_transport.pause_reading()
 
     def resume_head(self) -> None:
-        """See HeadTurns."""
+        """Continue reading; see HeadTurns."""
         if not self.flow.read_paused:
             self._inner_transport.resume_reading()
 
