@@ -117,7 +117,10 @@ class RowProgram:
         self.cached = self._cached()
 
     def reduction(self, i: int) -> bool:
-        """Whether DAG node `i` reduces the row; reducing a value that is constant along the row is the identity."""
+        """Whether DAG node `i` reduces the row.
+
+        A value that is constant along the row has size 1 there, so reducing it is the identity.
+        """
         return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
