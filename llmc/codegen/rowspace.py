@@ -18,7 +18,7 @@ COSTLY = frozenset(("exp", "exp2", "log", "sin", "cos", "tanh", "erf", "sigmoid"
 
 
 def expressions(node: Node) -> list[E] | None:
-    """Return each result as an expression over the operands, or None if the op is not pointwise or a row reduction."""
+    """Return each result as an expression over the operands; None if it is neither pointwise nor a reduction."""
     name, attrs = node.op.name, node.attrs
     if name == "fused":
         return [parse_expr(b) for b in attrs["body"]]
