@@ -49,6 +49,7 @@ def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
 def _node(
     name: str, parser: argparse.ArgumentParser, others: Mapping[str, argparse.ArgumentParser], path: tuple[str, ...]
 ) -> Node:
+    """Convert a parser and its subparsers to a Node."""
     options: dict[str, Option] = {}
     below: list[Node] = []
     arguments: tuple[str, ...] | str = ""
@@ -71,6 +72,7 @@ def _rest(node: Node) -> tuple[tuple[Option, ...], tuple[Node, ...], tuple[str, 
 
 
 def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
+    """The kind of value that follows an option, in the form of `Option.follows`."""
     metavar = str(action.metavar or "")
     if action.choices is not None:
         return tuple(map(str, action.choices))

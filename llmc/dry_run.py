@@ -110,6 +110,7 @@ def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any
 
 
 def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | None) -> dict[str, Any]:
+    """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
     found = memory(made.programs, states, weights)
     kv = kv_of(states, trip.target.page_size)
@@ -170,6 +171,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:
+    """The lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
         return ["  fits      not known: the target does not say its memory; give --memory 24GiB"]

@@ -54,6 +54,7 @@ def _read(name: str) -> str:
 
 
 def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:
+    """Parse the pipeline and cut it after --stop-after; raises Diagnostic E420 if a named pass is not in it."""
     named = {**registry.pipelines, "serve": target.pipeline}
     passes = parse_pipeline(args.passes, registry.passes, named)
     for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):

@@ -97,6 +97,7 @@ class Blocks:
             return found
 
     def _keep(self, v: Value, x: np.ndarray) -> None:
+        """Cache a whole value, and drop the oldest ones while the total exceeds KEEP. The newest is always kept."""
         with self._guard:
             self._whole[v] = x
             total = sum(y.nbytes for y in self._whole.values())
@@ -129,6 +130,7 @@ class Blocks:
         return False
 
     def _compute(self, v: Value) -> np.ndarray:
+        """Evaluate a whole value, by its row rule if it has one, otherwise with the op's reference."""
         node = v.node
         if node is None:
             return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
@@ -215,6 +217,7 @@ def _concat(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _reshape(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows of the result are a contiguous range of elements: read the rows of x that contain it."""
     (x,) = _operands(v)
     out = (hi - lo, *shape_of(v)[1:])
     width = int(np.prod(out[1:], dtype=np.int64))

@@ -72,6 +72,7 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
 
 
 def _check(value: Any, form: Any, where: str) -> None:
+    """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
     if isinstance(form, Mapping):
         if not isinstance(value, dict) or not form.keys() - {"*"} <= value.keys():
             raise damaged(where, f"expected an object of {', '.join(form.keys() - {'*'}) or 'any keys'}")

@@ -64,6 +64,7 @@ def write_weights(
 def _shards(
     shapes: Sequence[tuple[str, str, tuple[int, ...], int]],
 ) -> Iterator[list[tuple[str, str, tuple[int, ...], int]]]:
+    """Group the tensors, in order, into files of at most SHARD bytes."""
     shard: list[tuple[str, str, tuple[int, ...], int]] = []
     size = 0
     for t in shapes:

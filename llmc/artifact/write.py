@@ -138,6 +138,7 @@ class _Writer:
         return name
 
     def write(self, parts: Parts, progress: Progress | None) -> Manifest:
+        """Write all files and return the manifest, which the caller writes last."""
         kernels = tuple(self._kernel(k) for k in parts.kernels)
         programs = tuple(self.put(f"programs/{p.name}.json", _checked(p)) for p in parts.programs)
         tokenizer = tuple(self.put(f"tokenizer/{_tokenizer_name(t)}", _bytes_of(t)) for t in parts.tokenizer)

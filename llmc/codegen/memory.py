@@ -1,7 +1,7 @@
 """Memory planning: aliases, in-place results and arena offsets, recorded on the nodes.
 
-A state's next version and a reshape are aliases of their operand. A result may reuse the memory of an operand whose
-last use it is, if the kernel permits it. Sizes are evaluated at the symbols' upper bounds.
+A state's next version and a reshape are aliases of their operand. A result may reuse the memory of an operand that is
+not read afterwards, if the kernel permits it. Sizes are evaluated at the symbols' upper bounds.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ COSTLY = frozenset(("exp", "exp2", "log", "sin", "cos", "tanh", "erf", "sigmoid"
 
 
 def expressions(node: Node) -> list[E] | None:
-    """Return each result as an expression over the operands, or None if the op is not pointwise or a row reduction."""
+    """Return each result as an expression over the operands; None if it is neither pointwise nor a reduction."""
     name, attrs = node.op.name, node.attrs
     if name == "fused":
         return [parse_expr(b) for b in attrs["body"]]
@@ -117,7 +117,10 @@ class RowProgram:
         self.cached = self._cached()
 
     def reduction(self, i: int) -> bool:
-        """Whether DAG node `i` reduces the row; reducing a value that is constant along the row is the identity."""
+        """Whether DAG node `i` reduces the row.
+
+        A value that is constant along the row has size 1 there, so reducing it is the identity.
+        """
         return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:

@@ -40,8 +40,9 @@ def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
     """Return the size of every symbol at which candidates are compared, within its bounds.
 
-    A bounded range that the graph is specialized for counts with its upper end. For a node of a graph with a token
-    range, the number of rows is that of prompts mixed with decoding rows, because a tile that is too wide costs little.
+    A range that the graph is specialized for is represented by its upper end, the last range by twice its lower end.
+    For a node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a
+    tile that is too wide costs little.
     """
     want = dict(TYPICAL)
     out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}

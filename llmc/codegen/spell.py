@@ -75,7 +75,7 @@ class Dag:
         return () if fn in ("arg", "const") else tuple(int(a) for a in args)
 
     def below(self, roots: Iterable[int], stop: Callable[[int], bool] = lambda i: False) -> list[int]:
-        """Return all that the roots depend on, operands first, except what only nodes with a true `stop` depend on."""
+        """Return all nodes that the roots depend on, operands first, without following operands of `stop` nodes."""
         seen: set[int] = set()
         todo = list(roots)
         while todo:

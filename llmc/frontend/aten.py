@@ -84,7 +84,7 @@ def complex_(c: Call, real: Value, imaginary: Value) -> Value:
 def complex_mul(c: Call, x: Value, y: Value) -> Value:
     """Lower a complex product as a rotation of pairs: (a + ib)(d + ie) = (ad - be) + i(bd + ae).
 
-    It is emitted as x times d plus x, turned by 90 degrees, times e: the form in which models write rotations of pairs.
+    The result is x * d + turned * e, in which turned holds (-b, a): models write rotations of pairs in this form.
     """
     *outer, h, two = c.shape
     flat, last = (*outer, h * two), len(outer)

@@ -122,6 +122,7 @@ class Checkpoint:
         return MappingProxyType(found)
 
     def _check_extra(self, parts: Mapping[str, Part]) -> None:
+        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
         model = self.traced.model
         ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
         known = set(model.state_dict()) | set(self.traced.tied)

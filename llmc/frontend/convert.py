@@ -91,6 +91,7 @@ class _Lowering:
         self.order = {n: i for i, n in enumerate(exported.program.graph.nodes)}
 
     def node(self, n: Any) -> None:
+        """Convert one torch node and record its value."""
         if n.op == "placeholder":
             self.env[n] = self._placeholder(n)
         elif n.op == "output":
@@ -101,6 +102,7 @@ class _Lowering:
             raise Diagnostic("E310", f"{n.op} {n.target} cannot be lowered", _REPORT, loc=_loc(n)[0])
 
     def _placeholder(self, n: Any) -> Any:
+        """The value of an input: one of the step inputs, or a weight under the name that stands for it."""
         fake = n.meta.get("val")
         if not isinstance(fake, torch.Tensor):
             return fake
@@ -126,6 +128,7 @@ class _Lowering:
         self.graph.outputs = [call.reshape(v, shape)]
 
     def _call(self, n: Any) -> Any:
+        """Lower a call: sizes become Dims or constants, other calls go through the aten table."""
         fake = n.meta.get("val")
         name = str(n.target)
         loc, module = _loc(n)
@@ -154,6 +157,7 @@ class _Lowering:
             raise Diagnostic("E311", f"{name}: {e}", _REPORT, loc=loc) from e
 
     def _apply(self, call: Call, row: Row, n: Any, name: str, loc: str) -> Any:
+        """Call a lowering; errors become Diagnostic E311, results are cast to torch's dtypes."""
         try:
             out = row(call, *[self._value(a) for a in n.args], **{k: self._value(a) for k, a in n.kwargs.items()})
             values = out if isinstance(out, tuple) else (out,)

@@ -140,6 +140,7 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
 
 
 def _build(config: Any, dtype: str) -> Any:
+    """Build the model on the meta device with our attention and experts; raises Diagnostic E305."""
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -184,6 +185,7 @@ def _check_positions(model: Any) -> None:
 
 
 def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
+    """Run torch.export with dynamic T and R."""
     # torch requires bounds beyond the example's sizes, and beyond one; the IR's symbols keep the true bounds.
     tokens = torch.export.Dim("T", min=1, max=max(max_tokens, 2 * TOKENS))
     rows = torch.export.Dim("R", min=1, max=max(max_rows, 2 * ROWS))
@@ -208,6 +210,7 @@ def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.Exported
 
 
 def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
+    """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
     loc, cls = at
     reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     if (isinstance(e, KeyError) and hooks.NAME in str(e)) or hooks.MaskTag.__name__ in str(e):

@@ -93,6 +93,7 @@ class _Fetch:
         self.where = f"{name}@{revision}"
 
     def run(self, weights: bool) -> Located:
+        """Check config.json first, then download the wanted files, reporting progress in bytes."""
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
@@ -147,6 +148,7 @@ class _Fetch:
         return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
 
     def file(self, name: str, revision: str) -> Path:
+        """Download one file, or find it in the cache, and return its path."""
         from huggingface_hub import hf_hub_download
 
         def download() -> str:
@@ -194,6 +196,7 @@ class _Fetch:
         return self.hub.endpoint or "the hub"
 
     def silent(self, e: Exception) -> Diagnostic:
+        """The error for a hub that does not respond."""
         if self.hub.offline:
             return Diagnostic(
                 "E332",
@@ -207,6 +210,7 @@ class _Fetch:
         )
 
     def useless(self, why: str) -> Diagnostic:
+        """The error for an unusable answer."""
         return Diagnostic(
             "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
         )

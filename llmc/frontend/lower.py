@@ -65,6 +65,7 @@ class Sizes:
         return Type(IR_DTYPE[fake.dtype], self.shape(fake.shape))
 
     def _walk(self, e: Any) -> Dim:
+        """Convert a sympy expression; floor division by a constant becomes ceiling division."""
         if e.is_Integer:
             return Dim.of(int(e))
         if e in self.names:

@@ -85,6 +85,7 @@ def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable
 
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
+    """The frequencies of a rope module, fixed for `max_positions`; raises Diagnostic E306."""
     extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(

@@ -243,6 +243,8 @@ def _parse_cached(text: str) -> Dim:
 
 
 class _Parser:
+    """Recursive-descent parser of size text: sums of products of integers, symbols, parentheses and ceil(a, n)."""
+
     def __init__(self, text: str):
         self.text = text
         self.tokens: list[str] = []

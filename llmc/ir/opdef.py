@@ -37,6 +37,7 @@ class Attr:
 
 
 def _normal(ty: Any, value: Any) -> Any:
+    """Convert `value` to the attribute type `ty`; raises TypeError or ValueError."""
     if ty is Dim:
         return Dim.of(value)
     if ty in (Shape, Ints, Strs):
@@ -102,6 +103,7 @@ class OpDef:
         return [self._result(r, env, attrs) for r in self.results]
 
     def _result(self, slot: Slot, env: dict[str, Any], attrs: Mapping[str, Any]) -> Type:
+        """The type of one result, with dtype reference and dims resolved in the binding."""
         dtype = slot.dtype
         if isinstance(ref := env.get(dtype), Type):
             dtype = ref.dtype

@@ -170,6 +170,7 @@ def parse_expr(text: str) -> E:
 
 
 def _parse(tokens: list[str], text: str) -> E:
+    """Parse one expression from the front of `tokens`, consuming it."""
     t = tokens.pop(0) if tokens[0] else ""
     if m := re.fullmatch(r"a(\d+)", t):
         return arg(int(m[1]))

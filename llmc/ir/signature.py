@@ -78,6 +78,7 @@ def _fail(op: str, slot: Slot, ty: Type, why: str) -> Mismatch:
 
 
 def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    """Raise Mismatch unless dtype, state and quantisation of an operand fit its slot."""
     if slot.state != ty.state:
         raise _fail(op, slot, ty, "it is a state" if ty.state else "a state is wanted")
     if ty.format is not None and slot.dtype not in ("fq", "tq"):
@@ -97,6 +98,7 @@ def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
 
 
 def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    """Match an operand's shape against its slot, binding sizes; a starred dim takes the axes that are left."""
     _check_dtype(op, slot, ty, env)
     env[slot.name] = ty
     star = next((i for i, d in enumerate(slot.dims) if d[0] == "*"), None)
@@ -116,6 +118,7 @@ def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
 
 
 def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, size: Dim) -> None:
+    """Bind a size name or check that an expression equals the size."""
     if text.isidentifier():
         if env.setdefault(text, size) != size:
             raise _fail(op, slot, ty, f"{text} is {env[text]}")

@@ -99,6 +99,8 @@ def _clean(lines: list[str]) -> list[tuple[int, str]]:
 
 
 class _Reader:
+    """Line-based parser of modules. Node and graph syntax is described in docs/ir.md."""
+
     def __init__(self, text: str, ops: Mapping[str, OpDef]):
         self.ops = ops
         self.lines = _clean(text.splitlines())
@@ -109,6 +111,7 @@ class _Reader:
         return Diagnostic("E401", f"line {line}: {why}", remedy or "see docs/ir.md for the text form")
 
     def module(self) -> Module:
+        """Parse symbols, formats and graphs until the end of the text."""
         while self.pos < len(self.lines):
             number, line = self.lines[self.pos]
             if s := _SYM.fullmatch(line):
@@ -138,6 +141,7 @@ class _Reader:
         return out
 
     def graph(self, number: int) -> None:
+        """Parse a graph; its header may span several lines."""
         header = ""
         while not header.endswith("{"):
             if self.pos >= len(self.lines):
@@ -189,6 +193,7 @@ class _Reader:
         return env[name]
 
     def node(self, number: int, line: str, g: Graph, env: dict[str, Value]) -> None:
+        """Parse a node, infer its result types, and compare them with the printed ones."""
         line, _, loc = line.partition("  // ")
         p = _NODE.match(line)
         if not p:

@@ -76,6 +76,7 @@ def _check_types(g: Graph, n: Node) -> None:
 
 
 def _check_uses(g: Graph) -> None:
+    """Check that every use list has exactly one entry per operand position that reads the value."""
     want: dict[Value, list[Node]] = {}
     for n in g.nodes:
         for v in n.operands:

@@ -191,6 +191,7 @@ def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
 
 
 def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
+    """Measure and save batch by batch until the time limit."""
     begin = time.monotonic()
     save(output, [])  # report an unwritable file before the work
     for some in batches(work):

@@ -42,6 +42,7 @@ def diff(a: str, b: str) -> dict[str, Any]:
 
 
 def _open(name: str) -> Opened | Stage:
+    """Open an artifact, a stage of one (ARTIFACT:STAGE), or an .llir file."""
     path = Path(name)
     if path.suffix == ".llir":
         return stage(path.read_text(), name)
@@ -72,6 +73,7 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
 
 
 def _about(a: Opened) -> dict[str, Any]:
+    """The facts about an artifact that are compared by name."""
     m = a.manifest
     told = a.reports.get("compile", {})
     source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}

@@ -70,6 +70,7 @@ def _stored(x: Opened) -> dict[str, Stored]:
 
 
 def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors have equal bytes, comparing block hashes first if the blocks line up."""
     if a.kind != b.kind or a.end - a.begin != b.end - b.begin:
         return False
     if a.begin == b.begin and a.file.block == b.file.block and _blocks(a) == _blocks(b):

@@ -44,6 +44,7 @@ def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
 
 
 def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str, Any]], without: dict) -> None:
+    """Replace a node by the planned one, followed by a reshape to the old shape."""
     operands, attrs = plan
     new = g.add(n.op, operands, attrs, before=n, loc=n.loc, names=[r.name for r in n.results])
     for old, r in zip(n.results, new.results, strict=True):
@@ -61,6 +62,7 @@ class _Plan:
         self.b, self.without = b, without
 
     def of(self, n: Node) -> tuple[list[Value], Mapping[str, Any]] | None:
+        """Return the operands and attributes of the rebuilt node, or None."""
         name, rank = n.op.name, n.results[0].type.rank
         if is_pointwise(n):
             return [self.drop(v) if v.type.rank == rank else v for v in n.operands], n.attrs

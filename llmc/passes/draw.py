@@ -54,6 +54,7 @@ def elements(m: Module) -> int:
 
 
 def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
+    """Sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
     sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
     if spans := next((n for n in g.nodes if n.op.name in SPANS), None):
         (rows,), states = spans.operands[0].type.shape, [v for v in g.inputs if v.type.state]
@@ -102,6 +103,7 @@ class _Maker:
         return self.shape(v.type)[axis]
 
     def make(self, v: Value, role: tuple[str, Node | None]) -> Array:
+        """Draw the array of one input, by the rule of its role if there is one."""
         shape = self.shape(v.type)
         kind = DTYPES[v.type.dtype].kind
         if role[1] is not None and role[0] in RULES:

@@ -21,6 +21,7 @@ def _power_of_two(c: float) -> bool:
 
 
 def _into_weight(m: Match) -> str | None:
+    """None if the factor can be folded into the weight, else the reason."""
     w, c = m["w"], m["c"]
     if w.type.format is not None:
         return f"the weight has codes ({w.type.format.name})"
@@ -85,6 +86,7 @@ def _attention(n: Node) -> Build | None:
 
 
 def _scaled_side(n: Node, index: int) -> Build | None:
+    """Build the attention on the unscaled operand, repeating the moves in between."""
     found = _scale_of(n.operands[index])
     if found is None:
         return None

@@ -207,6 +207,7 @@ def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
 
 
 def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
+    """Replace sibling products by one product over concatenated weights, and slices of its result."""
     first = nodes[0]
     _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
     b = Builder(g, ctx.opset, before=first, loc=first.loc)

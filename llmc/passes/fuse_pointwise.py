@@ -61,6 +61,8 @@ def _fits(v: Value) -> bool:
 
 
 class _Groups:
+    """Grows groups of fusible nodes in execution order, then emits one `fused` op per group."""
+
     def __init__(self, g: Graph, limit: int, ctx: Ctx):
         self.g, self.limit, self.ctx = g, limit, ctx
         self.made: dict[Value, _Group] = {}

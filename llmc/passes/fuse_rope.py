@@ -111,6 +111,7 @@ def _offset(m: Match) -> Dim | None:
 
 
 def _is_half(m: Match) -> str | None:
+    """None if the match rotates the two halves of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "what it swaps is not what it scales"
@@ -122,6 +123,7 @@ def _is_half(m: Match) -> str | None:
 
 
 def _is_pairs(m: Match) -> str | None:
+    """None if the match rotates adjacent pairs of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "what it swaps is not what it scales"
@@ -133,6 +135,7 @@ def _is_pairs(m: Match) -> str | None:
 
 
 def _is_halves(m: Match) -> str | None:
+    """None if the match rotates two slices that are the halves of one value, else the reason."""
     parts = [made_by(m[k], "slice") for k in ("a", "b")]
     if parts[0] is None or parts[1] is None or parts[0].operands[0] is not parts[1].operands[0]:
         return "its two halves are not slices of one value"

@@ -60,6 +60,7 @@ class PageAttention(Pass):
 
 
 def _check(g: Graph) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output."""
     layers: set[int] = set()
     for n in g.nodes:
         if n.op.name != "attention":

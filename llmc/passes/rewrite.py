@@ -138,6 +138,7 @@ State = tuple[Bound, tuple[tuple[Node, bool], ...]]
 
 
 def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Yield every extension of state `s` in which pattern `p` matches `v`; failures go to `t`."""
     bound, inner = s
     if isinstance(p, Var):
         if p.name not in bound:
@@ -175,6 +176,7 @@ def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
 
 
 def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Match the op, its attributes, then its operands, in both orders if it commutes."""
     bound, inner = s
     n = v.node
     if n is None or n.op.name != p.op:
@@ -334,6 +336,7 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
 
 
 def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) -> int:
+    """Apply the first matching rule at the node; return the number of rewrites, 0 or 1."""
     if not alive(g, n) or len(n.results) != 1 or not ctx.allows(n):
         return 0
     for r in rules:

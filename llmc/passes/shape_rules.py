@@ -24,6 +24,7 @@ def axis_of(n: Node) -> int:
 
 
 def _cast(n: Node) -> Build | None:
+    """Drop casts to the same dtype, fold casts of constants, skip widening casts before casts."""
     (x,), dtype = n.operands, n.attrs["dtype"]
     if x.type.dtype == dtype:
         return _same(x)
@@ -37,6 +38,7 @@ def _cast(n: Node) -> Build | None:
 
 
 def _reshape(n: Node) -> Build | None:
+    """Drop reshapes to the same shape, merge chains of reshapes."""
     (x,), shape = n.operands, n.attrs["shape"]
     if x.type.shape == shape:
         return _same(x)
@@ -50,6 +52,7 @@ def _reshape(n: Node) -> Build | None:
 
 
 def _transpose(n: Node) -> Build | None:
+    """Drop identity permutations, merge chains; moves of size-1 axes become reshapes."""
     (x,), perm = n.operands, n.attrs["perm"]
     if perm == tuple(range(len(perm))):
         return _same(x)
@@ -107,6 +110,7 @@ def _operand_broadcasts(n: Node) -> Build | None:
 
 
 def _slice(n: Node) -> Build | None:
+    """Drop full slices, merge chains of slices, slice the parts of a concatenation."""
     (x,), axis = n.operands, axis_of(n)
     start, stop, step = n.attrs["start"], n.attrs["stop"], n.attrs["step"]
     if step == 1 and start == 0 and stop == x.type.shape[axis]:
@@ -140,6 +144,7 @@ def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, s
 
 
 def _concat(n: Node) -> Build | None:
+    """Drop trivial parts, rejoin slices of one value, flatten nested concatenations."""
     axis = axis_of(n)
     if len(n.operands) == 1:
         return _same(n.operands[0])

@@ -60,7 +60,7 @@ class SplitK(Pass):
         return True
 
     def choose(self, n: Node, tokens: int, rows: int, depth: int, ctx: Ctx) -> int:
-        """Return the largest power of two whose tiles still fit the multiprocessors in one wave."""
+        """Return the largest power of two whose tiles run in about one wave, with parts of at least LEAST columns."""
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
             ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")

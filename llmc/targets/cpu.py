@@ -35,6 +35,7 @@ _GIGA = 1e9
 def _record(
     name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int
 ) -> Target:
+    """A CPU target with estimated peaks for that vector width (bytes) and number of threads."""
     f32 = threads * vector / 4 * 2 * 2 * 2.5 * _GIGA  # lanes, two pipes, multiply and add, 2.5 GHz
     bf16 = f32 * (2 if "avx512_bf16" in features else 0.5)
     peaks = {"f32": f32, "bf16": bf16, "f16": f32 / 2, "i8": f32 * 2}

@@ -22,6 +22,7 @@ def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
     gib: int,
 ) -> Target:  # fmt: skip
+    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB."""
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {"f32": f32 * _TERA, "bf16": bf16 * _TERA, "f16": bf16 * _TERA, "i8": 2 * bf16 * _TERA}
     return Target(

@@ -83,15 +83,15 @@ class CppKernel(Kernel):
         return unsupported(node)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """The statements of the entry; `ctx`, `args` and `sizes` are in scope."""
+        """Return the statements of the kernel function, in which `ctx`, `args` and `sizes` are in scope."""
         raise NotImplementedError
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        """Text before the entry function."""
+        """Return the definitions that precede the kernel function."""
         return ""
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Bytes of scratch a thread needs."""
+        """Return the scratch memory that each thread needs, in bytes."""
         return D(0)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:

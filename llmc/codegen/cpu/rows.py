@@ -110,6 +110,7 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
 
 
 def _indices(sp: Space, sizes: Sizes) -> list[str]:
+    """Statements that compute the outer indices i0, i1, ... from the flat row number."""
     if len(sp.outer) == 1:
         return ["const int64_t i0 = row;"]
     lines, rest = [], "row"

@@ -1,8 +1,8 @@
-"""Mixture of experts, as one op (`moe`) or as three over (token, expert) pairs sorted by expert.
+"""Mixture of experts, as one op (`moe`) or as three (`moe_route`, `moe_up`, `moe_down`).
 
-Those three are `moe_route`, `moe_up` and `moe_down`. The selection of experts is expressed by ordinary ops before them.
-The attribute `body` is the activation between an expert's two products: a scalar expression of the gate value a0 and
-the up value a1. Biases have one row per expert; either both products have one or neither.
+The three work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts. The attribute
+`body` is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1.
+Biases have one row per expert; either both products have one or neither.
 """
 
 from __future__ import annotations
