@@ -39,6 +39,7 @@ class Console:
     """Progress as lines on a stream; on a terminal, a running stage rewrites its line."""
 
     def __init__(self, out: IO[str] | None = None):
+        """Write to `out`, by default stderr."""
         self.out = out or sys.stderr
         self.live = self.out.isatty()
         self.shown = 0.0

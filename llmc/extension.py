@@ -63,9 +63,11 @@ class Offers(Mapping[str, Any]):
     """All names of one kind; looking one up imports its object. llmc's own come first, then packages by name."""
 
     def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
+        """Take the texts of one kind; `literal` texts are returned as they are instead of imported."""
         self.kind, self.texts, self.literal = kind, texts, literal
 
     def __getitem__(self, name: str) -> Any:
+        """Import and return the object; raises KeyError for an unknown name, Diagnostic E423 if the import fails."""
         text = self.texts[name]
         return text if self.literal else resolve(text, f"{self.kind} {name!r}")
 

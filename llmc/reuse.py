@@ -22,6 +22,7 @@ class Reuse:
     """The cache entry for one compile of `model` with `options`; disabled if `cache` is None."""
 
     def __init__(self, cache: Path | None, model: Path, options: Mapping[str, Any]):
+        """Compute the entry's path from a hash of the model's files and the options."""
         self.entry: Path | None = None
         if cache is None or not model.is_dir():
             return

@@ -68,6 +68,7 @@ class Blocks:
     """
 
     def __init__(self, graph: Graph, source: WeightSource) -> None:
+        """Evaluate `graph`, whose inputs are read from `source`."""
         self.graph = graph
         self.source = source
         self._whole: dict[Value, np.ndarray] = {}

@@ -22,6 +22,7 @@ class Files:
     """Creates files below `root`. A file is on disk when its `create` block ends; `sync` does the same for folders."""
 
     def __init__(self, root: Path, hook: Hook = no_hook) -> None:
+        """Create files below `root`, calling `hook(operation, path)` before every operation."""
         self.root = root
         self.hook = hook
 

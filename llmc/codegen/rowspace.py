@@ -98,6 +98,7 @@ class RowProgram:
     """A node as a row program: its iteration space, its expressions as a DAG, and its passes."""
 
     def __init__(self, node: Node, roots: Sequence[E]):
+        """Build the program of a node whose results are the expressions `roots`."""
         self.node = node
         self.dag = Dag()
         self.roots = [self.dag.add(e) for e in roots]

@@ -32,6 +32,7 @@ class Checkpoint:
     """
 
     def __init__(self, traced: Traced, folder: Path | None = None):
+        """Open and check the weights; `folder` defaults to the folder of the traced model."""
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors

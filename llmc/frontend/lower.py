@@ -42,6 +42,7 @@ class Sizes:
     """Translates torch's symbolic sizes to Dims, caching equal expressions."""
 
     def __init__(self, names: Mapping[Any, str]):
+        """Take the names of torch's symbols: sympy symbol -> "T" or "R"."""
         self.names = names
         self.seen: dict[Any, Dim] = {}
 

@@ -52,6 +52,7 @@ class TensorFiles:
     """All tensors of a checkpoint. Files are memory-mapped: memory use grows only with the rows that are read."""
 
     def __init__(self, folder: Path):
+        """Open all files and read their headers; raises Diagnostic E320, E321 or E322."""
         self.folder = folder
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}

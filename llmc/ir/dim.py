@@ -138,6 +138,7 @@ class Dim:
         return frozenset(found)
 
     def __int__(self) -> int:
+        """Return the value; raises TypeError if a symbol occurs."""
         if self.const is None:
             raise TypeError(f"the size {self} is not a number")
         return self.const

@@ -216,9 +216,11 @@ class Builder:
     """Adds nodes by op name: `b.rms_norm(x, w, eps=1e-6)` returns the result, or a tuple if there are several."""
 
     def __init__(self, graph: Graph, ops: Mapping[str, OpDef], before: Node | None = None, loc: str = ""):
+        """Add nodes to `graph` before `before` (None: at the end), with the module path `loc`."""
         self.graph, self.ops, self.before, self.loc = graph, ops, before, loc
 
     def __getattr__(self, name: str) -> Any:
+        """Return a function that adds a node of the op with this name; a trailing underscore is dropped."""
         if name.startswith("__") or name.rstrip("_") not in self.ops:
             raise AttributeError(f"no op {name!r}")
         op = self.ops[name.rstrip("_")]

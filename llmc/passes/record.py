@@ -35,6 +35,7 @@ class Record:
     """
 
     def __init__(self, m: Module, ctx: Ctx) -> None:
+        """Start recording with the state of `m` before the first pass."""
         self.ctx, self.data = ctx, list[dict[str, Any]]()
         self.before = census(m)
         self.hits: Counter[Place] = Counter(ctx.hits)
