@@ -10,7 +10,7 @@ import numpy as np
 from llmc.ir.graph import Graph, Module
 from llmc.ir.ops.state import IPARAMS
 
-from .check import Compared, evaluate, judged
+from .compare_outputs import Compared, evaluate, judged
 from .draw import Array, Inputs
 
 LENGTHS = (5, 3)  # lengths of the two prompts in tokens

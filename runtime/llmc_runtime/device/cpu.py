@@ -11,9 +11,9 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact, Tensor
 from llmc_runtime.device.device import Device, Memory, Run
-from llmc_runtime.device.host import default_threads, free_memory, this_host
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
+from llmc_runtime.host import default_threads, free_memory, this_host
 
 ABI = "cpu-1"
 ALIGN = 64

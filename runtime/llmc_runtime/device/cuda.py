@@ -16,10 +16,10 @@ from llmc_runtime.device.cuda_memory import Ring, Slot
 from llmc_runtime.device.cuda_names import Cuda
 from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.device import Device, Event, Memory, Run
-from llmc_runtime.device.host import default_threads
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import KernelFile, TargetInfo
 from llmc_runtime.format.program import Program
+from llmc_runtime.host import default_threads
 
 ABI = "cuda-1"
 ALIGN = 64  # bytes; the alignment of weights within their files

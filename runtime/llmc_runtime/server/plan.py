@@ -10,11 +10,11 @@ from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.cache import is_id
-from llmc_runtime.device.host import free_memory
 from llmc_runtime.environment import gpus
 from llmc_runtime.exec.capacity import KvCapacity, human, plan_kv
 from llmc_runtime.exec.layout import need_of
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.host import free_memory
 from llmc_runtime.llm import resolve
 from llmc_runtime.open import limit_of
 from llmc_runtime.server.command import Options, names_of, require_packages

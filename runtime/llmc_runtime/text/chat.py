@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.texts import plain_bytes
+from llmc_runtime.text.json_file import read_json
 from llmc_runtime.text.reads import reads
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
 
     The name of the usual template is "default". Raises LlmcError E151 if a file is unreadable.
     """
-    from llmc_runtime.text.tokenizer import read_json
-
     paths = {"default": folder / TEMPLATE_FILE}
     paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
     found = {name: _read(path) for name, path in paths.items() if path.exists()}

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import texts as files
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.text.chat import read_templates
+from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -46,9 +48,7 @@ class Tokenizer:
         try:
             _add_missing_tokens(backend, config, names)
         except (TypeError, ValueError, OverflowError) as e:
-            raise _corrupt(folder / "tokenizer_config.json", e) from e
-        from llmc_runtime.text.chat import read_templates
-
+            raise corrupt(folder / "tokenizer_config.json", e) from e
         texts = {name: text for name, value in names.items() if name.endswith("_token") and (text := _content(value))}
         return cls(backend, texts, read_templates(folder, config))
 
@@ -61,14 +61,14 @@ class Tokenizer:
             # a batch of one, because `encode` does not release the GIL
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError) as e:
-            words = "it has unpaired surrogates" if isinstance(text, str) else _reason(e)
+            words = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
             raise LlmcError("E621", f"the text cannot be tokenized: {words}", remedy) from e
         except BaseException as e:  # tokenizers raises a bare Exception if its model has no result, and may panic
             if not isinstance(e, Exception) and not files.is_panic(e):
                 raise
             remedy = "check the model's tokenizer.json, or pass token ids instead of text"
-            raise LlmcError("E621", f"the tokenizer fails on the text: {_reason(e)}", remedy) from e
+            raise LlmcError("E621", f"the tokenizer fails on the text: {reason_of(e)}", remedy) from e
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -108,22 +108,6 @@ class Tokenizer:
         return self.named_id("bos_token")
 
 
-def read_json(path: Path, missing: Any = None) -> Any:
-    """Parse the JSON object in `path`; return `missing` if the file does not exist.
-
-    Raises LlmcError E151 if the file is unreadable or is not an object.
-    """
-    try:
-        value = files.document(path)
-    except FileNotFoundError:
-        return missing
-    except (OSError, ValueError, RecursionError) as e:
-        raise _corrupt(path, e) from e
-    if not isinstance(value, dict):
-        raise _corrupt(path, ValueError(f"expected an object, found {type(value).__name__}"))
-    return value
-
-
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
 
@@ -147,19 +131,8 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     except BaseException as e:  # tokenizers raises a bare Exception for malformed files, and panics for some
         if not isinstance(e, Exception) and not files.is_panic(e):
             raise
-        raise _corrupt(path, e) from e
+        raise corrupt(path, e) from e
     return backend
-
-
-def _corrupt(path: Path, e: BaseException) -> LlmcError:
-    return LlmcError(
-        "E151", f"{path} cannot be read: {_reason(e)}", "copy the file again from the model's folder and compile again"
-    )
-
-
-def _reason(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return (lines[0] if lines else type(e).__name__)[:200]
 
 
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
