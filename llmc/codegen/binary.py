@@ -1,4 +1,4 @@
-"""What a back end makes of the sources of a module's programs; it compiles nothing."""
+"""The result types of a back end: compiled kernels and the keys of each program's launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from llmc.codegen.plan import Placed
 
 @dataclass(frozen=True)
 class Binary:
-    """One compiled unit: its key, text and binary, the entry, the places in the model that use it, and how it is called
-    (`abi`; `boxes` of its tensor maps). `suffix` and `language` name its two files."""
+    """A compiled unit: key, source text, binary, entry point, and launch parameters.
+
+    `locs` are the module paths that use it, `abi` the calling convention, `boxes` those of its tensor maps. `suffix`
+    and `language` are the extensions of its two files.
+    """
 
     hash: str
     source: str
@@ -29,7 +32,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Made:
-    """The binaries by key, each program's keys in launch order, and the (key, entry) of its step unit, if any."""
+    """All binaries by key, each program's keys in launch order, and (key, entry) of its step unit, if there is one."""
 
     binaries: Mapping[str, Binary]
     keys: tuple[tuple[str, ...], ...]
@@ -37,7 +40,7 @@ class Made:
 
 
 def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:
-    """Key -> (source, all its places in the model)."""
+    """Group the sources by key: key -> (source, all module paths that use it)."""
     locs: dict[str, dict[str, None]] = {}
     sources: dict[str, Source] = {}
     for p in placed:

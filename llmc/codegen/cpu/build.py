@@ -1,4 +1,4 @@
-"""The CPU back end: one shared object a kernel text, and one step unit that runs all launches; it plans no memory."""
+"""Compiles kernel sources to shared objects, and one step unit that runs the launches of all programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.ir.graph import Module
 def build(
     placed: Sequence[Placed], m: Module, toolchain: CppToolchain, cache: Path, jobs: int, progress: Progress | None
 ) -> Made:
-    """Compile everything. Raises Diagnostic E502 where a unit does not compile."""
+    """Compile all units; raises Diagnostic E502 if one does not compile."""
     tables = [step_table(p, m) for p in placed]
     step = Unit(step_unit(tables), "the step", extra=("-O2",))
     pairs = [(n, s) for p in placed for n, s in zip(p.emitted.nodes, p.emitted.sources)]
@@ -33,7 +33,7 @@ def build(
 
 
 def step_table(p: Placed, m: Module) -> StepTable:
-    """The launch tables of a graph."""
+    """Return the launch tables of a graph."""
     bounds = m.bounds(p.emitted.graph)
     sources = p.emitted.sources
     launches = [LaunchTable(args, s.sizes, sync) for args, s, sync in zip(p.args, sources, p.sync, strict=True)]

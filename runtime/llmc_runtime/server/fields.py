@@ -16,6 +16,7 @@ from llmc_runtime.format.row import TOP_LOGPROBS
 from llmc_runtime.sched.parameter import MAX_INT, Parameter
 from llmc_runtime.sched.params import PARAMETERS
 from llmc_runtime.server.lengths import (
+    FUNCTION_NAME,
     MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -23,7 +24,6 @@ from llmc_runtime.server.lengths import (
     MAX_TEMPLATE_KWARGS,
     MAX_TOOLS,
 )
-from llmc_runtime.server.tools.definitions import NAME
 
 
 def _schema(**schema: Any) -> Meta:
@@ -33,7 +33,7 @@ def _schema(**schema: Any) -> Meta:
 
 def _tool() -> Meta:
     function = {
-        "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
         "strict": {"type": ["boolean", "null"]},
