@@ -70,38 +70,39 @@ class EngineOptions:
 
     model: str | Path
     kv_cache_memory_bytes: int | None = option(
-        None, "memory of the KV cache, for example 512M or 2GiB (half of the free memory, of a GPU 0.9)",
+        None, "size of the KV cache, for example 512M or 2GiB (default: half of the free memory, 0.9 of a GPU's)",
         commands=_BOTH, flags=("--kv-cache-memory-bytes", "--kv-cache-memory"), read=parse_bytes, metavar="BYTES",
         check=_integer("E201"), engine=True,
     )  # fmt: skip
     max_model_len: int | None = option(
-        None, "tokens of the longest sequence (the model's own)", commands=_COMPILE, read=count, metavar="N",
-        check=_integer("E204"), engine=True,
+        None, "maximum length of a sequence in tokens (default: the model's)", commands=_COMPILE, read=count,
+        metavar="N", check=_integer("E204"), engine=True,
     )  # fmt: skip
     max_num_seqs: int | None = option(
-        None, "sequences that run at a time", commands=_SERVE, read=positive, metavar="N", check=_integer("E204"),
-        engine=True,
+        None, "maximum number of sequences that run at a time", commands=_SERVE, read=positive, metavar="N",
+        check=_integer("E204"), engine=True,
     )  # fmt: skip
     max_num_batched_tokens: int | None = option(
-        None, "tokens of one step", commands=_SERVE, read=count, metavar="N", check=_integer("E204"), engine=True
-    )
-    threads: int | None = option(
-        None, "threads of the CPU (physical cores)", commands=_BOTH, read=positive, metavar="N", check=_threads,
+        None, "maximum number of tokens in a step", commands=_SERVE, read=count, metavar="N", check=_integer("E204"),
         engine=True,
     )  # fmt: skip
+    threads: int | None = option(
+        None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
+        check=_threads, engine=True,
+    )  # fmt: skip
     seed: int | None = option(
-        0, "draws the seeds of requests that bring none (0; None in Python: another one each time)", commands=_SERVE,
+        0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
         read=int, metavar="N", check=_seed, engine=True,
     )  # fmt: skip
     enable_prefix_caching: bool = option(
-        True, "share the KV cache of equal beginnings of prompts", commands=_SERVE, read=None, negated=True,
-        check=_switch, engine=True,
+        True, "reuse the KV cache of common prefixes", commands=_SERVE, read=None, negated=True, check=_switch,
+        engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "which requests run first (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
+        "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
     )
     chat_template: str | None = option(
-        None, "another template (in Python its text), or the name of one of the model's", commands=_RUN,
+        None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
         metavar="FILE|NAME", group="chats and sampling",
     )  # fmt: skip
     generation_config: str = option(
@@ -112,29 +113,29 @@ class EngineOptions:
         None, 'sampling defaults that replace these, such as {"temperature": 0.7}', commands=_BOTH, read=parse_override,
         metavar="JSON", group="chats and sampling",
     )  # fmt: skip
-    target: str = option("cpu:native", "what to compile a folder for (cpu:native)", commands=_COMPILE)
+    target: str = option("cpu:native", "target of the compilation of a folder (cpu:native)", commands=_COMPILE)
     dtype: str = option(
-        "auto", "type of weights and activations of a compiled folder", commands=_COMPILE,
+        "auto", "dtype of weights and activations in the compilation of a folder (auto)", commands=_COMPILE,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     cache_dir: str | Path | None = option(
-        None, "where compiled models are kept ($LLMC_CACHE, ~/.cache/llmc)", commands=_COMPILE, flags=("--cache",),
+        None, "folder for compiled models ($LLMC_CACHE, ~/.cache/llmc)", commands=_COMPILE, flags=("--cache",),
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check the hashes of the weights while opening; the flag leaves that out", commands=_RUN,
+        True, "check the hashes of the weights at startup (--no-verify: skip the check)", commands=_RUN,
         flags=("--no-verify",), read=None, check=_switch, engine=True,
     )  # fmt: skip
     canary: bool = option(
-        False, "compare with the recorded canary before anything else runs", commands=_BOTH, read=None, check=_switch,
-        engine=True,
+        False, "compare results with the recorded canary before the first request", commands=_BOTH, read=None,
+        check=_switch, engine=True,
     )  # fmt: skip
     prepare: bool = option(
-        False, "build device graphs (of GPUs) and grammars' vocabulary at the start", commands=_BOTH, read=None,
+        False, "build device graphs (on GPUs) and the vocabulary of grammars at startup", commands=_BOTH, read=None,
         check=_switch, engine=True,
     )  # fmt: skip
     trace: str | Path | None = option(
-        None, "write what the engine does, step by step, for ui.perfetto.dev", commands=_RUN, read=Path, metavar="FILE",
+        None, "file for a trace of the engine's steps, for ui.perfetto.dev", commands=_RUN, read=Path, metavar="FILE",
         engine=True,
     )  # fmt: skip
 
@@ -189,14 +190,14 @@ class EngineArgs(EngineOptions):
         "only waits for a processor", check=_seconds(0.1),
     )  # fmt: skip
     step_timeout: float | None = option(
-        None, "seconds that one step may take (300 on a CPU target, 30 on others)", check=_seconds(0.1, True)
+        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_seconds(0.1, True)
     )
-    start_timeout: float = option(900.0, "seconds that opening may take", check=_seconds(0.1))
+    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_seconds(0.1))
     max_restarts: int = option(
-        3, "engine processes that are replaced within an hour; at the next one AsyncLLM gives up", check=_seconds(0)
+        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_seconds(0)
     )
     restart_delay: float = option(
-        0.5, "seconds before the first of these; doubled for each one after", check=_seconds(0)
+        0.5, "seconds before the first restart; doubled for each further one", check=_seconds(0)
     )
     max_restart_delay: float | None = option(
         None,

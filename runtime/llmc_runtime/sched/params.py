@@ -51,71 +51,72 @@ class SamplingParams:
     """
 
     n: int = parameter(
-        1, integers(1, MAX_N, unit="outputs"), "number of outputs; 1 if greedy. Output i is drawn with the seed + i"
+        1, integers(1, MAX_N, unit="outputs"), "number of outputs; 1 if greedy. Output i uses the seed + i"
     )
     temperature: float = parameter(
-        1.0, numbers(0, 100), "0 is greedy, without top_p, top_k and min_p; others are at least 0.01", flag=True,
-        short="-t", of_model="sampling",
+        1.0, numbers(0, 100), "0 is greedy (top_p, top_k and min_p are then off); other values are at least 0.01",
+        flag=True, short="-t", of_model="sampling",
     )  # fmt: skip
     top_p: float = parameter(
-        1.0, numbers(0, 1, above=True), "sample from the likeliest tokens of this total probability; 1 is off",
+        1.0, numbers(0, 1, above=True), "total probability of the most likely tokens to sample from; 1 is off",
         flag=True, of_model="sampling",
     )  # fmt: skip
     top_k: int = parameter(
-        0, integers(-1, allowed=_TOP_K, unit="tokens"), "sample from this many likeliest tokens", flag=True,
-        of_model="sampling",
+        0, integers(-1, allowed=_TOP_K, unit="tokens"), "number of most likely tokens to sample from; 0 is off",
+        flag=True, of_model="sampling",
     )  # fmt: skip
     min_p: float = parameter(
-        0.0, numbers(0, 1), "leave out tokens below this share of the likeliest one's probability; 0 is off", flag=True,
+        0.0, numbers(0, 1), "minimum probability of a token, relative to the most likely one; 0 is off", flag=True,
         of_model="sampling",
     )  # fmt: skip
     repetition_penalty: float = parameter(
-        1.0, numbers(0.001, 1000), "divides the logits of tokens of prompt and output; 1 is off", flag=True,
+        1.0, numbers(0.001, 1000), "factor that reduces the logits of tokens in prompt and output; 1 is off", flag=True,
         of_model="always",
     )  # fmt: skip
     presence_penalty: float = parameter(
-        0.0, _PENALTY, "subtracted from the logits of tokens of the output; 0 is off", flag=True
+        0.0, _PENALTY, "value subtracted from the logits of tokens in the output; 0 is off", flag=True
     )
     frequency_penalty: float = parameter(
-        0.0, _PENALTY, "subtracted from a logit for each time that the output has the token; 0 is off", flag=True
+        0.0, _PENALTY, "value subtracted from a token's logit for each occurrence in the output; 0 is off", flag=True
     )
     seed: int | None = parameter(
-        None, _SEED, "the same seed gives the same text; none or -1: drawn for each request", flag=True
+        None, _SEED, "seed of the request, for reproducible outputs; none or -1: random", flag=True
     )
-    max_tokens: int | None = parameter(16, _MAX_TOKENS, "the most tokens to generate", flag=True, short="-n")
-    min_tokens: int = parameter(0, integers(0, unit="tokens"), "the fewest tokens; at most max_tokens", flag=True)
+    max_tokens: int | None = parameter(16, _MAX_TOKENS, "maximum number of tokens to generate", flag=True, short="-n")
+    min_tokens: int = parameter(
+        0, integers(0, unit="tokens"), "minimum number of tokens to generate, up to max_tokens", flag=True
+    )
     stop: str | Iterable[str] | None = parameter(
-        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True), "end before one of these strings", flag=True,
+        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True), "strings before which the output ends", flag=True,
         engine=False,
     )  # fmt: skip
-    stop_token_ids: Iterable[int] | None = parameter((), token_ids(STOPS), "end at one of these token ids")
+    stop_token_ids: Iterable[int] | None = parameter((), token_ids(STOPS), "token ids at which the output ends")
     ignore_eos: bool = parameter(False, flag(), "continue after the model's end-of-sequence token", flag=True)
-    include_stop_str_in_output: bool = parameter(
-        False, flag(), "the text includes the stop string that ended it", engine=False
-    )
+    include_stop_str_in_output: bool = parameter(False, flag(), "include the stop string in the output", engine=False)
     logprobs: int | None = parameter(
-        None, _SCORES, "log-probabilities of each output token and of this many likeliest ones", flag=True,
+        None, _SCORES, "log-probabilities of each output token and of this many most likely ones", flag=True,
         request=False,
     )  # fmt: skip
-    skip_special_tokens: bool = parameter(True, flag(), "leave special tokens out of the text", engine=False)
+    skip_special_tokens: bool = parameter(True, flag(), "omit special tokens from the text", engine=False)
     detokenize: bool = parameter(
-        True, flag(), "make text of the tokens; true with stop strings", request=False, engine=False
+        True, flag(), "convert tokens to text; must be true with stop strings", request=False, engine=False
     )
     logit_bias: Mapping[int, float] | None = parameter(
-        None, biases(BIASES, MAX_BIAS), f"added to the logits of token ids, cut to -{MAX_BIAS:g} to {MAX_BIAS:g}"
-    )
+        None, biases(BIASES, MAX_BIAS),
+        f"values added to the logits of token ids, clamped to -{MAX_BIAS:g} to {MAX_BIAS:g}",
+    )  # fmt: skip
     allowed_token_ids: Iterable[int] | TokenMask | None = parameter(
-        None, token_set(MAX_ALLOWED, TokenMask), "no other token ids are generated"
+        None, token_set(MAX_ALLOWED, TokenMask), "the only token ids that may be generated"
     )
     bad_words: Iterable[str] | None = parameter(
         (), strings(MAX_BAD_WORDS, MAX_STOP_BYTES, total=MAX_BAD_WORD_BYTES, visible=True),
-        "strings that are not generated, after a space or not", engine=False,
+        "strings that are not generated, with or without a space before them", engine=False,
     )  # fmt: skip
     prompt_logprobs: int | None = parameter(
-        None, _SCORES, "log-probabilities of each prompt token and of this many likeliest ones"
+        None, _SCORES, "log-probabilities of each prompt token and of this many most likely ones"
     )
     structured_outputs: StructuredOutputsParams | None = parameter(
-        None, instance(StructuredOutputsParams), "the form of the text; min_tokens is then 0", request=False
+        None, instance(StructuredOutputsParams), "the required form of the text; min_tokens is then 0", request=False
     )
 
     def __post_init__(self) -> None:

@@ -46,9 +46,8 @@ class Invocation:
     """What the command itself does; a file cannot say it."""
 
     config: Path | None = serve_option(
-        "configuration", None, "options in YAML; those of the command line come first", read=Path, metavar="FILE",
-        file=False,
-    )  # fmt: skip
+        "configuration", None, "options in YAML; the command line overrides them", read=Path, metavar="FILE", file=False
+    )
     print_config: bool = serve_option(
         "configuration", False, "print every option and where it comes from, and serve nothing", read=None, file=False
     )
@@ -82,33 +81,34 @@ class Options:
     lines to print at the start."""
 
     model: str
-    host: str = serve_option("server", "127.0.0.1", "the address to listen on (127.0.0.1: this machine alone)")
+    host: str = serve_option("server", "127.0.0.1", "address to listen on (127.0.0.1: only this machine)")
     port: int = serve_option("server", 8000, "port to listen on; 0 takes any that is free (8000)", read=_port)
     uds: Path | None = serve_option(
-        "server", None, "listen on a Unix socket, for this user alone, instead of an address", read=Path, metavar="PATH"
-    )
-    root_path: str = serve_option(
-        "server", "", "what a proxy in front takes off the path; for /openapi.json", metavar="PATH"
-    )
+        "server", None, "Unix socket to listen on instead of an address, accessible to this user only", read=Path,
+        metavar="PATH",
+    )  # fmt: skip
+    root_path: str = serve_option("server", "", "path prefix that a proxy strips; for /openapi.json", metavar="PATH")
     names: Sequence[str] = serve_option(
-        "server", (), "names of the model (the folder's)", flags=("--served-model-name",), metavar="NAME", many="+"
-    )
+        "server", (), "names of the model (default: the folder's)", flags=("--served-model-name",), metavar="NAME",
+        many="+",
+    )  # fmt: skip
     hosts: Sequence[str] = serve_option(
-        "server", (), "names that a Host header may have", flags=("--allowed-hosts",), metavar="NAME", many="+"
+        "server", (), "allowed values of the Host header", flags=("--allowed-hosts",), metavar="NAME", many="+"
     )
     max_body: int = serve_option(
-        "server", 8 << 20, "largest body of a request (8M)", flags=("--max-body-bytes",), read=parse_bytes,
+        "server", 8 << 20, "maximum size of a request body (8M)", flags=("--max-body-bytes",), read=parse_bytes,
         metavar="BYTES",
     )  # fmt: skip
     max_answer: int = serve_option(
-        "server", 64 << 20, "largest answer (64M)", flags=("--max-answer-bytes",), read=parse_bytes, metavar="BYTES"
-    )
+        "server", 64 << 20, "maximum size of a response (64M)", flags=("--max-answer-bytes",), read=parse_bytes,
+        metavar="BYTES",
+    )  # fmt: skip
     keep_alive: int = serve_option(
-        "server", 15, "time for the next request of an idle connection (15)", flags=("--timeout-keep-alive",),
-        read=positive, metavar="SECONDS",
+        "server", 15, "seconds that an idle connection stays open (15)", flags=("--timeout-keep-alive",), read=positive,
+        metavar="SECONDS",
     )  # fmt: skip
     shutdown_timeout: int = serve_option(
-        "server", 30, "time for open requests after SIGTERM (30)", read=positive, metavar="SECONDS"
+        "server", 30, "seconds for open requests after SIGTERM (30)", read=positive, metavar="SECONDS"
     )
     key_scope: str = serve_option(
         "keys and TLS", "all",
@@ -116,47 +116,48 @@ class Options:
         flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
     )  # fmt: skip
     max_queued_requests: int = serve_option(
-        "load", 512, "sequences that may wait (512)", flags=("--max-num-queued-reqs",), read=positive, metavar="N"
-    )
-    max_queued_tokens: int | None = serve_option(
-        "load", None, "tokens of the sequences that may wait, prompts and largest outputs",
-        flags=("--max-num-queued-tokens",), read=positive, metavar="N",
-    )  # fmt: skip
-    max_per_key: int | None = serve_option(
-        "load", None, "sequences of one API key that may be open", flags=("--max-num-reqs-per-key",), read=positive,
+        "load", 512, "maximum number of waiting sequences (512)", flags=("--max-num-queued-reqs",), read=positive,
         metavar="N",
     )  # fmt: skip
+    max_queued_tokens: int | None = serve_option(
+        "load", None, "maximum number of their tokens, prompts and outputs", flags=("--max-num-queued-tokens",),
+        read=positive, metavar="N",
+    )  # fmt: skip
+    max_per_key: int | None = serve_option(
+        "load", None, "maximum number of open sequences of an API key", flags=("--max-num-reqs-per-key",),
+        read=positive, metavar="N",
+    )  # fmt: skip
     max_queue_wait: float | None = serve_option(
-        "load", 600.0, "longest estimated wait at which a request is taken (600; 0: any)", read=float,
+        "load", 600.0, "maximum estimated wait of a request in seconds (600; 0: no limit)", read=float,
         metavar="SECONDS", check=_limit,
     )  # fmt: skip
     request_timeout: float | None = serve_option(
-        "load", None, "time after which a request ends (0: never)", read=float, metavar="SECONDS", check=_limit
+        "load", None, "seconds after which a request ends (0: never)", read=float, metavar="SECONDS", check=_limit
     )
     max_connections: int | None = serve_option(
-        "load", None, "connections that may be open (4096, or what ulimit -n allows)", read=positive, metavar="N"
+        "load", None, "maximum number of connections (4096, or what ulimit -n allows)", read=positive, metavar="N"
     )
     metrics_alias: str | None = serve_option(
-        "load", None, "export every metric under this prefix, too", choices=("vllm",)
+        "load", None, "also export every metric with this prefix", choices=("vllm",)
     )
-    log_level: str = serve_option("logs", "info", "what is logged on stderr (info)", choices=_LEVELS)
+    log_level: str = serve_option("logs", "info", "minimum level of log lines on stderr (info)", choices=_LEVELS)
     log_format: str = serve_option("logs", "text", "format of the lines on stderr (text)", choices=("text", "json"))
     access_log: bool = serve_option(
-        "logs", True, "log a line for each request; the flag leaves it out",
+        "logs", True, "log a line per request (--disable-access-log: do not)",
         flags=("--disable-access-log", "--disable-uvicorn-access-log"), read=None,
     )  # fmt: skip
     log_requests: bool = serve_option(
-        "logs", False, "log the text of prompts, too; they are your users' words", flags=("--enable-log-requests",),
-        read=None, negated=True,
+        "logs", False, "also log the text of prompts, which is user data", flags=("--enable-log-requests",), read=None,
+        negated=True,
     )  # fmt: skip
     chat_template: str | None = serve_option(
-        "chats and sampling", None, "another template, or the name of one of the model's", metavar="FILE|NAME"
+        "chats and sampling", None, "chat template to use, or the name of one of the model's", metavar="FILE|NAME"
     )
     tool_call_parser: str = serve_option(
-        "chats and sampling", "auto", "how the model writes calls (by its template)", choices=_CALLS
+        "chats and sampling", "auto", "format of the model's tool calls (auto: by its template)", choices=_CALLS
     )
     reasoning_parser: str = serve_option(
-        "chats and sampling", "auto", "how it marks reasoning (by its template)", choices=_MARKS
+        "chats and sampling", "auto", "marks of the model's reasoning (auto: by its template)", choices=_MARKS
     )
     on_engine_failure: str = serve_option(
         "engine", "exit",
