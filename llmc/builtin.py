@@ -40,6 +40,12 @@ EXTENSION = Extension(
     name="llmc",
     passes=PASSES,
     kernels=MappingProxyType({**CPU, **TRITON}),
+    toolchains=MappingProxyType(
+        {
+            "cpp": "llmc.codegen.cpu.toolchain:CppToolchain.find",
+            "triton": "llmc.codegen.triton.toolchain:TritonToolchain.find",
+        }
+    ),
     targets=MappingProxyType(
         {
             "cpu:native": "llmc.targets.cpu:native",

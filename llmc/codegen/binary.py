@@ -1,8 +1,8 @@
-"""What a back end makes of the sources of a module's programs; it compiles nothing."""
+"""Compiled kernels as code generation returns them, and where in the model each is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Box, Source
@@ -25,15 +25,6 @@ class Binary:
     language: str = "cpp"
     abi: str = "cpu-1"
     boxes: tuple[Box, ...] = ()
-
-
-@dataclass(frozen=True)
-class Made:
-    """The binaries by key, each program's keys in launch order, and the (key, entry) of its step unit, if any."""
-
-    binaries: Mapping[str, Binary]
-    keys: tuple[tuple[str, ...], ...]
-    steps: tuple[tuple[str, str] | None, ...]
 
 
 def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:

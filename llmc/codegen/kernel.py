@@ -66,6 +66,7 @@ class Kernel:
     language: str = "cpp"
     crowds: bool = False  # its programs take so much of a multiprocessor that they should find all of them free
     yields: bool = False  # it heeds LATE
+    opt_in: bool = False  # `select` takes it only by measurement, or if its option `prefer` names it
 
     def claims(self, node: Node) -> bool:
         """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""

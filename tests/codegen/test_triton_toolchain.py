@@ -123,10 +123,12 @@ def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> N
 def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Path, monkeypatch) -> None:
     """An error that names a file has left it there; anything else leaves nothing."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trip = SimpleNamespace(options=Options(), target=sm_90(), registry=SimpleNamespace(kernels={}), console=Quiet())
+    trip = SimpleNamespace(
+        options=Options(), target=sm_90(), registry=SimpleNamespace(kernels={}, toolchains={}), console=Quiet()
+    )
     for code, left in (("E501", 0), ("E502", 1)):
 
-        def build(m, target, cache, kernels, progress, code=code):
+        def build(m, target, cache, kernels, toolchains, progress, code=code):
             raise Diagnostic(code, "no")
 
         monkeypatch.setattr(codegen, "build", build)

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import CodeType, MappingProxyType
 from typing import Any
 
-from llmc.codegen.kernel import Box, Source
+from llmc.codegen.kernel import Source
 from llmc.codegen.scratch import scratch
-from llmc.codegen.toolchain import Progress, sweep
+from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -32,22 +32,12 @@ _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A binary, the threads of a block and the bytes of shared memory that it is launched with; of each tensor map in
-    the order of the parameters, the box and the swizzle (0: none, 1 to 3: of 32, 64 and 128 bytes) that it expects."""
-
-    binary: bytes
-    threads: int
-    shared: int
-    boxes: tuple[Box, ...] = ()
-
-
-@dataclass(frozen=True)
 class TritonToolchain:
     """Triton for one target. Equal text, parameters, options and version give the same key, and one compilation."""
 
     target: Target
     version: str
+    name = "triton"
 
     @staticmethod
     def find(target: Target) -> TritonToolchain:
@@ -64,6 +54,15 @@ class TritonToolchain:
         """What the binary is a function of, as 32 hexadecimal digits."""
         what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+
+    @property
+    def output(self) -> Output:
+        """Python text, a cubin or an hsaco, called as the target's family calls kernels."""
+        return Output("py", BINARY[self.target.family], f"{self.target.family}-1")
+
+    def cached(self, key: str, cache: Path) -> bool:
+        """Whether the cache has an entry for the key."""
+        return (cache / f"{key}.gpu").is_file()
 
     def compile(
         self,
