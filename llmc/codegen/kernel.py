@@ -19,11 +19,15 @@ Box = tuple[tuple[int, ...], int]  # of a tensor map in a binary: its sizes, and
 @dataclass(frozen=True)
 class Map:
     """A parameter that is a tensor map in place of a pointer: its buffer as a row-major tensor of `shape`, of which the
-    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros."""
+    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros.
+
+    `swizzle` is the layout of a box in shared memory as in CUtensorMapSwizzle, 0 to 3. Triton chooses it itself.
+    """
 
     param: int
     shape: tuple[Dim, ...]
     box: tuple[int, ...]
+    swizzle: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ class Target:
 
     `features` are exactly the instruction-set features a binary may use (of CPUs by the names of /proc/cpuinfo); a
     loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the
-    text of the pass pipeline. `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page, `vector`
-    the width of a vector register in bytes. `flags` are what the C++ compiler is told about the machine. `rows` and
-    `tokens` of a step are what an artifact allows when nobody says otherwise. `memory`: bytes of the smallest device of
-    the kind that is common, for plans alone; 0 where that is not known.
+    text of the pass pipeline. `languages` are those of kernels that its device can run, the usual one first.
+    `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page, `vector` the width of a vector
+    register in bytes. `flags` are what the C++ compiler is told about the machine. `rows` and `tokens` of a step are
+    what an artifact allows when nobody says otherwise. `memory`: bytes of the smallest device of the kind that is
+    common, for plans alone; 0 where that is not known.
     """
 
     name: str

@@ -15,6 +15,7 @@ import pytest
 
 from llmc.codegen import driver as codegen
 from llmc.codegen.kernel import Source
+from llmc.codegen.store import write_entry
 from llmc.codegen.triton import toolchain as module
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.console import Quiet
@@ -109,7 +110,7 @@ def test_an_entry_of_other_maps_is_compiled_again(tmp_path: Path) -> None:
     toolchain = TritonToolchain.find(sm_90())
     (made,) = toolchain.compile([(GOOD, "")], tmp_path).values()
     (entry,) = tmp_path.glob("*.gpu")
-    module._write(entry, replace(made, boxes=(((128, 64), 3),)))
+    write_entry(entry, replace(made, boxes=(((128, 64), 3),)))
     assert toolchain.compile([(GOOD, "")], tmp_path) == {toolchain.key(GOOD): made}
 
 
