@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from codegen.c_kernels import EXTENSION
 
 from llmc.codegen import build
 from llmc.codegen.cpu.toolchain import CppToolchain
-from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.codegen.memory import Memory
 from llmc.codegen.select import Pack, Select
-from llmc.codegen.toolchain import Output, Toolset, installed
+from llmc.codegen.toolchain import Toolset, installed
 from llmc.diagnostics import Diagnostic
-from llmc.extension import Extension, load
-from llmc.ir.graph import Module, Node
+from llmc.extension import load
+from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.passes.base import Ctx
@@ -36,50 +36,21 @@ graph @main(%x: f32[T, 6], %y: f32[T, 6]) {
 """
 
 
-class CToolchain(CppToolchain):
-    """The language "c": the C++ toolchain's compiler, told to read C."""
-
-    output = Output("c", "so", "cpu-1")
-
-    @staticmethod
-    def of(target: Target) -> CToolchain:
-        found = CppToolchain.find(target)
-        return CToolchain(found.compiler, found.version, ("-std=c11", "-O2", "-fPIC", "-shared", "-x", "c"))
-
-
-class Mul(Kernel):
-    """mul of two equal shapes, in C; the first thread computes everything."""
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        text = """// c/mul
-typedef struct { int tid, nthreads; char* scratch; long long scratch_bytes; } context;
-void c_mul(const context* ctx, void* const* args, const long long* sizes) {
-  const float *x = args[0], *y = args[1];
-  float* z = args[2];
-  for (long long i = 0; ctx->tid == 0 && i < sizes[0]; i++) z[i] = x[i] * y[i];
-}
-"""
-        return Source("c_mul", "c", text, sizes=(node.result.type.numel,))
-
-
 TARGET = replace(portable(), name="cpu:with-c", languages=("cpp", "c"))
-EXTENSION = Extension("c-kernels", kernels={"c/mul": f"{__name__}:MUL"}, toolchains={"c": f"{__name__}:CToolchain.of"})
-MUL = Mul("c/mul", ("mul",), "c", opt_in=True)
+REGISTRY = load([EXTENSION])
 
 
 def chosen(prefer: tuple[str, ...]) -> Module:
     """The module with kernels chosen and memory planned."""
     m = parse(TEXT, OPS)
-    ctx = Ctx(OPS, TARGET, {**load().kernels, "c/mul": MUL})
+    ctx = Ctx(OPS, TARGET, REGISTRY.kernels)
     for p in (Select(prefer=prefer), Pack(), LiftWeights(), Memory()):
         p.run(m, ctx)
     return m
 
 
 def test_one_program_mixes_languages(tmp_path: Path) -> None:
-    kernels = {**load().kernels, "c/mul": MUL}
-    toolchains = {**load().toolchains, "c": CToolchain.of}
-    built = build(chosen(("c/mul",)), TARGET, tmp_path, kernels, toolchains)
+    built = build(chosen(("c/mul",)), TARGET, tmp_path, REGISTRY.kernels, REGISTRY.toolchains)
     (program,) = built.programs
     assert [built.kernels[x.kernel].language for x in program.launches] == ["c", "cpp"]
     assert program.step is not None and built.toolchains == {
@@ -121,11 +92,11 @@ def test_an_opt_in_kernel_is_taken_by_name_alone() -> None:
 
 def test_a_language_without_a_toolchain(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=r"E504.*language 'c'"):
-        build(chosen(("c/mul",)), TARGET, tmp_path, {**load().kernels, "c/mul": MUL}, load().toolchains)
+        build(chosen(("c/mul",)), TARGET, tmp_path, REGISTRY.kernels, load().toolchains)
 
 
 def test_a_toolchain_is_looked_up_when_its_language_is_used() -> None:
-    def missing(target: Target) -> CToolchain:
+    def missing(target: Target) -> CppToolchain:
         raise Diagnostic("E501", "not installed")
 
     finders = {**load().toolchains, "c": missing}
@@ -140,6 +111,7 @@ def test_a_toolchain_is_looked_up_when_its_language_is_used() -> None:
 
 
 def test_toolchains_come_from_extensions() -> None:
-    found = load([EXTENSION]).toolchains
-    assert list(found)[: len(load().toolchains)] == list(load().toolchains) and "c" in found
-    assert found["cpp"](portable()) == CppToolchain.find(portable())
+    assert list(REGISTRY.toolchains) == [*load().toolchains, "c"]
+    assert REGISTRY.toolchains["cpp"](portable()) == CppToolchain.find(portable())
+    with pytest.raises(Diagnostic, match=r"E422: toolchain 'c' is offered by both"):
+        load([EXTENSION, replace(EXTENSION, name="another", kernels={})])
