@@ -30,7 +30,7 @@ def case(dtype: str, width: int, threads: int = 256) -> Case:
 def test_the_kernel_becomes_a_binary(dtype: str, target: Target, tmp_path: Path) -> None:
     made = compile_for(case(dtype, 4097), target, tmp_path)
     entry = read_entry(made.binary, "rms_norm")
-    assert (made.threads, entry.sizes, entry.max_threads) == (256, (8, 8, 8), 256)
+    assert (made.threads, entry.sizes, entry.max_threads) == (256, (8, 8, 8, 4), 256)
 
 
 def test_the_text_holds_the_constants_of_its_node() -> None:
@@ -38,8 +38,9 @@ def test_the_text_holds_the_constants_of_its_node() -> None:
     assert source.text.startswith(
         "// rms-norm/cuda: rms_norm(bf16[5, 33], bf16[33]) -> bf16[5, 33] eps=1e-05 threads=128\n"
     )
-    for line in ("#define LLMC_PDL 1", "using X = bf16;", "constexpr int WIDTH = 33;", "constexpr float EPS = 1e-05f;"):
+    for line in ("#define LLMC_PDL 1", "using X = bf16;", "constexpr int WIDTH = 33;"):
         assert line in source.text.splitlines()
+    assert [p.json() for p in source.passes][3:] == [{"value": 1e-05, "type": "f32"}]
     assert "#define LLMC_PDL 0" in KERNEL.emit(case("bf16", 33).node, {"threads": 128}, sm_80()).text
 
 

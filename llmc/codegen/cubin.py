@@ -69,10 +69,12 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
 
 
 def passed(source: Source) -> tuple[int, ...]:
-    """Bytes of each parameter that a launch passes under the calling convention "cuda-1", by `Source.params`.
+    """Bytes of each parameter that a launch passes: those of `Source.passes`, else those of `Source.params`.
 
-    A tensor map passes its 128 bytes, then the sizes of its tensor (i32) and the strides (i64, in elements).
+    In `Source.params` a tensor map stands for its 128 bytes, the sizes of its tensor (i32) and its strides (i64).
     """
+    if source.passes:
+        return tuple(p.nbytes for p in source.passes)
     ranks = {m.param: len(m.shape) for m in source.maps}
     out: list[int] = []
     for i, param in enumerate(source.params):

@@ -31,6 +31,30 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Param:
+    """One parameter that a launch passes: `kind` is "arg" (the address of operand or result number `index`), "map" (the
+    tensor map number `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
+    i32, i64 or f32)."""
+
+    kind: str
+    index: int = 0
+    size: Dim | None = None
+    value: int | float = 0
+    type: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return {"arg": 8, "map": 128}.get(self.kind) or {"i32": 4, "i64": 8, "f32": 4}[self.type]
+
+    def json(self) -> dict[str, Any]:
+        """As programs spell it (`llmc_runtime.format.param`)."""
+        if self.kind in ("arg", "map"):
+            return {self.kind: self.index}
+        return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
+
+
+@dataclass(frozen=True)
 class Source:
     """One kernel as text, self-contained: no file beside it is needed to compile it.
 
@@ -39,7 +63,8 @@ class Source:
     points whose texts are equal share one binary.
     On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
     "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
-    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map.
+    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
+    the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
     """
 
     entry: str
@@ -54,6 +79,7 @@ class Source:
     options: tuple[tuple[str, int], ...] = ()
     pdl: bool = False
     maps: tuple[Map, ...] = ()
+    passes: tuple[Param, ...] = ()
 
 
 # What code generation adds to a schedule before `emit`, from the launches around the node's own:

@@ -11,7 +11,7 @@ import pytest
 from llmc.codegen import cubin
 from llmc.codegen.cuda import toolchain as module
 from llmc.codegen.cuda.toolchain import NvrtcToolchain
-from llmc.codegen.kernel import Map, Source
+from llmc.codegen.kernel import Map, Param, Source
 from llmc.codegen.store import entry_path
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.diagnostics import Diagnostic
@@ -24,16 +24,17 @@ extern "C" __global__ void __launch_bounds__(256) twice(const float* x, float* y
   if (i < n) y[i] = 2 * x[i];
 }
 """
-GOOD = Source("twice", "cuda", TEXT, sizes=(D("T"),), threads=256, params=("*f32", "*f32", "i32"))
+ARGS = (Param("arg", 0), Param("arg", 1))
+GOOD = Source("twice", "cuda", TEXT, threads=256, passes=(*ARGS, Param("size", size=D("T"), type="i32")))
 MAPPED = """// toy: a map
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
-extern "C" __global__ void mapped(const __grid_constant__ TensorMap x, int, int, long long, long long, float* y) {
+extern "C" __global__ void mapped(const __grid_constant__ TensorMap x, float* y, float f, long long n) {
   y[threadIdx.x] = x.bytes[threadIdx.x];
 }
 """
 WITH_MAP = Source(
-    "mapped", "cuda", MAPPED, threads=32, shared=2048, params=("tensordesc<bf16[8, 64]>", "*f32"),
-    maps=(Map(0, (D("T"), D(64)), (8, 64), 3),),
+    "mapped", "cuda", MAPPED, threads=32, shared=2048, maps=(Map(0, (D("T"), D(64)), (8, 64), 3),),
+    passes=(Param("map"), Param("arg", 1), Param("value", value=0.5, type="f32"), Param("value", value=7, type="i64")),
 )  # fmt: skip
 
 
@@ -97,11 +98,11 @@ def test_a_text_that_does_not_compile_is_shown_and_kept(tool: NvrtcToolchain, tm
 
 def test_launches_are_checked_against_the_binary(tool: NvrtcToolchain, tmp_path: Path) -> None:
     (made,) = tool.compile([(WITH_MAP, "")], tmp_path).values()
-    assert cubin.read_entry(made.binary, "mapped").sizes == (128, 4, 4, 8, 8, 8) == cubin.passed(WITH_MAP)
+    assert cubin.read_entry(made.binary, "mapped").sizes == (128, 8, 4, 8) == cubin.passed(WITH_MAP)
     assert made.boxes == (((8, 64), 3),)
     wrong = {
-        r"\[8, 8\] bytes, the binary takes \[8, 8, 4\]": replace(GOOD, sizes=(), params=GOOD.params[:2]),
-        r"\[8, 8, 8, 4\] bytes": replace(GOOD, params=("*f32", *GOOD.params)),
+        r"\[8, 8\] bytes, the binary takes \[8, 8, 4\]": replace(GOOD, passes=ARGS),
+        r"\[8, 8, 8, 4\] bytes": replace(GOOD, passes=(ARGS[0], *GOOD.passes)),
         "blocks of 512 threads, the binary allows 256": replace(GOOD, threads=512),
         "it has no kernel 'thrice'": replace(GOOD, entry="thrice"),
     }

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llmc_runtime.format.program import Program
 
 from llmc.codegen import build
 from llmc.codegen.cubin import read_entry
@@ -53,7 +54,7 @@ def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
         c = made[tool.key(source)]
         assert c.threads == 384 and c.shared <= target.limits.shared
         assert c.boxes == (((128, 64), 3), ((way["bn"], 64), 3))
-        assert read_entry(c.binary, source.entry).sizes == (128, 4, 4, 8, 8) * 2 + (8,)
+        assert read_entry(c.binary, source.entry).sizes == (128, 128, 8, 4)
         assert str(source.grid[0]) == f"{-(-264 // way['bn'])}*ceil(T, 128)"
 
 
@@ -101,6 +102,8 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     assert [(k.language, k.suffix, k.abi) for k in kernels] == [("py", "cubin", "cuda-1"), ("cu", "cubin", "cuda-1")]
     launch = program.launches[1]
     assert (launch.threads, launch.pdl, len(launch.args)) == (384, True, 3)
+    assert [x.json() for x in launch.params] == [{"map": 0}, {"map": 1}, {"arg": 2}, {"size": "T", "type": "i32"}]
+    assert Program.load(program.dump(), "a program") == program
     assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (128, 64), 3)]
     assert set(built.toolchains) == {"triton", "nvrtc"}
     head = kernels[1].source.partition("\n")[0]

@@ -31,8 +31,8 @@ class RmsNorm(CudaKernel):
                 "W": CTYPES[w.dtype],
                 "WIDTH": int(x.shape[-1]),
                 "THREADS": schedule["threads"],
-                "EPS": float(node.attrs["eps"]),
             },
+            values=(float(node.attrs["eps"]),),
         )
 
 

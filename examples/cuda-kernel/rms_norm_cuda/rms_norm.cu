@@ -1,6 +1,6 @@
-// y = x / sqrt(mean(x * x) + EPS) * w, one block a row.
+// y = x / sqrt(mean(x * x) + eps) * w, one block a row.
 //
-// Constants: X and W (element types), WIDTH (elements of a row), THREADS (of a block, a multiple of 32), EPS.
+// Constants: X and W (element types), WIDTH (elements of a row), THREADS (of a block, a multiple of 32).
 
 // The sum of a value over all threads of the block, in every thread.
 __device__ inline float block_sum(float value) {
@@ -13,7 +13,7 @@ __device__ inline float block_sum(float value) {
   return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const W* w, X* y) {
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const W* w, X* y, float eps) {
   begin_launch();
   const X* from = x + (long long)blockIdx.x * WIDTH;
   X* to = y + (long long)blockIdx.x * WIDTH;
@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
     const float v = to_float(from[i]);
     squares += v * v;
   }
-  const float scale = rsqrtf(block_sum(squares) / WIDTH + EPS);
+  const float scale = rsqrtf(block_sum(squares) / WIDTH + eps);
   for (int i = threadIdx.x; i < WIDTH; i += THREADS) to[i] = from_float<X>(to_float(from[i]) * scale * to_float(w[i]));
 }

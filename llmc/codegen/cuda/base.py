@@ -1,11 +1,12 @@
 """What CUDA C++ kernels share: from a `.cu` file and a binding to a Source; no kernel, no compiler.
 
 A kernel is a file of CUDA C++ with one `extern "C" __global__` function, and a class whose `bind` supplies the file's
-constants and the launch. The function's parameters are those of the calling convention "cuda-1", in this order:
+constants and the launch. The function's parameters are, in this order:
 
 - a pointer for each operand, then for each result; in place of a pointer that `Binding.maps` names, a
-  `const __grid_constant__ TensorMap`, then the sizes of its tensor (`int`) and its strides in elements (`long long`);
-- an `int` for each of `Binding.sizes`, the sizes that are known only when a step runs.
+  `const __grid_constant__ TensorMap`;
+- an `int` for each of `Binding.sizes`, the sizes that are known only when a step runs;
+- a `float` or an `int` for each of `Binding.values`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib import resources
 from types import MappingProxyType
 
 from llmc.codegen.emit import Sizes, describe, refused
-from llmc.codegen.kernel import Kernel, Map, Schedule, Source
+from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -38,8 +39,8 @@ class Binding:
     """The constants that a `.cu` file expects and the launch of its function.
 
     grid: blocks along x, y and z; threads: threads of a block; shared: bytes of dynamic shared memory. constants: name
-    -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes: see the module. maps:
-    operands that are tensor maps, with their swizzles.
+    -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes, values: see the module.
+    maps: operands that are tensor maps, with their swizzles.
     """
 
     grid: tuple[Dim | int, ...]
@@ -47,7 +48,17 @@ class Binding:
     constants: Mapping[str, int | float | str]
     shared: int = 0
     sizes: tuple[Dim, ...] = ()
+    values: tuple[int | float, ...] = ()
     maps: tuple[Map, ...] = ()
+
+    def passes(self, values: int) -> tuple[Param, ...]:
+        """The parameters of a launch with so many operands and results."""
+        maps = {m.param: Param("map", i) for i, m in enumerate(self.maps)}
+        return (
+            *(maps.get(i, Param("arg", i)) for i in range(values)),
+            *(Param("size", size=d, type="i32") for d in self.sizes),
+            *(Param("value", value=x, type="i32" if isinstance(x, int) else "f32") for x in self.values),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,18 +79,14 @@ class CudaKernel(Kernel):
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         b = self.bind(node, schedule, target)
-        values = [*node.operands, *node.results]
-        params = [f"*{v.type.dtype}" for v in values]
-        for m in b.maps:
-            params[m.param] = f"tensordesc<{values[m.param].type.dtype}{list(m.box)}>"
         head = describe(self.name, node, schedule, Sizes("s{}", list(b.sizes)))
         defines = f"#define LLMC_PDL {int(target.has(PDL))}"
         constants = "\n".join(_constant(name, x) for name, x in b.constants.items())
         parts = [f"// {head}\n{defines}", _text("llmc.codegen.cuda:device.cuh"), constants, _text(self.file)]
         return Source(
-            self.entry, self.language, "\n\n".join(p.strip() for p in parts) + "\n", b.sizes, threads=b.threads,
-            shared=b.shared, grid=tuple(D(g) for g in (*b.grid, 1, 1)[:3]),
-            params=(*params, *("i32" for _ in b.sizes)), pdl=target.has(PDL), maps=b.maps,
+            self.entry, self.language, "\n\n".join(p.strip() for p in parts) + "\n", threads=b.threads,
+            shared=b.shared, grid=tuple(D(g) for g in (*b.grid, 1, 1)[:3]), pdl=target.has(PDL), maps=b.maps,
+            passes=b.passes(len(node.operands) + len(node.results)),
         )  # fmt: skip
 
 

@@ -142,8 +142,7 @@ __device__ inline void store(bf16* y, const float (&sums)[HALVES][64], int m, in
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    llmc_linear(const __grid_constant__ TensorMap x, int m, int, long long, long long,
-                const __grid_constant__ TensorMap w, int, int, long long, long long, bf16* y) {
+    llmc_linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, int m) {
   extern __shared__ unsigned char memory[];
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024

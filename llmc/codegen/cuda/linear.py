@@ -63,6 +63,7 @@ class Linear(CudaKernel):
             threads=THREADS,
             constants={"N": n, "K": k, "TILE_N": bn, "STAGES": stages, "GROUP": schedule["group"]},
             shared=stages * stage + ALIGN,
+            sizes=(m,),
             maps=(Map(0, (m, D(k)), (TILE_M, TILE_K), SWIZZLE), Map(1, (D(n), D(k)), (bn, TILE_K), SWIZZLE)),
         )
 

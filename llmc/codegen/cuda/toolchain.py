@@ -58,7 +58,8 @@ class NvrtcToolchain:
     def key(self, source: Source) -> str:
         """A hash of text, launch, options and version: 32 hexadecimal digits."""
         maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
-        launch = [source.entry, source.params, source.threads, source.shared, maps]
+        passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
+        launch = [source.entry, passes, source.threads, source.shared, maps]
         what = [source.text, *launch, self.options, self.version]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
 

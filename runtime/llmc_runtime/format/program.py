@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.format import expr
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import Fields, a_range, a_text, an_integer, damaged, load_json
+from llmc_runtime.format.param import Param, a_size
 
 # Bits of one element as it is stored; shapes count elements, and a buffer's bytes are its own size text.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -129,8 +129,9 @@ class TensorMap:
 class Launch:
     """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64 (on GPUs as int32).
 
-    Arguments that `maps` names are tensor maps. `grid` counts programs along x, y and z; `pdl`: the launch may begin
-    before the one before it has ended.
+    On GPUs `params` says what a launch passes; if it is empty, that is every argument, every size, then two null
+    pointers. Arguments that `maps` names are tensor maps. `grid` counts programs along x, y and z; `pdl`: the launch
+    may begin before the one before it has ended.
     `flops` and `bytes` are what it costs, as far as the compiler could say, for reports alone.
     """
 
@@ -147,6 +148,7 @@ class Launch:
     bytes: Expr | None = None
     pdl: bool = False
     maps: tuple[TensorMap, ...] = ()
+    params: tuple[Param, ...] = ()
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
@@ -164,6 +166,7 @@ class Launch:
             op=f.text("op", ""),
             pdl=bool(f.integer("pdl", 0, high=1)),
             maps=f.list("maps", lambda v, w: TensorMap.read(v, w, lenient), [], cap=16),
+            params=f.list("params", lambda v, w: Param.read(v, w, lenient), [], cap=4096),
             **cost,
         )
         f.close()
@@ -179,6 +182,8 @@ class Launch:
             out["pdl"] = 1
         if self.maps:
             out["maps"] = [m.json() for m in self.maps]
+        if self.params:
+            out["params"] = [x.json() for x in self.params]
         if self.flops is not None:
             out["flops"] = str(self.flops)
         if self.bytes is not None:
@@ -271,13 +276,6 @@ class Program:
         return program
 
 
-def a_size(value: Any, where: str) -> Expr:
-    """A field that is size text; plain integers are accepted."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise damaged(where, "must be size text")
-    return expr.of(value)
-
-
 def _rows(values: list[Any]) -> str:
     if not values:
         return "[]"
@@ -310,6 +308,17 @@ def _check(p: Program, where: str) -> None:
             raise damaged(place, "a size uses a symbol that the program lacks")
         for m in x.maps:
             _check_map(m, x, p, by_name, place)
+        for i, param in enumerate(x.params):
+            _check_param(param, x, known, f"{place}.params[{i}]")
+
+
+def _check_param(param: Param, x: Launch, known: frozenset[str], place: str) -> None:
+    """A parameter's argument, map and symbols are there."""
+    count = {"arg": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
+    if param.index >= count:
+        raise damaged(place, f"the launch has no {param.kind} of number {param.index}")
+    if param.size is not None and not param.size.symbols <= known:
+        raise damaged(place, "a size uses a symbol that the program lacks")
 
 
 def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
