@@ -68,4 +68,6 @@ class Linear(CudaKernel):
         )
 
 
-LINEAR = Linear("cuda/linear", ("linear",), opt_in=True, file="llmc.codegen.cuda:linear.cu", entry="llmc_linear")
+LINEAR = Linear(
+    "cuda/linear", ("linear",), crowds=True, opt_in=True, file="llmc.codegen.cuda:linear.cu", entry="llmc_linear"
+)
