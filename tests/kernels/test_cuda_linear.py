@@ -21,6 +21,7 @@ from llmc.extension import load
 from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
+from llmc.lab.tune import Tuned, works
 from llmc.passes.base import Ctx
 from llmc.passes.lift_weights import LiftWeights
 from llmc.targets.gpu import sm_90, sm_100
@@ -108,3 +109,14 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     assert set(built.toolchains) == {"triton", "nvrtc"}
     head = kernels[1].source.partition("\n")[0]
     assert head == "// cuda/linear: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
+
+
+def test_tuning_measures_it_where_it_is_named() -> None:
+    def measured(*kernels: str) -> set[str]:
+        (work,) = [
+            w for w in works(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
+        ]
+        return {o.kernel.name for o in work.ways}
+
+    assert "cuda/linear" not in measured() and len(measured()) > 1
+    assert "cuda/linear" in measured("cuda/linear") and len(measured("cuda/linear")) > 1  # beside its rivals
