@@ -5,8 +5,8 @@
 // multiply them, 64 rows of the tile each. Two barriers guard each buffer: `full` completes when its bytes have
 // arrived, `empty` when every consumer warp has read them.
 //
-// Constants: N, K (a multiple of 8), TILE_N (a multiple of 128, at most 256), STAGES, GROUP (row tiles that are walked together,
-// so that they share the tiles of w in the L2 cache).
+// Constants: N and K (multiples of 8), TILE_N (128 or 256), STAGES, GROUP (row tiles that are walked together, so that
+// they share the tiles of w in the L2 cache).
 
 constexpr int TILE_M = 128, TILE_K = 64;        // TILE_K bf16 are 128 bytes, the width of the swizzle
 constexpr int CONSUMERS = 2, WARPGROUP = 128;   // consumer warpgroups; threads of a warpgroup
@@ -43,7 +43,8 @@ __device__ inline void barrier_wait(unsigned barrier, int parity) {
 // Copies the box at (row, column) of a tensor into shared memory; what lies outside of the tensor comes as zeros.
 __device__ inline void copy_box(unsigned to, const TensorMap& map, int row, int column, unsigned barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
