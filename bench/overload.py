@@ -207,16 +207,17 @@ class Server:
 
     def __init__(self, artifact: str, options: Sequence[str]) -> None:
         code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
-        env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}"}
+        paths = [str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, artifact, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=env
         )
-        self.lines, self.port, there = 0, 0, threading.Event()
+        self.lines, self.port, self.last, there = 0, 0, "", threading.Event()
 
         def read() -> None:
             assert self.process.stderr is not None
             for line in self.process.stderr:
-                self.lines += 1
+                self.lines, self.last = self.lines + 1, line
                 if not there.is_set() and (found := re.search(r" at http://[^ ]*:(\d+)$", line.strip())):
                     self.port = int(found[1])
                     there.set()
@@ -225,7 +226,7 @@ class Server:
         threading.Thread(target=read, daemon=True).start()
         if not there.wait(120) or not self.port:
             self.process.kill()
-            raise SystemExit("the server did not start")
+            raise SystemExit(f"the server did not start:\n{self.last}")
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.engine = int(children[0])
 

@@ -1,7 +1,7 @@
-"""The compiler: a Hugging Face model becomes text, then better text, then kernels, then a folder. It runs no model.
+"""The compiler: translates a Hugging Face model into an artifact, a folder of kernels, programs and packed weights.
 
-The face for extension authors: `compile`, `Pass`, `Rewrite`, `op`, `pointwise`, `Kernel`, `Target`, `Extension`; each
-is imported when it is named.
+The names below are the public interface for extension authors. Each is imported on first access, so that `import llmc`
+stays cheap. To run an artifact, see `llmc_runtime`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options that several commands of `llmc` have, and what their values are read by; it runs no command."""
+"""Command-line options shared by several `llmc` commands, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def build_arguments(p: argparse.ArgumentParser) -> None:
-    """What a compile is told: target, limits, passes, measurements, cache."""
+    """Add the options of a compile: target, limits, pipeline, tuning file and cache."""
     p.add_argument(
         "--target",
         default="cpu:native",
@@ -41,7 +41,7 @@ def build_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def hub_arguments(p: argparse.ArgumentParser) -> None:
-    """Where models are found that are named by id."""
+    """Add the options that say where a model named by its hub id is looked up and stored."""
     p.add_argument(
         "--download-dir", metavar="DIR", type=Path, help="where models by id are kept (huggingface_hub's cache)"
     )
@@ -53,7 +53,7 @@ def hub_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1; raises argparse.ArgumentTypeError for a smaller one."""
     n = int(text)
     if n < 1:
         raise argparse.ArgumentTypeError(f"{n}: it must be at least 1")
@@ -61,12 +61,12 @@ def positive(text: str) -> int:
 
 
 def gib(text: str) -> int:
-    """Bytes with a unit; a bare number counts GiB."""
+    """Parse a size in bytes; a number without a unit is in GiB."""
     return nbytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
 
 
 def nbytes(text: str) -> int:
-    """Bytes, with an optional unit: 1048576, 512M, 2GiB."""
+    """Parse a size in bytes with an optional unit: 1048576, 512M, 2GiB."""
     from llmc_runtime.cli import parse_bytes
 
     return parse_bytes(text)

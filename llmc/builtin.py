@@ -1,4 +1,4 @@
-"""Our own extension: what llmc itself offers, by name; it enters by the door that every package uses."""
+"""The built-in extension: llmc's own passes, kernels, targets and pipelines, registered as a package's would be."""
 
 from __future__ import annotations
 

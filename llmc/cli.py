@@ -1,4 +1,7 @@
-"""The command line: reads arguments, calls one function, prints; it holds no logic and imports nothing heavy."""
+"""The `llmc` command line. Each command parses its arguments, calls one function and prints the result.
+
+Everything beyond argparse is imported inside the command that uses it, so that `llmc --help` starts fast.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from llmc import __version__
 from llmc.arguments import build_arguments, gib, hub_arguments, nbytes, positive
 
 Command = Callable[[argparse.Namespace, IO[str]], int]
-# Commands of the runtime, which has their options.
+# These commands are implemented by `llmc_runtime`, which also declares their options.
 OF_RUNTIME: Mapping[str, str] = MappingProxyType(
     {
         "run": "generate text from an artifact or a Hugging Face folder",
@@ -27,7 +30,10 @@ OF_RUNTIME: Mapping[str, str] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
-    """Run one command; answers its exit code: 0, 1 error, 2 usage, 3 environment, 4 verification failed, 130."""
+    """Run one command and return its exit code.
+
+    The codes are 0 (success), 1 (error), 2 (usage), 3 (environment), 4 (verification failed) and 130 (interrupted).
+    """
     args_list = list(sys.argv[1:] if argv is None else argv)
     if args_list and args_list[0] in OF_RUNTIME:
         return _of_runtime(args_list[0], args_list[1:])
@@ -199,7 +205,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def default_cache() -> Path:
-    """$XDG_CACHE_HOME/llmc, or ~/.cache/llmc."""
+    """Return the default cache folder: $XDG_CACHE_HOME/llmc, or ~/.cache/llmc."""
     from llmc_runtime.cache import default_root
 
     return default_root(os.environ)

@@ -1,4 +1,4 @@
-"""Completion for shells: scripts that bash, zsh and fish read, made from argparse's parsers; it completes nothing."""
+"""Generate completion scripts for bash, zsh and fish from the argparse parsers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _FILES, _FOLDERS = "files", "folders"
 
 @dataclass(frozen=True)
 class Option:
-    """Its flags, what it is for, and what follows it: None (nothing), choices, "files", "folders" or "" (anything)."""
+    """An option of a command. `follows` describes its value.
+
+    It is None (the option takes no value), a tuple of choices, "files", "folders", or "" (any text).
+    """
 
     flags: tuple[str, ...]
     help: str
@@ -24,7 +27,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Node:
-    """A command: its name, options, commands below it, and what its arguments are."""
+    """A command with its options, its subcommands (`below`) and the kind of its positional arguments."""
 
     name: str
     help: str = ""
@@ -35,7 +38,10 @@ class Node:
 
 
 def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """The script for a shell of SHELLS; `parsers` by command, those of a command's own commands as "command name"."""
+    """Return the completion script for one of SHELLS.
+
+    `parsers` maps each command to its parser; "command subcommand" keys override the parser of a subcommand.
+    """
     roots = [_node(name, parser, parsers, (name,)) for name, parser in parsers.items() if " " not in name]
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](roots)
 
@@ -43,6 +49,7 @@ def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
 def _node(
     name: str, parser: argparse.ArgumentParser, others: Mapping[str, argparse.ArgumentParser], path: tuple[str, ...]
 ) -> Node:
+    """Convert a parser and its subparsers to a Node."""
     options: dict[str, Option] = {}
     below: list[Node] = []
     arguments: tuple[str, ...] | str = ""
@@ -65,6 +72,7 @@ def _rest(node: Node) -> tuple[tuple[Option, ...], tuple[Node, ...], tuple[str, 
 
 
 def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
+    """The kind of value that follows an option, in the form of `Option.follows`."""
     metavar = str(action.metavar or "")
     if action.choices is not None:
         return tuple(map(str, action.choices))
@@ -78,7 +86,7 @@ def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
 
 
 def _first(words: str) -> str:
-    """A help text's first part, in characters that no script minds."""
+    """The first 70 characters of a help text, without characters that would need quoting in a script."""
     return re.sub(r"[^\w ./,<>+-]", "", words.replace("%%", "%").replace(": ", ", "))[:70].strip()
 
 
@@ -89,7 +97,7 @@ def _all(nodes: list[Node]) -> Iterator[Node]:
 
 
 def _bash(roots: list[Node]) -> str:
-    """Two tables, of words by command and of what follows an option, and one function that reads them."""
+    """Two case statements, candidates by command and values by option, and one function that reads them."""
     words, follows = [], []
     for node in _all(roots):
         path = " ".join(node.path)
@@ -141,7 +149,7 @@ complete -F _llmc_complete {names}
 
 
 def _zsh(roots: list[Node]) -> str:
-    """A function for each command; `_arguments` does the rest."""
+    """One function per command, built on zsh's `_arguments`."""
     parts = [f"#compdef {' '.join(node.name for node in roots)}"]
     for node in _all(roots):
         specs = [_zsh_option(option) for option in node.options]
@@ -170,7 +178,7 @@ def _zsh_name(node: Node) -> str:
 
 
 def _zsh_option(option: Option) -> str:
-    """One spec for each flag; a flag may come again."""
+    """One `_arguments` spec per flag; the leading `*` allows a flag to be repeated."""
     after = ""
     if option.follows is not None:
         how = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
@@ -181,7 +189,7 @@ def _zsh_option(option: Option) -> str:
 
 
 def _fish(roots: list[Node]) -> str:
-    """One line for each option of each command."""
+    """One `complete` line per option of each command."""
     lines = []
     for node in _all(roots):
         root, condition = node.path[0], ""

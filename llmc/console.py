@@ -1,4 +1,4 @@
-"""What a compile tells while it runs and when it has ended; it decides nothing."""
+"""Progress lines and the final summary of a compile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-SETTLED = 2.0  # seconds after which a rate is worth telling
+SETTLED = 2.0  # seconds a stage must have run before its remaining time is shown
 
 
 @dataclass
 class Summary:
-    """What a compile did: seconds a stage, and what came out. `next`: a line with a command that makes use of it."""
+    """The outcome of a compile: seconds per stage, facts about the artifact, notes, and a suggested next command."""
 
     output: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -21,10 +21,12 @@ class Summary:
     next: str = ""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the summary as JSON-compatible data."""
         told = {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
         return told | ({"next": self.next} if self.next else {})
 
     def text(self) -> str:
+        """Return the summary as lines for a terminal."""
         total = sum(self.seconds.values())
         stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
         facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
@@ -34,33 +36,38 @@ class Summary:
 
 
 class Console:
-    """Progress as lines on a stream; on a terminal a running stage rewrites its line."""
+    """Progress as lines on a stream; on a terminal, a running stage rewrites its line."""
 
     def __init__(self, out: IO[str] | None = None):
+        """Write to `out`, by default stderr."""
         self.out = out or sys.stderr
         self.live = self.out.isatty()
         self.shown = 0.0
         self.begun: dict[str, tuple[float, int]] = {}
 
     def note(self, text: str) -> None:
+        """Print one line."""
         self._clear()
         self.out.write(f"{text}\n")
         self.out.flush()
 
     def begin(self, name: str, detail: str = "") -> None:
-        """A stage begins; a terminal shows it until the stage tells more."""
+        """Announce a stage. Shown only on a terminal, until the stage prints its next line."""
         if self.live:
             self._clear()
             self.out.write(f"  {name} ...{f' {detail}' if detail else ''}")
             self.out.flush()
 
     def stage(self, name: str, detail: str, seconds: float) -> None:
+        """Print the line of a finished stage."""
         self.begun.pop(name, None)
         self.note(f"[{seconds:6.1f} s] {name}: {detail}")
 
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        """`done` of `of`, and how long the rest takes at this rate; shown at most five times a second, and only on a
-        terminal."""
+        """Show progress `done` of `of` and the estimated time left.
+
+        Printed only on a terminal and at most five times a second. `unit` "B" prints megabytes.
+        """
         now = time.monotonic()
         begun, before = self.begun.setdefault(name, (now, done))
         if not self.live or now - self.shown < 0.2:
@@ -78,16 +85,16 @@ class Console:
 
 
 class Quiet(Console):
-    """No progress at all."""
+    """A console that prints nothing."""
 
     def note(self, text: str) -> None:
-        pass
+        """Print nothing."""
 
     def begin(self, name: str, detail: str = "") -> None:
-        pass
+        """Print nothing."""
 
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        pass
+        """Print nothing."""
 
     def _clear(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The compiler's error: what failed, where in the model, what to do; programming mistakes stay ordinary exceptions."""
+"""The compiler's error type. Programming errors stay ordinary Python exceptions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from llmc_runtime.format.errors import LlmcError
 
 
 class Diagnostic(LlmcError):
-    """An error a person can act on.
+    """An error that the user can act on.
 
-    `code` is "E" and three digits (E3xx model and checkpoint, E4xx IR and passes, E5xx toolchain). `node` is the IR
-    node it is about, where there is one; `loc` the module path in the model (the node's own when not given). Both are
-    put in front of the cause, so that `str(error)` names the place.
+    `code` is "E" and three digits: E3xx for models and checkpoints, E4xx for IR and passes, E5xx for toolchains. `node`
+    is the IR node concerned, if any; `loc` is the module path in the model and defaults to the node's. Both are
+    prepended to the cause, so that `str(error)` names the place.
     """
 
     def __init__(self, code: str, cause: str, remedy: str = "", node: Any = None, loc: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The whole trip, one line a stage: trace, passes, kernels, weights, folder; each stage lives in its own room."""
+"""The compile driver: trace, passes, kernels, weights and the artifact folder, in this order."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MOST_LEN = 32768
-# By a target's family: what is compiled for a checkpoint's dtype. CPUs' kernels multiply bfloat16; its range is wider.
+# Per target family: the dtype compiled for a checkpoint's dtype; CPU kernels multiply bfloat16, not float16.
 INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile. max_model_len: tokens of the longest sequence (None: the model's own, at most 32768);
-    max_num_seqs: device rows; max_num_batched_tokens: tokens of one step (None: the target's); pipeline: passes, "" for
-    the target's; tuning: a file of measurements that choose kernels (None: those that come with us); cache: a folder
-    for kernels and artifacts, None to keep nothing; reuse: take and keep whole artifacts there, too; weights: "packed",
-    "none" (to be packed later) or "random:SEED" (filled by the runtime); layers: a quick build of the
-    first ones alone (None: the model); hub: where ids of models are looked up."""
+    """Options of a compile. A limit of None means the target's default, or the model's own limit, at most 32768.
+
+    `tuning` is a file of measurements that choose kernels (None: those shipped with llmc). `cache` is a folder for
+    kernels and, if `reuse`, whole artifacts. `weights` is "packed", "none" (pack later) or "random:SEED" (filled in by
+    the runtime). `layers` compiles only the first N layers, for experiments. `hub` is where model ids are looked up.
+    """
 
     target: str = "cpu:native"
     dtype: str = "auto"
@@ -64,8 +64,8 @@ def compile_model(
 ) -> Summary:
     """Compile `model`, a Hugging Face folder or a hub id (owner/name@revision), into the artifact folder `output`.
 
-    Raises Diagnostic (E3xx model and checkpoint, E4xx passes, E5xx toolchain, E12x the folder); nothing is left behind
-    then. An equal compile in the cache is linked instead of repeated.
+    If the cache has an artifact of an identical compile, its files are linked instead. Raises Diagnostic (E3xx model
+    and checkpoint, E4xx passes, E5xx toolchain, E12x output folder); a failed compile leaves no files behind.
     """
     from llmc.artifact.inspect import facts_of
     from llmc.reuse import Reuse
@@ -86,7 +86,7 @@ def compile_model(
 
 
 def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
-    """A compile that has found its model, and made nothing yet."""
+    """Validate the options, locate (or download) the model, and return the compile without running it."""
     from llmc.codegen.scratch import check_cache
     from llmc.codegen.tuning import read as read_records
 
@@ -94,20 +94,20 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     target = parse_target(options.target, registry.targets)
     settled = settle(options, target)
     if settled.tuning:
-        read_records(settled.tuning)  # a bad one is told before the work
+        read_records(settled.tuning)  # report a malformed file before any work is done
     if settled.cache:
         check_cache(settled.cache)
     return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
 
 
 def settle(o: Options, target: Target) -> Options:
-    """The options with the target's own limits where none are given."""
+    """Replace limits that are None by the target's defaults."""
     rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
 
 def found_at(model: str | Path, o: Options, console: Console) -> Located:
-    """The model's folder, fetched where `model` is a hub id (see `locate`)."""
+    """Return the model's folder, downloading it first if `model` is a hub id (see `locate`)."""
     at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
     if at.commit:
         console.note(f"{at.name} at commit {at.commit}: {at.folder}")
@@ -123,7 +123,7 @@ def _key_options(o: Options, target: Target, origin: Located, toolchains: Mappin
 
 
 class Trip:
-    """One compile: the stages in order, their seconds, and what each hands to the next."""
+    """One compile: runs the stages in order, times them and passes results from one to the next."""
 
     def __init__(
         self, origin: Located, output: Path, options: Options, registry: Registry, target: Target, force: bool,
@@ -139,16 +139,19 @@ class Trip:
         self.reports: dict[str, Any] = {}
 
     def done(self, stage: str, detail: str) -> None:
+        """Record the seconds since the previous stage ended, and print the stage's line."""
         now = time.perf_counter()
         self.summary.seconds[stage] = now - self.clock
         self.console.stage(stage, detail, now - self.clock)
         self.clock = now
 
     def note(self, text: str) -> None:
+        """Print a note and keep it for the summary."""
         self.summary.notes.append(text)
         self.console.note(f"note: {text}")
 
     def run(self) -> Manifest:
+        """Run all stages and return the manifest of the written artifact."""
         from llmc.artifact.place import check_free
         from llmc.artifact.write import PackedWeights
         from llmc.frontend.checkpoint import Checkpoint
@@ -168,6 +171,7 @@ class Trip:
             return self.write(traced, weights, built)
 
     def trace(self) -> Any:
+        """Trace the model into IR, with limits and dtype applied."""
         from llmc.frontend.hf import trace
 
         self.console.begin("trace", self.model.name)
@@ -201,6 +205,7 @@ class Trip:
         return traced
 
     def passes(self, max_len: int) -> list[Pass]:
+        """Parse the pipeline and set its size options."""
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
         named = {**registry.pipelines, "serve": target.pipeline}
@@ -210,6 +215,7 @@ class Trip:
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 
     def optimise(self, module: Module, max_len: int) -> None:
+        """Run the passes over `module` in place, recording each stage's IR text."""
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         record = Record(module, ctx)
 
@@ -226,6 +232,7 @@ class Trip:
             self.note(line)
 
     def build(self, module: Module) -> Any:
+        """Compile the kernels of the selected nodes and lay out the programs."""
         from llmc.codegen.driver import build
         from llmc.codegen.scratch import keep, scratch
 
@@ -241,13 +248,14 @@ class Trip:
                 built = build(module, self.target, cache, self.registry.kernels, self.registry.toolchains, progress)
             except Diagnostic as error:
                 if error.code == "E502":
-                    keep(cache)  # the text that does not compile is in it, and the error says so
+                    keep(cache)  # keep the kernel source that failed to compile: the error message names it
                 raise
         launches = sum(len(p.launches) for p in built.programs)
         self.done("kernels", f"{len(built.kernels)} binaries for {launches} launches in {len(built.programs)} programs")
         return built
 
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
+        """Write the artifact folder and return its manifest."""
         from llmc.artifact.write import KernelBinary, Parts, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
@@ -294,12 +302,12 @@ def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
 
 
 def fixed_options(o: Options) -> dict[str, Any]:
-    """The options that decide what an artifact is; not where anything is kept."""
+    """The options that determine the artifact's contents, as opposed to where files are stored."""
     return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning", "hub")}
 
 
 def source_of(traced: Any, origin: Located) -> Source:
-    """Name, commit and hashes of the model's small files; the packed weights have hashes of their own."""
+    """Provenance for the manifest: name, commit, and hashes of the model's small files."""
     from llmc_runtime.format.hashing import sha256
 
     root = traced.source.folder
@@ -309,7 +317,7 @@ def source_of(traced: Any, origin: Located) -> Source:
 
 
 def random_seed(weights: str) -> int | None:
-    """The seed of "random:SEED"; None for "packed" and "none"; Diagnostic E126 for anything else."""
+    """The seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
     kind, colon, seed = weights.partition(":")
     if kind == "random" and seed.isdigit():
         return int(seed)
@@ -319,9 +327,9 @@ def random_seed(weights: str) -> int | None:
 
 
 def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
-    """Evaluate the weights of an artifact that was compiled without them, from the checkpoint `model` (or its id).
+    """Pack the weights of `model` (a folder or hub id) into an artifact that was compiled without weights.
 
-    Raises LlmcError E1xx where the artifact does not open, Diagnostic E3xx where the checkpoint is not that model's.
+    Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
     """
     from llmc.artifact.linked import last_stage, pack_weights
     from llmc.frontend.checkpoint import Checkpoint
@@ -351,11 +359,12 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
 
 
 def weight_bytes(m: Manifest) -> int:
+    """Total bytes of the weight files."""
     return sum(w.bytes for w in m.weights.files)
 
 
 def states_of(m: Module) -> tuple[State, ...]:
-    """The states of the entry points: what the runtime keeps between steps."""
+    """The states of the module's entry points: tensors that the runtime keeps between steps."""
     found: dict[str, State] = {}
     for g in m.graphs.values():
         for v in g.inputs:
@@ -367,14 +376,14 @@ def states_of(m: Module) -> tuple[State, ...]:
 
 
 def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
-    """A line with the command that makes use of a finished artifact, and where; "" where no runtime can."""
+    """The suggested command after a compile: pack the weights, or run the artifact ("" if no runtime supports it)."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
     return run_line(output, target.name, target.arch)
 
 
 def run_line(artifact: Path, target: str, arch: str) -> str:
-    """How to run an artifact with weights, and where; "" where no runtime can."""
+    """The command that runs an artifact with weights, or "" if no runtime supports its target."""
     family = target.partition(":")[0]
     if family == "hip":
         return ""

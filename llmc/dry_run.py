@@ -1,4 +1,4 @@
-"""`llmc compile --dry-run`: what a compile would make, what it needs and how long it takes; it compiles no kernel."""
+"""`llmc compile --dry-run`: predict programs, memory, speed and compile time without compiling a kernel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from llmc.console import Console
 from llmc.driver import Options, Trip, start, states_of
 from llmc.look.words import count_text, us_text
 
-# Seconds of one core for a kernel, bytes of weights packed and written in a second: bench/RESULTS.md, two cores.
+# Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see
+# bench/RESULTS.md.
 KERNEL_S = (("triton", 0.55), ("cpp", 0.45))
 WRITE_RATE = 0.5e9
 
 
 def dry_run(model: str | Path, options: Options, memory_bytes: int | None, console: Console) -> dict[str, Any]:
-    """The plan as data: "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated), "fits".
+    """Return the plan of a compile as data.
 
-    `memory_bytes`: of the device (None: the target's, see `Target.memory`). "fits" says whether the weights, the
-    states, the arena and one sequence of max_model_len tokens do; None where no memory is known. Raises what a compile
-    raises before its kernels.
+    Its keys are "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated) and "fits".
+    `memory_bytes` is the device memory (None: the target's, see `Target.memory`). "fits" tells whether weights, states,
+    arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
+    as the stages of a compile before its kernels.
     """
     trip = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
     traced = trip.trace()
@@ -68,13 +70,13 @@ def _program(p: Any) -> dict[str, Any]:
 
 
 def _weights(made: Sketch) -> int:
-    """Bytes of every weight that a program reads, once."""
+    """Total bytes of the weights that the programs read, each counted once."""
     found = {b.name: b.bytes({}) for p in made.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
     return sum(found.values())
 
 
 def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
-    """Predicted microseconds of every program at typical sizes, with and without the cost of its launches."""
+    """Predicted microseconds per step of every program at typical sizes, with and without launch overhead."""
     told = roofline(made.programs, trip.target)["programs"]
     rows = []
     for p in made.programs:
@@ -92,7 +94,7 @@ def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
 
 
 def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any]:
-    """Seconds of each stage on this machine: measured where the plan did it, else estimated from benches."""
+    """Seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the others."""
     spent = trip.summary.seconds
     each = next(s for language, s in KERNEL_S if language in trip.target.languages)
     jobs = max(1, min(os.cpu_count() or 1, 16))
@@ -108,6 +110,7 @@ def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any
 
 
 def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | None) -> dict[str, Any]:
+    """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
     found = memory(made.programs, states, weights)
     kv = kv_of(states, trip.target.page_size)
@@ -134,7 +137,7 @@ def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | No
 
 
 def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
-    """The plan as text; `argv`: the command line that asked for it."""
+    """Format the plan as text; `argv` is the command line that requested it."""
     m, mem, kv, compiled = plan["model"], plan["memory"], plan["kv"], plan["compile"]
     stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
     launches = sum(p["launches"] for p in plan["programs"])
@@ -158,7 +161,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line that makes what was planned."""
+    """The command line that performs the planned compile."""
     p = ArgumentParser(add_help=False)
     p.add_argument("--dry-run", action="store_true")
     for option in ("--memory", "-o", "--output"):
@@ -168,6 +171,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:
+    """The lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
         return ["  fits      not known: the target does not say its memory; give --memory 24GiB"]
@@ -187,7 +191,7 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _time_lines(rows: Any) -> list[str]:
-    """Every decode program, and the prefill of up to 512 tokens, as predicted."""
+    """One line per decode program, and one for the largest prefill program of at most 512 tokens."""
     decode = [r for r in rows if r["kind"] == "decode"]
     prefill = [r for r in rows if r["kind"] == "prefill"]
     some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]

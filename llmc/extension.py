@@ -1,7 +1,8 @@
-"""What a package may offer the compiler, and how it is found; nothing registers by being imported.
+"""How packages extend the compiler.
 
-A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text,
-imported when somebody asks for the name. Two packages that offer the same name are an error, never a matter of order.
+A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text
+that is imported when the name is first looked up; importing a package registers nothing. If two packages offer the same
+name, loading raises an error, so the order of installation never matters.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Extension:
-    """Names -> "module:object" texts.
+    """What one package offers: for each kind, a mapping from names to "module:object" texts.
 
-    ops: `OpDef` objects; passes: `Pass` classes; kernels: `Kernel` objects; toolchains: for each kernel language, a
-    function of a `Target` that returns its `Toolchain`; targets: `Target` records, or functions without parameters
-    that return one; schemes: quantisation schemes; pipelines: texts of passes under a name.
+    ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. toolchains: for each kernel language, a
+    function of a `Target` that returns its `Toolchain`. targets: `Target` records, or functions without parameters that
+    return one. schemes: quantisation schemes. pipelines: pipeline texts (not imported).
     """
 
     name: str
@@ -43,12 +44,12 @@ KINDS = tuple(f.name for f in fields(Extension) if f.name != "name")
 
 
 def _one(kind: str) -> str:
-    """The word for one of a kind."""
+    """The singular of a kind."""
     return "pass" if kind == "passes" else kind.removesuffix("s")
 
 
 def resolve(text: str, what: str = "") -> Any:
-    """The object that "module:object" names; Diagnostic E423 where it cannot be imported."""
+    """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `what`."""
     module, _, name = text.partition(":")
     try:
         found = importlib.import_module(module)
@@ -61,12 +62,14 @@ def resolve(text: str, what: str = "") -> Any:
 
 
 class Offers(Mapping[str, Any]):
-    """The names of one kind; reading one imports it. Order: ours first, then packages by name."""
+    """All names of one kind; looking one up imports its object. llmc's own come first, then packages by name."""
 
     def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
+        """Take the texts of one kind; `literal` texts are returned as they are instead of imported."""
         self.kind, self.texts, self.literal = kind, texts, literal
 
     def __getitem__(self, name: str) -> Any:
+        """Import and return the object; raises KeyError for an unknown name, Diagnostic E423 if the import fails."""
         text = self.texts[name]
         return text if self.literal else resolve(text, f"{self.kind} {name!r}")
 
@@ -82,7 +85,7 @@ class Offers(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Registry:
-    """What all extensions together offer; immutable."""
+    """The offers of all extensions, by kind. Immutable."""
 
     ops: Offers
     passes: Offers
@@ -94,7 +97,7 @@ class Registry:
     extensions: tuple[Extension, ...]
 
     def opset(self) -> Mapping[str, Any]:
-        """Our ops and everybody's, by name."""
+        """Return all ops by name; raises Diagnostic E422 if an extension redefines a built-in op."""
         from llmc.ir.ops import OPS
 
         if clash := [n for n in self.ops if n in OPS]:
@@ -108,7 +111,7 @@ def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
 
 
 def combine(extensions: Iterable[Extension]) -> Registry:
-    """One registry of several extensions; Diagnostic E422 where two offer the same name of a kind."""
+    """Merge extensions into one registry; raises Diagnostic E422 if two offer the same name of a kind."""
     many = tuple(extensions)
     offers = {}
     for kind in KINDS:
@@ -124,7 +127,7 @@ def combine(extensions: Iterable[Extension]) -> Registry:
 
 
 def load(more: Iterable[Extension] = ()) -> Registry:
-    """Ours, then what installed packages offer, then `more` (tests and notebooks)."""
+    """Return the registry of llmc's own extension, the installed packages' and `more` (for tests and notebooks)."""
     found = {p.value: p for p in entry_points(group=GROUP)}
     found.pop(OURS, None)
     values = [OURS, *(v for v, p in sorted(found.items(), key=lambda item: item[1].name))]

@@ -1,4 +1,4 @@
-"""Tables of what the compiler knows: ops, passes, pipelines; made from the declarations, so they cannot fall behind."""
+"""`llmc ops` and `llmc passes`: tables of ops, passes and pipelines, generated from their declarations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.ir.text import show_attr
 
 
 def describe_op(op: OpDef) -> dict[str, Any]:
-    """One op as plain data: everything its declaration says."""
+    """Return everything that an op's declaration says as plain data."""
     attrs = {
         k: {
             "type": getattr(a.type, "__name__", str(a.type)) if isinstance(a.type, type) else "list",
@@ -38,7 +38,7 @@ def describe_op(op: OpDef) -> dict[str, Any]:
 
 
 def show_ops(names: Sequence[str], as_json: bool, out: IO[str]) -> int:
-    """Print the named ops in full, or every op on one line; Diagnostic E424 for an unknown name."""
+    """Print the named ops in full, or all ops one per line; raises Diagnostic E424 for an unknown name."""
     ops = load().opset()
     for name in names:
         if name not in ops:
@@ -68,7 +68,7 @@ def _full(d: dict[str, Any]) -> str:
 
 
 def describe_passes() -> dict[str, Any]:
-    """Passes with their options, the named pipelines, and what "serve" is for every target."""
+    """Return the passes with their options, the named pipelines, and each target's "serve" pipeline as plain data."""
     registry = load()
     passes = []
     for name in registry.passes:
@@ -80,6 +80,7 @@ def describe_passes() -> dict[str, Any]:
 
 
 def show_passes(as_json: bool, out: IO[str]) -> int:
+    """Print the passes with their options, and the pipelines."""
     found = describe_passes()
     if as_json:
         print(json.dumps(found, indent=2), file=out)

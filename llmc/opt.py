@@ -1,4 +1,4 @@
-"""`llmc opt`: passes over a file of IR text, by hand; it reads, runs, prints and compares, and rewrites nothing."""
+"""`llmc opt`: run passes over a file of IR text and print the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmc.targets.target import Target
 
 
 def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:
-    """Run `llmc opt`. Comments of the output begin with //, so that it parses as it is."""
+    """Run `llmc opt`. Everything printed besides IR starts with //, so that the output can be parsed again."""
     registry = registry or load()
     ops = registry.opset()
     m = parse(_read(args.file), ops)
@@ -54,6 +54,7 @@ def _read(name: str) -> str:
 
 
 def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:
+    """Parse the pipeline and cut it after --stop-after; raises Diagnostic E420 if a named pass is not in it."""
     named = {**registry.pipelines, "serve": target.pipeline}
     passes = parse_pipeline(args.passes, registry.passes, named)
     for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):

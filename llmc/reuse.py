@@ -1,4 +1,4 @@
-"""Whole artifacts in the cache: found by what they were made of, linked instead of copied; it compiles nothing."""
+"""The cache of whole artifacts: entries are keyed by a compile's inputs and hard-linked to the output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from llmc.artifact.place import check_free, locked, sweep
 
 
 class Reuse:
-    """The cache entry of one compile: `model` under `options`. With no cache folder it finds and keeps nothing."""
+    """The cache entry for one compile of `model` with `options`; disabled if `cache` is None."""
 
     def __init__(self, cache: Path | None, model: Path, options: Mapping[str, Any]):
+        """Compute the entry's path from a hash of the model's files and the options."""
         self.entry: Path | None = None
         if cache is None or not model.is_dir():
             return
@@ -30,11 +31,11 @@ class Reuse:
         self.entry = cache / "reuse" / f"{key[:40]}.llmc"
 
     def find(self) -> Path | None:
-        """The entry, where it is there and every hash of it holds."""
+        """Return the entry's path if it exists and all of its hashes are correct, else None."""
         return self.entry if self.entry is not None and intact(self.entry) else None
 
     def place(self, found: Path, out: Path, force: bool) -> None:
-        """Put the entry's files at `out`, as a compile would: whole or not at all, under its lock."""
+        """Link the entry's files to `out` atomically, under the same lock that a compile takes."""
         path = Path(os.path.abspath(out))
         with locked(path):
             check_free(path, force)
@@ -42,7 +43,7 @@ class Reuse:
             link_folder(found, path)
 
     def keep(self, artifact: Path) -> None:
-        """Remember a finished artifact; a cache that cannot be written costs nothing but the reuse."""
+        """Store a finished artifact. Failures to write the cache are ignored."""
         if self.entry is None:
             return
         try:
@@ -56,7 +57,7 @@ class Reuse:
 
 
 def intact(path: Path) -> bool:
-    """Whether a folder is an artifact whose every size and hash holds."""
+    """Whether `path` is an artifact in which every size and hash is correct."""
     if not (path / NAME).is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Pricing a model before any kernel exists: flops and least bytes, symbolic and at sizes, against a machine's peaks."""
+"""`llmc roofline`: flops and minimum bytes of a model, symbolic and at given sizes, against a machine's peaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmc.targets.target import Target
 
 
 def main_roofline(args: Namespace, out: IO[str]) -> int:
-    """`llmc roofline`: a table (or JSON) per graph of the model or file."""
+    """Run `llmc roofline`: print one table (or JSON object) per graph."""
     module = load_module(args.model)
     target = load_target(args.target)
     peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
@@ -32,13 +32,14 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
 
 
 def load_target(name: str) -> Target:
+    """Return the target of that name."""
     from llmc.targets.names import parse as parse_target
 
     return parse_target(name, load().targets)
 
 
 def load_module(path: str) -> Module:
-    """An .llir file's module, or the traced one of a Hugging Face folder or config.json (no weight is read)."""
+    """Parse an .llir file, or trace a Hugging Face folder or config.json without reading weights."""
     p = Path(path)
     if p.suffix == ".llir":
         return parse(p.read_text(), load().opset())
@@ -48,7 +49,7 @@ def load_module(path: str) -> Module:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """ "T=128,R=4" -> sizes; Diagnostic E426 where it is not that."""
+    """Parse sizes such as T=128,R=4 into a dict; raises Diagnostic E426 if the text is malformed."""
     out = {}
     for item in filter(None, text.split(",")):
         name, eq, value = item.partition("=")
@@ -64,7 +65,10 @@ def _dtype(m: Module) -> str:
 
 
 def price(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float, by: str) -> dict[str, Any]:
-    """The graph's rows at `sizes`, merged by op or module, largest time first, with symbolic totals."""
+    """Cost every node of `g` at `sizes` and merge the rows by op, node or module, slowest first.
+
+    `peak` is in flop/s and `bandwidth` in byte/s. The result also holds the symbolic totals.
+    """
     flops, moved = graph_cost(g)
     try:
         priced = rows(g, sizes, peak, bandwidth)

@@ -39,7 +39,8 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are one of many of a kind are drawn; what is named on the command line by its node id runs."""
-    if config.getoption("--every") or any("::" in arg for arg in config.args):
+    full = config.getoption("--attacks", "sample") == "full"
+    if full or config.getoption("--every") or any("::" in arg for arg in config.args):
         return
     out = left_out([item.nodeid for item in items if item.get_closest_marker("drawn")], SHARE)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])

@@ -82,6 +82,7 @@ def test_requests_are_whole_messages() -> None:
     assert b"Authorization" not in request("h", "", "/health")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", BODIES)
 def test_large_bodies_are_json_within_the_limit(name: str) -> None:
     data = BODIES[name][1]()

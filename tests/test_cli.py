@@ -234,6 +234,7 @@ def test_weights_may_come_later(
     assert main(["verify", str(later)]) == 0
 
 
+@pytest.mark.drawn
 def test_an_equal_compile_is_reused(
     model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +261,7 @@ def intact_seqs(artifact: Path) -> int:
     return int(json.loads((artifact / "manifest.json").read_text())["limits"]["max_num_seqs"])
 
 
+@pytest.mark.drawn
 def test_equal_compiles_are_equal_byte_for_byte(model: Path, compiled: Path, tmp_path: Path) -> None:
     """The manifest holds the hash of everything: no time, place or order of threads is in an artifact."""
     out = tmp_path / "b" / "elsewhere.llmc"

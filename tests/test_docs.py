@@ -1,4 +1,4 @@
-"""The generated parts of docs/ are what the declarations say; `python tests/test_docs.py` writes them anew."""
+"""Checks that the generated parts of docs/ are current; `python tests/test_docs.py` regenerates them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ ROOMS = ("pointwise", "reduce", "shape", "linear", "packed", "norm", "rope", "at
 HEAD = f"""\
 # Ops
 
-Written by `python tests/test_docs.py` from the declarations in `llmc/ir/ops`; `llmc ops NAME` prints the same of one,
-those of installed extensions included, and `llmc ops --json` everything as data. [ir.md](ir.md) explains the text form.
+`python tests/test_docs.py` generates this page from the declarations in `llmc/ir/ops`. `llmc ops NAME` prints one op,
+also of an installed extension, and `llmc ops --json` prints all as data. [ir.md](ir.md) explains the text form.
 
 - **Signature**: `(x: f[*b, k], w: fq[n, k]) -> x[*b, n]` binds sizes by matching, `*b` any number of axes, and gives
-  the results' types; `x[...]` as a result has `x`'s dtype. Dtype classes: `f` float, `fq` float or quantised, `i`
-  integer, `b` boolean, `t` any. `xs*` is any number of operands, `s?` one that may be left out; `state` is memory
-  that is written in place.
-- **Price**: flops, and bytes that move at least once, as size text over the signature's names; `out` is the number of
-  elements of the first result, `bytes_x` the size of one of x's. Where no bytes are given, every operand and result
-  moves once, states excluded.
-- **Generated**: kernels are made from the op's own scalar expression of each element (or row), and it fuses with its
-  neighbours.
-- **Compared with**: the function that the tests hold the op's reference against.
+  the types of the results; `x[...]` as a result has the dtype of `x`. Dtype classes: `f` float, `fq` float or
+  quantised, `i` integer, `b` boolean, `t` any. `xs*` is any number of operands, `s?` an optional one; `state` is
+  memory that is updated in place.
+- **Price**: flops and minimum bytes moved, as size text over the signature's names; `out` is the number of elements of
+  the first result, `bytes_x` the element size of x. If no bytes are given, every operand and result moves once, except
+  states.
+- **Generated**: kernels are generated from the op's scalar expression per element (or row), and the op can be fused
+  with its neighbours.
+- **Compared with**: the function with which the tests compare the op's reference.
 
-Bodies (of `fused`, `linear_map` and others) spell scalar primitives over their operands `a0, a1, ...`:
+Bodies (of `fused`, `linear_map` and others) are expressions of scalar primitives over their operands `a0, a1, ...`:
 {", ".join(UNARY)};
-{", ".join(BINARY)}; select(a, b, c), which is b where a, else c; over the last axis {", ".join(REDUCTIONS)}.
+{", ".join(BINARY)}; select(a, b, c), which is b if a, else c; over the last axis {", ".join(REDUCTIONS)}.
 """
 
 
 def kind(a: Attr) -> str:
-    """The type of an attribute, in words."""
+    """The type of an attribute in words."""
     names = {"Dim": "size", "float": "number", "int": "integer", "str": "text", "bool": "boolean"}
     if isinstance(a.type, type):
         return names[a.type.__name__]
@@ -51,13 +51,13 @@ def kind(a: Attr) -> str:
 
 
 def generated(op: OpDef) -> str:
-    """How kernels are made of the op's expression; "" where it has none."""
+    """How kernels are generated from the op's expression; "" if it has none."""
     if op.scalar is None:
         return ""
     attrs = op.normal_attrs(op_example(op, np.random.default_rng(0))[1])
     text = str(op.scalar(attrs))
     if attrs:
-        return "a row at a time" if "row_" in text else "an element at a time"
+        return "row by row" if "row_" in text else "element by element"
     return f"`{text}`"
 
 
@@ -65,7 +65,7 @@ def lines_of(op: OpDef) -> Iterator[str]:
     """One op as Markdown."""
     yield f"### {op.name}\n\n`{op.signature}`\n\n{' '.join(op.doc.split())}\n"
     for name, a in op.attrs.items():
-        default = "required" if a.default is REQUIRED else f"`{show_attr(a.default)}` where it is left out"
+        default = "required" if a.default is REQUIRED else f"default `{show_attr(a.default)}`"
         yield f"- `{name}`: {kind(a)}, {default}"
     yield f"- price: `{op.flops}` flops" + (f", `{op.bytes}` bytes" if op.bytes else "")
     if op.writes:

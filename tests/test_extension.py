@@ -63,7 +63,7 @@ def test_an_op_its_pass_and_its_kernels(target: str, choice: str, tmp_path: Path
     file = str(EXAMPLES / "fused-op" / "take_norm.llir")
     done = llmc(tmp_path, "opt", file, "-p", "fuse-take-norm, select", "--target", target)
     assert f"take_norm(%x, %last, %w) {{eps=1e-05, {choice}}} : bf16[R, 64]" in done.stdout, done.stderr
-    assert "a negative index gives a row of zeros" in llmc(tmp_path, "ops", "take_norm").stdout
+    assert "a negative index yields a row of zeros" in llmc(tmp_path, "ops", "take_norm").stdout
 
 
 def test_a_kernel_in_cuda_from_outside(tmp_path: Path) -> None:

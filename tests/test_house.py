@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ STRANGE = re.compile(
 )
 
 
-def parsed() -> Iterator[tuple[Path, ast.Module]]:
-    for path in SOURCES:
-        yield path, ast.parse(path.read_text(), str(path))
+@cache
+def parsed() -> Sequence[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(), str(path))) for path in SOURCES]
 
 
 def functions() -> Iterator[tuple[str, int]]:

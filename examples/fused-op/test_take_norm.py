@@ -1,7 +1,7 @@
-"""Both kernels beside the op's reference, on drawn operands; the harness is in `tests` of a checkout of llmc.
+"""Compares both kernels with the op's reference on random operands. The harness is in `tests` of a checkout of llmc.
 
-The C++ kernel runs as compiled, as three threads; the Triton kernel's text runs in Triton's interpreter, and is
-compiled for GPUs. Outputs are poisoned before, and bytes around them are looked at afterwards.
+The C++ kernel is compiled and runs with three threads. The Triton kernel runs in Triton's interpreter, and is compiled
+for GPUs. Outputs are poisoned beforehand, and the bytes around them are checked afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmc.targets.cpu import native
 
 
 def case(kernel: Kernel, schedule: dict[str, int], dtype: str, width: int) -> harness.Case:
-    """Rows in any order, one of them twice, one that is not there."""
+    """Rows in arbitrary order, one of them twice, and one negative index."""
     rng = np.random.default_rng(width)
     x, w = rng.standard_normal((7, width)), rng.standard_normal(width)
     graph = example_graph(take_norm, [x, np.array([6, 0, -1, 6, 3], np.int32), w], {"eps": 1e-5}, dtype).graphs["main"]

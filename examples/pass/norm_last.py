@@ -1,4 +1,4 @@
-"""A pass from outside: rows are taken before they are normed, so that a prompt's last norm is of one row alone."""
+"""A pass from an outside package: moves take before rms_norm, so that a prompt's last norm applies to one row only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ p = Pat()
 
 
 def _fewer_rows(m: Match) -> str | None:
-    """None where the rewrite is a gain; else the reason not to make it, which --explain prints."""
+    """Return None if the rewrite saves work, else the reason against it, which --explain prints."""
     return "no row is left out" if m.root.result.type == m["x"].type else None
 
 
-# A norm is of each row by itself, and a row of zeros (what a negative index takes) stays zero: no bit changes.
+# Each row is normalized on its own, and a row of zeros (from a negative index) stays zero: the result is bit-identical.
 NORM_LAST = Rewrite(
     "norm-last",
     p.take(p.rms_norm(p.x, p.w, eps=p.eps), p.rows),
@@ -29,7 +29,7 @@ NORM_LAST = Rewrite(
 
 @dataclass(frozen=True)
 class NormLast(Pass):
-    """Make rms_norm(take(x, rows), w) of take(rms_norm(x, w), rows)."""
+    """Rewrite take(rms_norm(x, w), rows) to rms_norm(take(x, rows), w)."""
 
     name: ClassVar[str] = "norm-last"
 

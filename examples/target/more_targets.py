@@ -1,4 +1,4 @@
-"""Two targets from outside, as records: a small CPU box, and a GPU of compute capability 8.6."""
+"""Two targets from an outside package, as records: a small CPU machine, and a GPU of compute capability 8.6."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.targets.target import Limits
 
 
 def small_box() -> Target:
-    """Two cores of any machine, and little memory: two sequences at once, short steps, small pages."""
+    """Two cores of any CPU and little memory: two concurrent sequences, short steps, small pages."""
     return replace(
         cpu.portable(),
         name="cpu:small-box",
@@ -25,7 +25,7 @@ def small_box() -> Target:
 
 
 def sm_86() -> Target:
-    """RTX 3090: 82 multiprocessors, 99 KiB of shared memory a block; dense peaks by its maker."""
+    """RTX 3090: 82 multiprocessors, 99 KiB of shared memory per block, dense peak rates from NVIDIA."""
     return replace(
         gpu.sm_80(),
         name="cuda:sm_86",

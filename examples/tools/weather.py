@@ -1,6 +1,8 @@
-"""Tools with OpenAI's client: the model calls a function, gets its result, and answers. `weather.py [URL [MODEL]]`.
+"""Tool calls with OpenAI's client: the model calls a function, receives its result, and answers.
 
-Here the call is enforced (tool_choice), so that any model makes one; leave that out where the model calls by itself.
+Usage: `weather.py [URL [MODEL]]`.
+
+Here the call is enforced (tool_choice), so that it works with any model; omit that if the model calls tools by itself.
 """
 
 import json
@@ -29,7 +31,7 @@ TOOLS = [
 
 
 def get_weather(city: str, unit: str) -> str:
-    """What the function would find out."""
+    """Return a fixed result in place of a real lookup."""
     return json.dumps({"city": city, "temperature": 21 if unit == "celsius" else 70, "sky": "clear"})
 
 

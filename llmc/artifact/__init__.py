@@ -1,1 +1,1 @@
-"""From a compiled module to a folder: weights evaluated, files written, what is inside told; it compiles nothing."""
+"""Writing and reading artifacts: evaluating weights, writing the folder, inspecting its contents."""

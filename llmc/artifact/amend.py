@@ -1,4 +1,4 @@
-"""Adding one small file (the canary) to a finished artifact that opens at every moment; nothing else is changed."""
+"""Adds one small file (the canary) to a finished artifact, which stays readable at every moment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from llmc.artifact.place import PART, locked
 
 
 def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> Manifest:
-    """Write or replace `name` at the artifact's top level. Diagnostic E121, E123; LlmcError where it does not open.
+    """Write or replace `name` at the artifact's top level and return the new manifest.
 
-    The manifest first forgets the file, then the file is written, then the manifest lists it.
+    The manifest first drops the file, then the file is written, then the manifest lists it. Raises Diagnostic E121 or
+    E123, and LlmcError if the artifact cannot be opened.
     """
     path = Path(os.path.abspath(out))
     with locked(path):
@@ -27,7 +28,7 @@ def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> M
         others = {n: i for n, i in manifest.files.items() if n != name}
         if name in manifest.files:
             _replace(files, manifest, others)
-        files.remove(name)  # its bytes may be shared with another artifact, as a hard link
+        files.remove(name)  # unlink first: the file may be hard-linked from another artifact
         files.put(name, data)
         return _replace(files, manifest, {**others, name: FileInfo(sha256(data), len(data))})
 

@@ -1,7 +1,7 @@
-"""The weights graph evaluated in row blocks: any rows of any value, without the rest of it; no file is written here.
+"""Evaluates the weights graph in row blocks: any rows of any value, without computing the rest.
 
-Values are held as they are stored, viewed as unsigned words ("storage"), so that what moves bytes moves bytes. Only ops
-that compute see floats: float32 (float64 for f64), rounded to the result's dtype as the reference interpreter does.
+Values are kept in "storage" form, viewed as unsigned words, so that ops that move data move bytes. Ops that compute see
+float32 (float64 for f64), rounded to the result's dtype as in the reference interpreter.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.interp import run_node
 from llmc.ir.scalar import parse_expr, walk
 
-# A value smaller than this is held whole without a second thought.
+# Values up to this size in bytes may be held whole.
 SMALL = 64 << 20
-# Whole values kept for later rows, oldest dropped first; the newest always stays.
+# Bytes of whole values kept for later rows. The oldest are dropped first; the newest is always kept.
 KEEP = 64 << 20
 _WORDS: Mapping[int, np.dtype] = MappingProxyType({b: np.dtype(f"u{b}") for b in (1, 2, 4, 8)})
 
 
 class WeightSource(Protocol):
-    """Where weights come from, by name."""
+    """A source of weights by name."""
 
     def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of a tensor in its own dtype (bf16 as ml_dtypes.bfloat16); a mapped view costs no memory."""
+        """Return rows of a tensor in its dtype (bf16 as ml_dtypes.bfloat16), possibly as a view of a mapped file."""
 
 
 def words(dtype: str) -> np.dtype:
-    """The unsigned dtype that stores one element; Diagnostic E124 for codes of less than a byte."""
+    """Return the unsigned dtype that stores one element; raises Diagnostic E124 for codes below one byte."""
     bits = DTYPES[dtype].bits
     if bits % 8:
         raise Diagnostic("E124", f"weights of dtype {dtype} cannot be evaluated yet", "use a format with byte codes")
@@ -42,19 +42,19 @@ def words(dtype: str) -> np.dtype:
 
 
 def widen(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Storage to the held form that op references take."""
+    """Convert storage to the form that op references take; floats below 32 bits become float32."""
     native = x.view(DTYPES[dtype].np)
     return native.astype(np.float32) if DTYPES[dtype].kind == "f" and DTYPES[dtype].bits < 32 else native
 
 
 def narrow(x: Any, dtype: str) -> np.ndarray:
-    """Any array to storage, rounded to nearest even."""
-    with np.errstate(invalid="ignore"):  # a NaN stays one
+    """Convert an array to storage, rounding to nearest even."""
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.asarray(x, dtype=DTYPES[dtype].np, order="C").view(words(dtype))
 
 
 def shape_of(v: Value) -> tuple[int, ...]:
-    """Sizes as integers; Diagnostic E124 where a weight's size has symbols."""
+    """Return the shape as integers; raises Diagnostic E124 if it has symbols."""
     sizes = [d.const for d in v.type.shape]
     if None in sizes:
         raise Diagnostic("E124", f"weight %{v.name} has the symbolic type {v.type}", "weights need constant sizes")
@@ -62,12 +62,13 @@ def shape_of(v: Value) -> tuple[int, ...]:
 
 
 class Blocks:
-    """Rows of the values of one weights graph. Several threads may ask at a time.
+    """Rows of the values of a weights graph. Thread-safe.
 
-    A value that must be whole for its readers is computed once and kept until `forget`.
+    A value that its readers need whole is computed once and kept until `forget`.
     """
 
     def __init__(self, graph: Graph, source: WeightSource) -> None:
+        """Evaluate `graph`, whose inputs are read from `source`."""
         self.graph = graph
         self.source = source
         self._whole: dict[Value, np.ndarray] = {}
@@ -75,7 +76,7 @@ class Blocks:
         self._guard = threading.Lock()
 
     def rows(self, v: Value, lo: int, hi: int) -> np.ndarray:
-        """Rows [lo, hi) of axis 0, in storage; Diagnostic E124 where the source does not hold what the graph says."""
+        """Return rows [lo, hi) of axis 0 in storage form; Diagnostic E124 if the source contradicts the graph."""
         if v.node is None:
             return self._read(v, lo, hi)
         rule = _RULES.get(v.node.op.name)
@@ -86,7 +87,7 @@ class Blocks:
         return rule(self, v, lo, hi)
 
     def whole(self, v: Value) -> np.ndarray:
-        """All of a value, computed once."""
+        """Return the whole value in storage form, computing it on the first call."""
         with self._guard:
             lock = self._locks.setdefault(v, threading.Lock())
         with lock:
@@ -97,6 +98,7 @@ class Blocks:
             return found
 
     def _keep(self, v: Value, x: np.ndarray) -> None:
+        """Cache a whole value, and drop the oldest ones while the total exceeds KEEP. The newest is always kept."""
         with self._guard:
             self._whole[v] = x
             total = sum(y.nbytes for y in self._whole.values())
@@ -107,7 +109,7 @@ class Blocks:
                 self._locks.pop(old, None)
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop the cached values."""
         with self._guard:
             self._whole.clear()
             self._locks.clear()
@@ -129,6 +131,7 @@ class Blocks:
         return False
 
     def _compute(self, v: Value) -> np.ndarray:
+        """Evaluate a whole value, by its row rule if it has one, otherwise with the op's reference."""
         node = v.node
         if node is None:
             return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
@@ -156,7 +159,7 @@ class Blocks:
 
 
 def _by_rows(node: Node) -> bool:
-    """Whether rows of the result need only the same rows of the operands: row reductions must not run along axis 0."""
+    """Whether rows of the result depend only on the same rows of the operands: no row reduction runs along axis 0."""
     if node.op.name == "fused":
         bodies = [parse_expr(b) for b in node.attrs["body"]]
     elif node.op.scalar is not None:
@@ -215,6 +218,7 @@ def _concat(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _reshape(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows of the result are a contiguous range of elements: read the rows of x that contain it."""
     (x,) = _operands(v)
     out = (hi - lo, *shape_of(v)[1:])
     width = int(np.prod(out[1:], dtype=np.int64))
@@ -242,7 +246,7 @@ def _broadcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _pack_panel(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """Panel p holds rows [p * s, (p + 1) * s) of each of the parts."""
+    """Panel p holds rows [p * s, (p + 1) * s) of each part."""
     (w,), a = _operands(v), _attrs(v)
     node = v.node
     assert node is not None

@@ -1,7 +1,4 @@
-"""Writing files so that they survive a crash, one small operation at a time; what they mean is not its business.
-
-Every operation announces itself to `hook` first: a test stops the writer before the k-th.
-"""
+"""Crash-safe file operations. Each one calls `hook` first, so that tests can stop the writer before any of them."""
 
 from __future__ import annotations
 
@@ -17,18 +14,20 @@ Write = Callable[[bytes | memoryview], None]
 
 
 def no_hook(operation: str, path: Path) -> None:
+    """The default hook; does nothing."""
     return
 
 
 class Files:
-    """Creates files below `root`. A file is on the disk when its `create` block ends; `sync` does it for folders."""
+    """Creates files below `root`. A file is on disk when its `create` block ends; `sync` does the same for folders."""
 
     def __init__(self, root: Path, hook: Hook = no_hook) -> None:
+        """Create files below `root`, calling `hook(operation, path)` before every operation."""
         self.root = root
         self.hook = hook
 
     def folder(self, name: str = "") -> None:
-        """Make a folder and those above it, up to the root."""
+        """Create a folder and its parents up to the root."""
         path = self.root / name
         if not path.is_dir():
             self.hook("mkdir", path)
@@ -37,7 +36,7 @@ class Files:
 
     @contextmanager
     def create(self, name: str, replace: bool = False) -> Iterator[Write]:
-        """A new file; the block gets a function that appends to it."""
+        """Create a file; the block receives a function that appends bytes to it."""
         path = self.root / name
         if "/" in name:
             self.folder(name.rpartition("/")[0])
@@ -62,25 +61,26 @@ class Files:
             os.close(fd)
 
     def put(self, name: str, data: bytes, replace: bool = False) -> None:
-        """A whole small file."""
+        """Write a small file at once."""
         with self.create(name, replace) as write:
             write(data)
 
     def remove(self, name: str) -> None:
-        """A file, where it is there."""
+        """Delete a file if it exists."""
         path = self.root / name
         self.hook("remove", path)
         with writing(path):
             path.unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """The folders' entries, the root's last."""
+        """fsync all folders, the root last."""
         inner = sorted((p for p in self.root.rglob("*") if p.is_dir()), reverse=True)
         for path in [*inner, self.root]:
             self.hook("fsync", path)
             sync_folder(path)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Rename, and fsync the folder of the new name."""
         self.hook("rename", new)
         with writing(new):
             os.rename(old, new)
@@ -88,7 +88,7 @@ class Files:
 
 
 def sync_folder(path: Path) -> None:
-    """fsync a folder, so that names in it are on the disk."""
+    """fsync a folder, so that its entries are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -98,7 +98,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """The system's refusal as a Diagnostic E123."""
+    """Convert an OSError of the block into Diagnostic E123."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is inside an artifact, as plain data and as text; it checks names and sizes, and runs nothing."""
+"""`llmc inspect`: the contents of an artifact as plain data and as text. Checks sizes and the hashes of small files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from llmc.targets.names import parse as parse_target
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
-    """Everything of interest. `kv_bytes` sizes the KV pool (default: every row at full length).
+    """Return a description of the artifact.
 
-    `kernels`: how many of a program's largest by predicted time. Raises LlmcError E101 to E108.
+    `kv_bytes` sizes the KV pool (None: every row at full length). `kernels` is the number of kernels per program to
+    list, by predicted time. Raises LlmcError E101 to E108.
     """
     folder = Folder(path)
     m = folder.manifest()
@@ -56,7 +57,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
 
 
 def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
-    """The pool that `kv_bytes` buys; None: what all rows at full length use. More than that is never taken."""
+    """Return the KV pool that fits in `kv_bytes`, at most what all rows at full length use (which None means)."""
     per_sequence = -(-m.limits.max_model_len // m.kv.page_size)
     useful = per_sequence * m.limits.max_num_seqs
     size = m.kv.bytes_per_page
@@ -76,7 +77,7 @@ def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
 
 
 def facts_of(m: Manifest) -> dict[str, Any]:
-    """What a person wants to know of a finished artifact, in words."""
+    """Return the facts about a finished artifact that a compile prints."""
     size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
     part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
@@ -108,7 +109,7 @@ def _program(p: Program) -> dict[str, Any]:
 
 
 def _predictions(reports: Mapping[str, Any], m: Manifest, programs: Sequence[Program]) -> dict[str, Any]:
-    """By program: as the compiler reported them, else by the peaks of the target's record; none for other targets."""
+    """Predictions per program: from the report, else computed from the target's peaks; empty for unknown targets."""
     if "roofline" in reports:
         return dict(reports["roofline"]["programs"])
     try:
@@ -119,7 +120,7 @@ def _predictions(reports: Mapping[str, Any], m: Manifest, programs: Sequence[Pro
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Every program's `count` largest kernels, by predicted microseconds over all of its launches, largest first."""
+    """Every program's `count` largest kernels, by predicted microseconds summed over their launches."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for program, told in predicted.items():
         for x in told["launches"]:
@@ -136,7 +137,7 @@ def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The data of `inspect_artifact` as a page of text."""
+    """Format the data of `inspect_artifact` as text."""
     source, target, limits, kv, mem = (found[k] for k in ("source", "target", "limits", "kv", "memory"))
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
@@ -182,7 +183,7 @@ def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> 
 
 
 def size_text(n: float) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

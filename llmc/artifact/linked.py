@@ -1,4 +1,4 @@
-"""An artifact made of another one's files: hard links, so that no byte is copied; what differs is written anew."""
+"""Makes an artifact from the files of another one by hard links; only files that differ are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmc.ir.graph import Graph
 
 
 def link_folder(source: Path, out: Path) -> None:
-    """Put every file of the artifact `source` at `out`, the manifest last; the caller holds the lock of `out`."""
+    """Link every file of the artifact `source` to `out`, the manifest last. The caller holds the lock of `out`."""
     with _linked(source, out) as files:
         files.put(PART, (source / NAME).read_bytes())
         files.sync()
@@ -29,8 +29,10 @@ def link_folder(source: Path, out: Path) -> None:
 
 
 def last_stage(path: Path) -> tuple[Manifest, str]:
-    """The manifest, and the text of the module after its last pass, of an artifact whose small files are all as they
-    were written. LlmcError E101 to E107 where they are not, Diagnostic E328 where there is no such text."""
+    """Return the manifest, and the IR text after the last pass, of an artifact whose small files are intact.
+
+    Raises LlmcError E101 to E107 if they are damaged, Diagnostic E328 if there is no IR text.
+    """
     folder = Folder(path)
     manifest = folder.manifest()
     for error in [*folder.sizes(manifest)] or [*folder.check_small(manifest.files)]:
@@ -42,15 +44,16 @@ def last_stage(path: Path) -> tuple[Manifest, str]:
 
 
 def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: Progress | None = None) -> Manifest:
-    """Evaluate the weights graph from `source` into an artifact that has none, or other ones; it is replaced at once.
+    """Evaluate the weights graph from `source` into an artifact without weights, or replace its weights.
 
-    Raises LlmcError E1xx where the artifact does not open, Diagnostic E121, E123, E124, and what `source` raises.
+    The artifact is replaced atomically. Raises LlmcError E1xx if it cannot be opened, Diagnostic E121, E123 or E124,
+    and what `source` raises.
     """
     path = Path(os.path.abspath(artifact))
     with locked(path):
         sweep(path)
         manifest = Folder(path).manifest()
-        with _linked(path, path, skip=("weights", CANARY)) as files:  # a canary is of the weights that it ran with
+        with _linked(path, path, skip=("weights", CANARY)) as files:  # the canary is for the old weights
             written = write_weights(graph, source, files, progress=progress)
             others = {n: i for n, i in manifest.files.items() if n != CANARY}
             manifest = replace(manifest, weights=Weights("packed", written), files=others)
@@ -62,7 +65,7 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 
 @contextmanager
 def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
-    """A folder beside `out` with links to the files of `source`, less its manifest and what is named in `skip`."""
+    """A temporary folder beside `out` with links to the files of `source`, except its manifest and those in `skip`."""
     files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     files.folder()
     try:
@@ -81,5 +84,5 @@ def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Fil
 def _link(old: Path, new: Path) -> None:
     try:
         os.link(old, new)
-    except OSError:  # another file system
+    except OSError:  # a different file system
         shutil.copyfile(old, new)

@@ -1,4 +1,4 @@
-"""The output path: its lock, what may be replaced there, and how a finished folder gets there at once."""
+"""The output path: its lock, what may be replaced, and the atomic move of a finished folder to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the path for one writer; Diagnostic E121 where another one has it."""
+    """Hold the lock of an output path; raises Diagnostic E121 if another process holds it."""
     with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     path = out.parent / f".{out.name}.writing"
@@ -38,7 +38,7 @@ def locked(out: Path) -> Iterator[None]:
             raise Diagnostic("E121", f"{out} is being written by another process", "wait for it, or use -o") from None
         if _same(fd, path):
             break
-        os.close(fd)  # the holder before us removed the file between our open and our lock
+        os.close(fd)  # the previous holder removed the file between our open and our lock
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def _same(fd: int, path: Path) -> bool:
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Diagnostic E120 where something is at `out` that may not be replaced, E122 where it is no artifact."""
+    """Raise Diagnostic E120 if `out` exists and `force` is not set, E122 if it is not an artifact."""
     if not os.path.lexists(out) or _is_remains(out):
         return
     if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():
@@ -70,7 +70,7 @@ def check_free(out: Path, force: bool) -> None:
 
 
 def foreign_files(out: Path) -> list[str]:
-    """Files in an artifact's folder that its manifest does not list; LlmcError E122 where it cannot be read."""
+    """Return files in an artifact's folder that its manifest does not list; Diagnostic E122 if it is unreadable."""
     try:
         manifest = Folder(out).manifest()
     except LlmcError as error:
@@ -82,14 +82,14 @@ def foreign_files(out: Path) -> list[str]:
 
 
 def _is_remains(path: Path) -> bool:
-    """Whether a folder is what a killed writer left (or empty): nothing that anybody could open."""
+    """Whether a folder is empty or was left behind by a killed writer, so that it cannot be opened as an artifact."""
     if path.is_symlink() or not path.is_dir() or (path / NAME).exists():
         return False
     return (path / PART).is_file() or not any(path.iterdir())
 
 
 def sweep(out: Path) -> None:
-    """Remove what killed writers of `out` left beside it. Call it with the lock held."""
+    """Remove temporary folders that killed writers of `out` left beside it. The caller holds the lock."""
     for path in out.parent.glob(f".{out.name}.tmp-*"):
         if _is_remains(path) or (path / NAME).is_file():
             shutil.rmtree(path)
@@ -98,8 +98,8 @@ def sweep(out: Path) -> None:
 def publish(files: Files, out: Path) -> None:
     """Move the finished folder `files.root`, whose manifest is still named `PART`, to `out`.
 
-    A reader of `out` sees nothing or an incomplete folder, then the new artifact; where one is replaced, the old
-    one and then the new one.
+    A reader of `out` first sees nothing or an incomplete folder, then the new artifact; if an artifact is replaced, it
+    sees the old one, then the new one.
     """
     temp = files.root
     if not os.path.lexists(out) or _is_remains(out):
@@ -122,6 +122,6 @@ def publish(files: Files, out: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders at once; False where the system cannot."""
+    """Atomically exchange two folders; returns False if the system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0

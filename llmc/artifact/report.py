@@ -1,4 +1,4 @@
-"""What the compiler predicts of its programs, as data for report/: arithmetic on launches; nothing is measured."""
+"""Predicted time and memory of programs, from their launches and the target's peaks, as data for report/."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmc_runtime.format.program import Launch, Program
 from llmc.targets.target import Target
 
 CONTEXT = 1024
-PAGED = "paged_attention"  # ops of this name price every token over the whole pool
+PAGED = "paged_attention"  # the cost of ops with this prefix assumes that every token reads the whole pool
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """The peaks that predictions divide by."""
+    """Return the peaks that predictions divide by."""
     return {
         "name": target.name,
         "flops": dict(target.peaks),
@@ -25,15 +25,16 @@ def machine(target: Target) -> dict[str, Any]:
 
 
 def roofline(programs: Sequence[Program], target: Target) -> dict[str, Any]:
-    """report/roofline.json: for every program, at typical sizes, the predicted microseconds of each launch."""
+    """Return report/roofline.json: predicted microseconds of each launch of every program at typical sizes."""
     peaks = machine(target)
     return {"machine": peaks, "programs": {p.name: predict(p, peaks, typical(p)) for p in programs}}
 
 
 def typical(p: Program) -> dict[str, int]:
-    """The fewest rows that it serves, a token each after `CONTEXT` others, or one prompt of about 512 tokens.
+    """Return the sizes at which a program is priced.
 
-    The pool holds the pages of those rows.
+    Decode programs: the fewest rows they serve, one token each after `CONTEXT` others. Others: one prompt of about 512
+    tokens. The pool holds the pages of those rows.
     """
     top = p.top()
     rows, fewest = p.serves.get("R", (1, 1))[0], p.serves.get("T", (1, 1))[0]
@@ -43,20 +44,20 @@ def typical(p: Program) -> dict[str, int]:
 
 
 def _page_size(p: Program) -> int:
-    """Tokens of a KV page, read off a pool's shape [P, 2, heads, page, width]; 16 where there is no pool."""
+    """Tokens per KV page, from a pool's shape [P, 2, heads, page, width]; 16 if there is no pool."""
     pools = (b.shape for b in p.buffers if b.kind == "state" and len(b.shape) == 5)
     return next((s[3].const or 16 for s in pools), 16)
 
 
 def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A program's launches at `sizes`: the larger of arithmetic and traffic, plus the cost of a launch."""
+    """Price a program's launches at `sizes`: the larger of compute and memory time, plus the launch overhead."""
     rows = [_launch(p, x, peaks, sizes) for x in p.launches]
     return {"sizes": dict(sizes), "us": round(sum(r["us"] for r in rows), 3), "launches": rows}
 
 
 def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     flops, moved = (e(sizes) if e is not None else 0 for e in (x.flops, x.bytes))
-    if x.op.startswith(PAGED):  # a row's tokens see its own pages alone
+    if x.op.startswith(PAGED):  # a row's tokens read only its own pages
         flops //= max(1, sizes.get("R", 1))
     dtypes = [p.buffers[a].dtype for a in x.args]
     peak = next((peaks["flops"][d] for d in dtypes if d in peaks["flops"]), peaks["flops"]["f32"])
@@ -65,7 +66,7 @@ def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str,
 
 
 def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
-    """report/memory.json: bytes of weights, arena and states; a page of the KV pool counted once."""
+    """Return report/memory.json: bytes of weights, arenas and states, and of one KV page."""
     fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
     paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
     return {

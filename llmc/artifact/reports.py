@@ -1,4 +1,4 @@
-"""The reports that an artifact carries, read and held against the form in which they are written; nothing is judged."""
+"""Reads the reports of an artifact and checks them against the schema in which they are written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc_runtime.format.fields import damaged, load_json
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 
-# A form: a type; [form], a list of these; a mapping, an object with these keys at least, "*" for every other one.
+# A form is a type, [form] for a list, or a mapping from required keys to forms; "*" is the form of all other keys.
 _TEXT, _COUNT, _NUMBER = str, int, float
 _PLACE = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
 _RULE = MappingProxyType({**_PLACE, "rule": _TEXT})
@@ -47,13 +47,15 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
         ],
     }
 )  # fmt: skip
-_PEAKS = ("report/roofline.json.machine.flops", "report/roofline.json.machine.bandwidth")  # times are divided by them
+_PEAKS = ("report/roofline.json.machine.flops", "report/roofline.json.machine.bandwidth")  # divisors: must be positive
 _PLAN = MappingProxyType({"arena_bytes": _COUNT, "values": _COUNT, "slots": [_SLOT]})
 
 
 def read_reports(folder: Folder, manifest: Manifest) -> dict[str, Any]:
-    """What report/ holds, by file name without ".json"; what an artifact has not is not there. LlmcError E103 where a
-    report that we know is not what its writer writes."""
+    """Return the contents of report/ by file name without ".json".
+
+    Reports that the artifact lacks are missing from the result. Raises LlmcError E103 if one does not match its schema.
+    """
     named = [n for n in manifest.files if n.startswith("report/") and n.endswith(".json")]
     return {Path(n).stem: _read(folder, manifest, n) for n in named}
 
@@ -70,6 +72,7 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
 
 
 def _check(value: Any, form: Any, where: str) -> None:
+    """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
     if isinstance(form, Mapping):
         if not isinstance(value, dict) or not form.keys() - {"*"} <= value.keys():
             raise damaged(where, f"expected an object of {', '.join(form.keys() - {'*'}) or 'any keys'}")

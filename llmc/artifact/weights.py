@@ -1,4 +1,4 @@
-"""The weights graph streamed into safetensors files by blocks, on two threads, hashed on the way; never held whole."""
+"""Streams the evaluated weights graph into safetensors files, in blocks on two threads, hashing on the way."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from llmc.artifact.files import Files
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
 
-TARGET = 1 << 20  # bytes of a block of rows: it and its float form stay in the cache
-SHARD = 4 << 30  # bytes after which a file is closed
+TARGET = 1 << 20  # bytes of a row block: it and its float form fit the cache
+SHARD = 4 << 30  # maximum bytes of a file, unless one tensor is larger
 THREADS = 2
 
-Progress = Callable[[int, int], None]  # bytes written, of
+Progress = Callable[[int, int], None]  # (bytes written, bytes in total)
 
 
 def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """(name, dtype, shape, bytes) of every output, in order; Diagnostic E124 where two have one name."""
+    """Return (name, dtype, shape, bytes) of every output in order; raises Diagnostic E124 for a repeated name."""
     out = [(v.name, v.type.dtype, shape_of(v), v.type.nbytes.const or 0) for v in graph.outputs]
     names = [t[0] for t in out]
     twice = next((n for n in names if names.count(n) > 1), None) if len(set(names)) < len(names) else None
@@ -37,9 +37,9 @@ def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
 def write_weights(
     graph: Graph, source: WeightSource, files: Files, folder: str = "weights", progress: Progress | None = None
 ) -> tuple[WeightFile, ...]:
-    """Evaluate `graph`'s outputs and write `folder`/00000.safetensors and so on, below `files.root`.
+    """Evaluate the outputs of `graph` into `folder`/00000.safetensors and so on, below `files.root`.
 
-    Peak memory beyond mapped files: some blocks of `TARGET` bytes, and one tensor where an op needs it whole.
+    Peak memory, besides mapped files: a few blocks of `TARGET` bytes, and one whole tensor if an op needs it.
     """
     values = {v.name: v for v in graph.outputs}
     blocks = Blocks(graph, source)
@@ -64,6 +64,7 @@ def write_weights(
 def _shards(
     shapes: Sequence[tuple[str, str, tuple[int, ...], int]],
 ) -> Iterator[list[tuple[str, str, tuple[int, ...], int]]]:
+    """Group the tensors, in order, into files of at most SHARD bytes."""
     shard: list[tuple[str, str, tuple[int, ...], int]] = []
     size = 0
     for t in shapes:
@@ -79,7 +80,10 @@ def _shards(
 def _pieces(
     blocks: Blocks, places: Sequence[TensorInfo], values: dict[str, Value], pool: ThreadPoolExecutor
 ) -> Iterator[memoryview]:
-    """The bytes of every place in order, made ahead by the pool. What keeps a whole value runs alone."""
+    """Yield the bytes of all places in order, computed ahead by the pool.
+
+    A value that is kept whole is computed while no others are in progress, to limit memory.
+    """
     ahead: deque[Future[memoryview]] = deque()
     for place in places:
         if place.name.startswith(PAD):
@@ -107,7 +111,7 @@ def _drain(ahead: deque[Future[memoryview]]) -> Iterator[Future[memoryview]]:
 
 
 def _ranges(v: Value) -> Iterator[tuple[int, int]]:
-    """Row ranges of about `TARGET` bytes; a rank-0 value is one range."""
+    """Yield row ranges of about `TARGET` bytes; a rank-0 value is one range."""
     if v.type.rank == 0:
         yield 0, 1
         return

@@ -1,4 +1,4 @@
-"""The artifact's folder, written so that it opens whole or not at all; what is in it was decided before."""
+"""Writes an artifact folder, which appears at its path complete or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class KernelBinary:
-    """A compiled kernel: its content hash, the shared object and the text it came from."""
+    """A compiled kernel with its content hash, its source text and its launch parameters."""
 
     hash: str
     binary: bytes
@@ -55,7 +55,7 @@ class KernelBinary:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Weights to evaluate: the graph's outputs, named as the programs name them, from a source by checkpoint name."""
+    """Weights to evaluate: the graph's outputs have the names that programs use, the source those of the checkpoint."""
 
     graph: Graph
     source: WeightSource
@@ -63,11 +63,11 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that an artifact is made of.
+    """The contents of an artifact.
 
-    `weights`: PackedWeights, an int (random, from this seed) or None (packed later). `ir`: (pass, text) in order.
-    `reports`: file name below report/ -> JSON data or text; `machine` adds roofline.json to them.
-    `tokenizer`: files to carry verbatim.
+    weights: PackedWeights, an int (random with this seed) or None (packed later). ir: (pass, text) in order. reports:
+    file name below report/ -> JSON data or text. machine: adds roofline.json to the reports. tokenizer: files copied
+    verbatim.
     """
 
     compiler: str
@@ -91,10 +91,10 @@ class Parts:
 def write_artifact(
     out: str | Path, parts: Parts, *, force: bool = False, hook: Hook = no_hook, progress: Progress | None = None
 ) -> Manifest:
-    """Write `parts` to the folder `out`, which appears whole or not at all.
+    """Write `parts` to the folder `out`, which appears complete or not at all.
 
-    Raises Diagnostic E120 (exists, no `force`), E121 (being written), E122 (something else is there), E123 (the
-    system refuses), E124 (weights), and what the weights' source raises; nothing is left behind then.
+    Raises Diagnostic E120 (exists, no `force`), E121 (being written by another process), E122 (not an artifact), E123
+    (write error), E124 (weights), and what the weights' source raises; nothing is left behind in these cases.
     """
     path = Path(os.path.abspath(out))
     with locked(path):
@@ -112,7 +112,7 @@ def write_artifact(
 
 @contextmanager
 def _temp(out: Path, hook: Hook) -> Iterator[Files]:
-    """A folder beside `out`, removed where the block fails."""
+    """A temporary folder beside `out`, removed if the block fails."""
     files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
     files.folder()
     try:
@@ -124,7 +124,7 @@ def _temp(out: Path, hook: Hook) -> Iterator[Files]:
 
 
 class _Writer:
-    """Puts the files down and remembers their hashes."""
+    """Writes files and records their hashes."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
@@ -138,6 +138,7 @@ class _Writer:
         return name
 
     def write(self, parts: Parts, progress: Progress | None) -> Manifest:
+        """Write all files and return the manifest, which the caller writes last."""
         kernels = tuple(self._kernel(k) for k in parts.kernels)
         programs = tuple(self.put(f"programs/{p.name}.json", _checked(p)) for p in parts.programs)
         tokenizer = tuple(self.put(f"tokenizer/{_tokenizer_name(t)}", _bytes_of(t)) for t in parts.tokenizer)
@@ -179,25 +180,25 @@ class _Writer:
 
 
 def predictions(parts: Parts) -> dict[str, Any]:
-    """roofline.json of report/, where the target's record is known; nothing otherwise."""
+    """Return roofline.json if the target's record is known, else nothing."""
     return {"roofline.json": roofline(parts.programs, parts.machine)} if parts.machine else {}
 
 
 def kv_of(states: Sequence[State], page_size: int) -> Kv:
-    """The KV geometry that the states imply: a page's bytes over all layers."""
+    """Return the KV geometry that the states imply; a page's bytes are summed over all layers."""
     kv = [s for s in states if s.role == "kv"]
     return Kv(page_size, len(kv), sum(s.nbytes({"P": 1}) for s in kv), kv[0].dtype if kv else "")
 
 
 def _checked(program: Program) -> bytes:
-    """The program's file, after reading it back as the runtime will."""
+    """The program's file, after parsing it as the runtime will."""
     data = program.dump()
     Program.load(data, f"programs/{program.name}.json")
     return data
 
 
 def _tokenizer_name(path: Path) -> str:
-    """The file's name in the model folder: further chat templates lie in a folder of their own."""
+    """The file's name in the model folder; additional chat templates are in a subfolder."""
     inner = path.parent.name == TEMPLATES
     return f"{TEMPLATES}/{path.name}" if inner else path.name
 

@@ -11,8 +11,11 @@ from llmc.codegen.plan import Placed
 
 @dataclass(frozen=True)
 class Binary:
-    """One compiled unit: its key, text and binary, the entry, the places in the model that use it, and how it is called
-    (`abi`; `boxes` of its tensor maps). `suffix` and `language` name its two files."""
+    """A compiled unit: key, source text, binary, entry point, and launch parameters.
+
+    `locs` are the module paths that use it, `abi` the calling convention, `boxes` those of its tensor maps. `suffix`
+    and `language` are the extensions of its two files.
+    """
 
     hash: str
     source: str
@@ -28,7 +31,7 @@ class Binary:
 
 
 def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:
-    """Key -> (source, all its places in the model)."""
+    """Group the sources by key: key -> (source, all module paths that use it)."""
     locs: dict[str, dict[str, None]] = {}
     sources: dict[str, Source] = {}
     for p in placed:

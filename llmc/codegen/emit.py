@@ -1,4 +1,4 @@
-"""What emitters of every language share: dynamic sizes by position, the line that heads a kernel; no language."""
+"""Helpers shared by the emitters of all languages: sizes by position, the header line of a kernel, strides."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from llmc.ir.types import Type
 
 @dataclass
 class Sizes:
-    """Sizes as expressions: constants as numbers, the others by their position in the kernel's sizes (`form`)."""
+    """Prints sizes as expressions: constants as numbers, others by position in the kernel's size array (`form`)."""
 
     form: str = "sizes[{}]"
     dims: list[Dim] = field(default_factory=list)
 
     def __call__(self, d: Dim | int) -> str:
+        """Print one size."""
         d = D(d)
         if d.const is not None:
             return str(d.const)
@@ -27,12 +28,15 @@ class Sizes:
         return self.form.format(self.dims.index(d))
 
     def text(self, t: Type) -> str:
-        """The type with dynamic sizes by position: equal for nodes that share a kernel."""
+        """Print a type with dynamic sizes by position, so that nodes that share a kernel have equal texts."""
         return f"{'state ' if t.state else ''}{t.dtype}[{', '.join(self(d) for d in t.shape)}]"
 
 
 def describe(kernel: str, node: Node, schedule: Schedule, sizes: Sizes) -> str:
-    """One line: kernel, op, types, attributes. No symbol and no place in the model: those differ among users."""
+    """Return the kernel's header line: kernel, op, types, attributes.
+
+    It has no symbols or locations, because those differ between the nodes that share a kernel.
+    """
     ins = ", ".join(sizes.text(v.type) for v in node.operands)
     outs = ", ".join(sizes.text(v.type) for v in node.results)
     attrs = "".join(f" {k}={_attr(v, sizes)}" for k, v in {**node.attrs, **schedule}.items())
@@ -48,11 +52,12 @@ def _attr(v: object, sizes: Sizes) -> str:
 
 
 def indent(text: str, by: int = 2) -> str:
+    """Indent the lines of a text, except empty lines and preprocessor directives."""
     return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
 
 
 def refused(node: Node, dtypes: Sequence[str]) -> str | None:
-    """Why a kernel of these dtypes cannot hold the node's values, or None."""
+    """Return why a kernel of these dtypes does not support the node's values, or None."""
     for v in [*node.operands, *node.results]:
         if v.type.format is not None:
             return f"operand type {v.type} is quantised"
@@ -62,8 +67,10 @@ def refused(node: Node, dtypes: Sequence[str]) -> str | None:
 
 
 def merged(sizes: Sequence[Dim], steps: Sequence[Dim]) -> list[tuple[Dim, Dim]]:
-    """(size, step) of axes that are walked, outermost first: axes of one element are left out, those that lie behind
-    one another are one. At least one axis."""
+    """Return (size, step) of the axes to iterate over, outermost first.
+
+    Axes of size 1 are dropped, and adjacent axes that are contiguous are merged. There is at least one axis.
+    """
     axes: list[tuple[Dim, Dim]] = []
     for size, step in zip(sizes, steps, strict=True):
         if size.const == 1:

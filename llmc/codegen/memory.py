@@ -1,7 +1,7 @@
-"""Where values live: aliases, in-place results and arena offsets, written on the nodes as data; it emits no code.
+"""Memory planning: aliases, in-place results and arena offsets, recorded on the nodes.
 
-A state's next version and a reshape are aliases. A result may take over the memory of an operand that dies with it,
-where the kernel says that it may. Sizes are taken at the symbols' upper bounds.
+A state's next version and a reshape are aliases of their operand. A result may reuse the memory of an operand that is
+not read afterwards, if the kernel permits it. Sizes are evaluated at the symbols' upper bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ InPlace = Callable[[Node], tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class Slot:
-    """One value's place: bytes [offset, offset + nbytes) of the arena, from node `first` to node `last`."""
+    """The place of a value: bytes [offset, offset + nbytes) of the arena, from node `first` to node `last`."""
 
     name: str
     type: str
@@ -32,14 +32,15 @@ class Slot:
     loc: str
 
     def data(self) -> dict[str, Any]:
+        """Return the fields as a dict."""
         return dict(self.__dict__)
 
 
 class Storage:
-    """Which values share memory: `root` of every value, and the kind of every root.
+    """Which values share memory: the root of every value, and the kind of every root.
 
-    Kinds: input, weight, state, output, arena. `copies` are reshapes that must move bytes, because their result is
-    an output and their operand is not theirs to give away.
+    Kinds are input, weight, state, output and arena. `copies` are the reshapes that must copy, because their result is
+    an output and their operand's memory cannot serve as that output.
     """
 
     def __init__(self, g: Graph):
@@ -73,24 +74,25 @@ class Storage:
                 raise Diagnostic("E440", cause, "return a value that the graph computes")
 
     def _gives(self, n: Node, r: Value, outputs: set[Value], claimed: set[Value]) -> bool:
-        """Whether a reshape may be a mere name for its operand's memory."""
+        """Whether a reshape can alias its operand."""
         root = self.root[n.operands[0]]
         return r not in outputs or (self.kind[root] == "arena" and root not in outputs and root not in claimed)
 
 
 def launched(n: Node, storage: Storage) -> bool:
-    """Whether the node runs at all."""
+    """Whether the node is launched; a reshape that is an alias is not."""
     return n.op.name != "reshape" or n in storage.copies
 
 
 class Arena:
-    """Free ranges below a high-water mark, best fit; all sizes are multiples of ALIGN."""
+    """Best-fit allocation of ranges below a high-water mark. All sizes are multiples of ALIGN."""
 
     def __init__(self) -> None:
         self.free: list[tuple[int, int]] = []
         self.top = 0
 
     def take(self, nbytes: int) -> int:
+        """Allocate `nbytes` and return the offset."""
         fits = [(size, at) for at, size in self.free if size >= nbytes]
         if fits:
             size, at = min(fits)
@@ -107,6 +109,7 @@ class Arena:
         return at
 
     def give(self, at: int, nbytes: int) -> None:
+        """Free a range, merging it with adjacent free ranges."""
         for other in [f for f in self.free if f[0] + f[1] == at or at + nbytes == f[0]]:
             self.free.remove(other)
             at, nbytes = min(at, other[0]), nbytes + other[1]
@@ -114,12 +117,12 @@ class Arena:
 
 
 def top_bytes(v: Value, symbols: Mapping[str, tuple[int, int]]) -> int:
-    """The value's bytes at the upper bounds, rounded up to ALIGN."""
+    """Return a value's bytes at the symbols' upper bounds, rounded up to ALIGN."""
     return max(ALIGN, -(-v.type.nbytes.bounds(symbols)[1] // ALIGN) * ALIGN)
 
 
 def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlace = lambda n: ()) -> list[Slot]:
-    """Arena slots of every root of kind arena, in order of definition."""
+    """Return the slots of all arena roots in order of definition. `inplace` gives (operand, result) pairs."""
     storage = Storage(g)
     nodes = list(g.nodes)
     last = _last_uses(nodes, storage)
@@ -156,7 +159,7 @@ def _take_over(
     symbols: Mapping[str, tuple[int, int]],
     pairs: tuple[tuple[int, int], ...],
 ) -> dict[Value, Value]:
-    """Results that live on in the memory of an operand: it dies here, is read once, and is as large."""
+    """Results that reuse the memory of an operand of equal size that is read once and last used here."""
     roots = [storage.root[v] for v in n.operands]
     out: dict[Value, Value] = {}
     for operand, result in pairs:
@@ -169,8 +172,11 @@ def _take_over(
 
 
 def overlaps(slots: list[Slot]) -> list[tuple[Slot, Slot]]:
-    """Pairs of slots that are live at once and share bytes. A result that takes over an operand's memory begins at
-    the node where the operand ends, at the same offset: that is no overlap."""
+    """Return pairs of slots that are live at the same time and share bytes.
+
+    A result that reuses an operand's memory starts at the node where the operand ends, at the same offset; that is not
+    an overlap.
+    """
     out = []
     for i, a in enumerate(slots):
         for b in slots[i + 1 :]:
@@ -183,7 +189,7 @@ def overlaps(slots: list[Slot]) -> list[tuple[Slot, Slot]]:
 
 
 def report(m: Module) -> dict[str, Any]:
-    """The plan of every launched graph as data: arena bytes and slots, largest first."""
+    """Return the plan of every launched graph as data: arena bytes, and slots by decreasing size."""
     out = {}
     for name, g in m.graphs.items():
         if name == WEIGHTS:
@@ -196,7 +202,7 @@ def report(m: Module) -> dict[str, Any]:
 
 
 def read_slots(g: Graph, symbols: Mapping[str, tuple[int, int]]) -> list[Slot]:
-    """The slots that the pass `memory` wrote on the nodes; Diagnostic where a node lacks its own."""
+    """Return the slots that the pass `memory` recorded; raises Diagnostic E441 if a node has none."""
     storage = Storage(g)
     nodes = list(g.nodes)
     last = _last_uses(nodes, storage)
@@ -212,11 +218,12 @@ def read_slots(g: Graph, symbols: Mapping[str, tuple[int, int]]) -> list[Slot]:
 
 
 class Memory(Pass):
-    """Give every value an offset in the arena, as `arena=[...]` on the node that makes it."""
+    """Assign every intermediate value an offset in the arena, recorded as `arena=[...]` on its node."""
 
     name: ClassVar[str] = "memory"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every launched graph; return the number of changed nodes."""
         changes = 0
         for g in m.graphs.values():
             if g.name != WEIGHTS:
@@ -245,5 +252,5 @@ class Memory(Pass):
 
 
 def schedule_of(n: Node) -> dict[str, Any]:
-    """The schedule that `select` wrote on the node, without the kernel's name and the places."""
+    """Return the schedule that `select` recorded on the node, without the kernel's name and arena offsets."""
     return {k: v for k, v in n.choice.items() if k not in ("kernel", "arena")}

@@ -1,4 +1,4 @@
-"""From a graph whose kernels and places are chosen to a Program: buffers, launches, size text; it compiles nothing."""
+"""Builds a Program, i.e. buffers, launches and size texts, from a graph with kernel choices and arena offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmc.targets.target import Target
 
 @dataclass(frozen=True)
 class Emitted:
-    """The nodes of a graph that run, in order, each with its source."""
+    """The nodes of a graph that are launched, in order, with their kernel sources."""
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -29,7 +29,10 @@ class Emitted:
 def emit_graph(
     g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]
 ) -> Emitted:
-    """Sources of the nodes that run; `done` carries those already emitted from one graph to the next."""
+    """Emit the sources of all launched nodes; `done` caches sources across graphs.
+
+    Raises Diagnostic E433 if a node has no kernel.
+    """
     storage = Storage(g)
     nodes = [n for n in g.nodes if launched(n, storage)]
     if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
@@ -51,10 +54,11 @@ def emit_graph(
 
 
 def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds) -> bool:
-    """Whether `n` may read these operands before it waits for the launch of `before`, which is right in front of it.
+    """Whether `n` may read these operands before it waits for the launch of `before`, its immediate predecessor.
 
-    A dependent launch begins when every program of the one in front has waited in turn, so all launches before that one
-    are complete by then. A launch with an empty grid is left out: one that may be is no such launch.
+    With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,
+    so all launches before the predecessor are complete by then. This does not hold if the predecessor's grid may be
+    empty, because an empty launch is skipped.
     """
     written = {storage.root[r] for r in before.results}
     runs = all(d.bounds(bounds)[0] > 0 for d in source.grid)
@@ -63,7 +67,7 @@ def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage
 
 @dataclass
 class Buffers:
-    """The buffer list of a program, one entry a root."""
+    """The buffer list of a program, with one entry per storage root."""
 
     graph: Graph
     storage: Storage
@@ -73,7 +77,7 @@ class Buffers:
     names: set[str] = field(default_factory=set)
 
     def add_all(self) -> int:
-        """Fill the list; answer the arena's bytes."""
+        """Fill the list and return the arena size in bytes."""
         for v in self.graph.inputs:
             self._add(v, v, self.storage.kind[v], 0)
         for v in self.graph.outputs:
@@ -105,11 +109,12 @@ class Buffers:
         )  # fmt: skip
 
     def of(self, v: Value) -> int:
+        """Return the index of a value's buffer."""
         return self.index[self.storage.root[v]]
 
 
 class Hazards:
-    """Which launches must wait for earlier ones: those that touch bytes which another one writes."""
+    """Finds launches that must wait for earlier ones because they touch bytes that one of the two writes."""
 
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
@@ -117,7 +122,7 @@ class Hazards:
         self.writes: list[tuple[Any, int, int]] = []
 
     def region(self, v: Value) -> tuple[Any, int, int]:
-        """(memory, begin, end): arena values share one memory, every other root is its own."""
+        """Return (memory, begin, end) in bytes; arena values share one memory, every other root has its own."""
         root = self.buffers.storage.root[v]
         row = self.buffers.rows[self.buffers.index[root]]
         if row["kind"] != "arena":
@@ -125,7 +130,7 @@ class Hazards:
         return "", row["offset"], row["offset"] + top_bytes(root, self.buffers.symbols)
 
     def meets(self, n: Node) -> bool:
-        """Whether a barrier must lie before the node; afterwards the node is among those not waited for."""
+        """Whether a barrier must precede the node. The node is recorded either way."""
         read, write = [self.region(v) for v in n.operands], [self.region(v) for v in n.results]
         clash = _touch(read, self.writes) or _touch(write, self.writes) or _touch(write, self.reads)
         if clash:
@@ -141,8 +146,11 @@ def _touch(some: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, int
 
 @dataclass(frozen=True)
 class Placed:
-    """A graph's launches in place: buffers, arena bytes, each launch's buffer indices, and whether all threads meet
-    behind it (the next one touches what it, or one since the last such meeting, writes)."""
+    """A graph's launches with their memory: buffers, arena bytes, buffer indices per launch, and barriers.
+
+    `sync[i]` says whether all threads wait after launch i, because the next launch conflicts with a launch since the
+    previous barrier.
+    """
 
     emitted: Emitted
     buffers: Buffers
@@ -152,7 +160,7 @@ class Placed:
 
 
 def place(e: Emitted, m: Module) -> Placed:
-    """The buffers of a graph and what each of its launches touches."""
+    """Lay out the buffers of a graph, and find what each launch touches."""
     buffers = Buffers(e.graph, Storage(e.graph), m.bounds(e.graph))
     arena = buffers.add_all()
     hazards = Hazards(buffers)
@@ -162,8 +170,10 @@ def place(e: Emitted, m: Module) -> Placed:
 
 
 class Called(NamedTuple):
-    """What a launch takes of its kernel's binary: the key, threads and shared memory of a block, its maps' boxes and
-    swizzles."""
+    """What a launch needs to know about its kernel's binary.
+
+    key: of the binary. threads, shared: per block. boxes: box and swizzle of each tensor map.
+    """
 
     key: str
     threads: int = 0
@@ -172,7 +182,7 @@ class Called(NamedTuple):
 
 
 def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, str] | None) -> Program:
-    """The Program; `kernels` in launch order, `step` a step unit's (key, entry)."""
+    """Return the Program. `kernels` is in launch order; `step` is the (key, entry) of the step unit, if any."""
     g = p.emitted.graph
     serves = serves_of(g, m)
     data = {
@@ -206,7 +216,7 @@ def _launch(n: Node, s: Source, args: Sequence[int], kernel: Called) -> dict[str
 
 
 def serves_of(g: Graph, m: Module) -> dict[str, Any]:
-    """The steps that a graph is for: all sizes in their bounds; a graph without T runs one token a row."""
+    """Return the symbol ranges that a graph serves; a graph that does not use T runs one token per row ("uniform")."""
     used: set[str] = set()
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         for d in v.type.shape:

@@ -1,6 +1,6 @@
-"""Pointwise and last-axis reduction groups as row programs, in no language: their expressions, space and passes.
+"""Row programs: language-independent form of pointwise and last-axis reduction groups.
 
-A row is the last axis after merging axes that every value treats alike. Reductions split a row program into passes.
+A row is the last axis, after merging axes that all values treat alike. Reductions split a row program into passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COSTLY = frozenset(("exp", "exp2", "log", "sin", "cos", "tanh", "erf", "sigmoid"
 
 
 def expressions(node: Node) -> list[E] | None:
-    """What each result is, as an expression over the operands; None where the op is not of this kind."""
+    """Return each result as an expression over the operands; None if it is neither pointwise nor a reduction."""
     name, attrs = node.op.name, node.attrs
     if name == "fused":
         return [parse_expr(b) for b in attrs["body"]]
@@ -37,7 +37,7 @@ def expressions(node: Node) -> list[E] | None:
 
 
 def _row_reduction(node: Node) -> E | None:
-    """A reduction op over the last axis of floats, as an expression."""
+    """A reduction op over the last axis of floats as an expression, or None."""
     of = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "amin": "row_max"}.get(node.op.name)
     x = node.operands[0].type if node.operands else None
     if of is None or x is None or x.dtype not in FLOATS or node.attrs["axis"] % x.rank != x.rank - 1:
@@ -46,7 +46,7 @@ def _row_reduction(node: Node) -> E | None:
 
 
 def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
-    """Shapes of the results, a dropped last axis kept as 1."""
+    """Return the results' shapes; a dropped last axis is kept as size 1."""
     shapes = [v.type.shape for v in node.results]
     if node.attrs.get("keepdim") is False:
         return [(*s, D(1)) for s in shapes]
@@ -55,20 +55,23 @@ def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
 
 @dataclass(frozen=True)
 class Space:
-    """The iteration space: outer axes and the row; for every value, which of them it has (operands, then results)."""
+    """The iteration space: outer axes and the row.
+
+    `has` says for every value, operands before results, along which axes it varies.
+    """
 
     outer: tuple[Dim, ...]
     row: Dim
     has: tuple[tuple[bool, ...], ...]
 
     def stride(self, value: int, axis: int) -> Dim:
-        """Elements of `value` between neighbours along an outer axis that it has."""
+        """Return the distance in elements between neighbours of `value` along an outer axis."""
         axes = [*self.outer, self.row]
         return product([d for d, h in zip(axes[axis + 1 :], self.has[value][axis + 1 :]) if h])
 
 
 def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
-    """Merge axes that all values treat alike; with reductions the last axis stays what it is."""
+    """Return the iteration space, merging axes that all values treat alike; reductions keep the last axis separate."""
     rank = max((len(s) for s in shapes), default=0)
     rank = max(rank, 1)
     padded = [(D(1),) * (rank - len(s)) + tuple(s) for s in shapes]
@@ -92,9 +95,10 @@ def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
 
 
 class RowProgram:
-    """Everything about one node that the text is printed from: the space, the expressions as a DAG, and the passes."""
+    """A node as a row program: its iteration space, its expressions as a DAG, and its passes."""
 
     def __init__(self, node: Node, roots: Sequence[E]):
+        """Build the program of a node whose results are the expressions `roots`."""
         self.node = node
         self.dag = Dag()
         self.roots = [self.dag.add(e) for e in roots]
@@ -114,11 +118,14 @@ class RowProgram:
         self.cached = self._cached()
 
     def reduction(self, i: int) -> bool:
-        """Whether a node folds the row; of a value that is one number a row, a reduction is that number."""
+        """Whether DAG node `i` reduces the row.
+
+        A value that is constant along the row has size 1 there, so reducing it is the identity.
+        """
         return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
-        """For each pass, the nodes it computes last: reductions of its level, and in the last pass the results."""
+        """For each pass, the nodes it finally computes: the reductions of its level, or at the end the results."""
         needed = self.dag.below(self.roots)
         reductions = [i for i in needed if self.reduction(i)]
         last = max((self.level[i] + self.reduction(i) for i in self.roots), default=0)
@@ -127,12 +134,12 @@ class RowProgram:
         return [*levels, varying]
 
     def work(self, targets: Sequence[int]) -> list[int]:
-        """The varying nodes that a pass computes per element for its targets."""
+        """Return the nodes that a pass computes per element for its targets."""
         roots = [self.dag.operands(t)[0] if self.reduction(t) else t for t in targets]
         return [i for i in self.dag.below(roots, stop=lambda i: not self.varies[i]) if self.varies[i]]
 
     def _cached(self) -> dict[int, int]:
-        """Costly varying nodes that two passes need -> the pass that computes them."""
+        """Expensive per-element nodes that two passes need -> the first pass that computes them."""
         first: dict[int, int] = {}
         again: dict[int, int] = {}
         for k, targets in enumerate(self.passes):
@@ -145,8 +152,10 @@ class RowProgram:
 
 
 def same_layout(node: Node) -> tuple[tuple[int, int], ...]:
-    """Pairs of an operand and a result of equal dtype that both fill the space of the node's row program: each of
-    their elements is read and written at one place only, the same for both."""
+    """Return (operand, result) pairs with equal dtype that both fill the iteration space.
+
+    Each of their elements is read and written at a single, common place, so the pair can share memory.
+    """
     p = RowProgram(node, expressions(node) or [])
     full = [i for i, has in enumerate(p.space.has) if all(has)]
     return tuple(

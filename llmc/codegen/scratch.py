@@ -1,5 +1,4 @@
-"""Folders for work in progress: gone when the work is done, or when somebody works after its owner was killed. What is
-worth keeping lies in a cache, which is not made here."""
+"""Temporary folders, removed at the end of their use or, if the process is killed, by a later process."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from tempfile import NamedTemporaryFile, gettempdir, mkdtemp
 from llmc.diagnostics import Diagnostic
 
 PREFIX = "llmc-"
-OWNER = ".owner"  # locked as long as the owner lives; a folder without one is nobody's to remove
+OWNER = ".owner"  # locked while the owner lives; folders without this file are never removed
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder in the system's place for temporary files; the ones of dead owners are removed first."""
+    """Create a temporary folder for the duration of the block; first remove those of dead processes."""
     root = Path(gettempdir())
     sweep(root)
     folder = Path(mkdtemp(prefix=PREFIX, dir=root))
@@ -36,12 +35,12 @@ def scratch() -> Iterator[Path]:
 
 
 def keep(folder: Path) -> None:
-    """Leave a scratch folder where it is: its user is told where."""
+    """Keep a temporary folder, because an error message refers to it."""
     (folder / OWNER).unlink(missing_ok=True)
 
 
 def sweep(root: Path) -> None:
-    """Remove our own folders whose owner is gone."""
+    """Remove our temporary folders whose owner no longer lives."""
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         try:
             if path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
@@ -49,12 +48,12 @@ def sweep(root: Path) -> None:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # its owner works on, or has just finished
+        except OSError:  # the owner is alive, or has just finished
             continue
 
 
 def check_cache(folder: Path) -> None:
-    """Make a cache folder; Diagnostic E100 where nothing can be written there."""
+    """Create a cache folder; raises Diagnostic E100 if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".probe-"):

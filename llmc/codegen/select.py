@@ -1,7 +1,7 @@
-"""Choosing kernels: the pass `select` writes kernel and schedule on nodes, `pack` gives weights the layout they want.
+"""The passes `select`, which chooses a kernel and schedule for every node, and `pack`, which packs weights for them.
 
-Neither emits code. The choice is by measurement where a tuning record has one, else by each kernel's cost rule; all
-entry points agree on one layout a weight.
+A choice is based on measurements if there are any for the node, otherwise on the kernels' cost estimates. All entry
+points use the same layout of a weight.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
 from llmc.targets.target import Target
 
-TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes that the cost rule prices nodes at, inside their bounds
+TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which nodes are priced, clamped to their bounds
 
-BESIDE = 96  # rows of a step of prompts: tiles for 64 would read a head twice for 64 streams and a prompt
+BESIDE = 96  # rows assumed in a step with prompts: 64 decoding rows beside a prompt need more than one tile of 64
 
 
 def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
-    """(values made from weights alone, values that need an input of the step). Constants are in neither."""
+    """Return (values computed from weights only, values that depend on a step input). Constants are in neither set."""
     weights, inputs = set[Value](), set[Value]()
     for v in g.inputs:
         (weights if v.weight else inputs).add(v)
@@ -39,8 +39,12 @@ def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
 
 
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
-    """A size for every symbol: inside its bounds, and the upper end of a range that the graph is for. For a node of a
-    graph of so many tokens: prompts come beside rows that decode, and too wide a tile costs little."""
+    """Return the size of every symbol at which candidates are compared, within its bounds.
+
+    A range that the graph is specialized for is represented by its upper end, the last range by twice its lower end.
+    For a node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a
+    tile that is too wide costs little.
+    """
     want = dict(TYPICAL)
     out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
@@ -53,7 +57,7 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to run a node."""
+    """A kernel and schedule that can run a node, with its measured or estimated time."""
 
     kernel: Kernel
     schedule: Schedule
@@ -61,6 +65,7 @@ class Offer:
     measured: bool
 
     def layouts(self, node: Node, target: Target) -> dict[int, str]:
+        """Return operand index -> packed layout, as `Kernel.layouts`."""
         return self.kernel.layouts(node, self.schedule, target)
 
 
@@ -96,15 +101,15 @@ def offers(
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
-    """The graphs that become programs."""
+    """Yield the graphs that become programs."""
     return (g for name, g in m.graphs.items() if name != WEIGHTS)
 
 
 class Choices:
-    """What was chosen, and among what, as data: one row for all nodes of a graph that are alike and chose alike.
+    """Record of the choices and their alternatives, with one row per graph for equal nodes with equal choices.
 
-    A row is {"graph", "node": its text, "loc": of the first, "count", "kernel", "schedule", "us", "measured", "ways",
-    "sizes": that they were compared at, "others": the best ways not taken}; `us` is measured or by the cost rule.
+    A row is {"graph", "node": its text, "loc": of the first node, "count", "kernel", "schedule", "us", "measured",
+    "ways", "sizes": at which they were compared, "others": the best alternatives}. `us` is measured or estimated.
     """
 
     OTHERS = 3
@@ -113,6 +118,7 @@ class Choices:
         self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
 
     def add(self, g: Graph, n: Node, best: Offer, offered: list[Offer], env: Mapping[str, int]) -> None:
+        """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
         if key not in self.rows:
             rest = [_way(o) for o in offered if o is not best]
@@ -129,14 +135,18 @@ def _way(o: Offer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Select(Pass):
-    """Write kernel and schedule on every node that runs. tuning: a file of measurements that decide where they can, in
-    place of those that come with us for the target. prefer: names of kernels to take wherever they fit."""
+    """Choose kernel and schedule of every launched node.
+
+    tuning: a file of measurements to use instead of those shipped for the target. prefer: names of kernels to take
+    wherever they fit.
+    """
 
     tuning: str = ""
     prefer: tuple[str, ...] = ()
     name: ClassVar[str] = "select"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every launched graph; return the number of chosen nodes."""
         target = _target(ctx)
         if unknown := next((k for k in self.prefer if k not in ctx.kernels), None):
             raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", _near(unknown, ctx.kernels))
@@ -176,7 +186,7 @@ def _target(ctx: Ctx) -> Target:
 
 
 def _key(n: Node, g: Graph) -> str:
-    """Nodes with equal keys have equal offers: op, types, attributes, and which operands are weights."""
+    """Nodes with equal keys have equal offers. Covers op, types, attributes, and which operands are weights."""
     from llmc.ir.digest import node_digest
 
     known = "".join("w" if v.weight or (v.node is not None and not v.node.choice) else "x" for v in n.operands)
@@ -184,7 +194,7 @@ def _key(n: Node, g: Graph) -> str:
 
 
 def _agreeing(n: Node, found: list[Offer], agreed: dict[str, str], target: Target) -> Offer:
-    """The best offer whose layouts are those that earlier users of the same weights chose; it sets them for later."""
+    """The best offer whose layouts match those of earlier users of the same weights; sets them for later users."""
     for o in found:
         wants = {_origin(n.operands[i]): text for i, text in o.layouts(n, target).items()}
         if all(agreed.setdefault(w, text) == text for w, text in wants.items()):
@@ -193,7 +203,7 @@ def _agreeing(n: Node, found: list[Offer], agreed: dict[str, str], target: Targe
 
 
 def _origin(v: Value) -> str:
-    """A weight's identity across entry points: its name, or that of the value computed from weights."""
+    """A weight's identity across entry points: its name, or the expression that computes it from weights."""
     if v.node is None:
         return v.name
     inner = ",".join(_origin(x) for x in v.node.operands)
@@ -202,11 +212,12 @@ def _origin(v: Value) -> str:
 
 @dataclass(frozen=True)
 class Pack(Pass):
-    """Put a layout op in front of every weight operand whose kernel wants one."""
+    """Insert a layout op before every weight operand whose kernel requires a packed layout."""
 
     name: ClassVar[str] = "pack"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every launched graph; return the number of changes."""
         target, count = _target(ctx), 0
         for g in launched_graphs(m):
             for n in list(g.nodes):
@@ -222,7 +233,10 @@ class Pack(Pass):
 
 
 def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
-    """An embedding whose weight is also in panels (a tied head) reads the panels: the weight is kept once."""
+    """Let an embedding whose weight is also packed (a tied output projection) read the packed weight.
+
+    The weight is then stored only once.
+    """
     table, idx = n.operands
     packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)
     name = next((k for k in ctx.kernels if k.endswith("/packed_take")), "")

@@ -1,4 +1,4 @@
-"""Programs without binaries: what a plan tells of them, and how many kernels are yet to be compiled; none is."""
+"""Builds programs without compiling kernels, for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from llmc.codegen.toolchain import Finders, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
-_NOWHERE = "0" * 32  # the key of a binary that is not made
+_NOWHERE = "0" * 32  # placeholder for the key of a binary that does not exist
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """`programs` as `build` would make them, but for keys, threads and shared memory of kernels; `keys` of all
-    binaries, and those of them that the cache lacks."""
+    """The result of a dry build.
+
+    programs: as `build` returns them, except for keys, threads and shared memory of kernels. keys: of all binaries.
+    missing: those that are not in the cache.
+    """
 
     programs: tuple[Program, ...]
     keys: frozenset[str]
@@ -46,5 +49,5 @@ def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, 
 
 
 def _nowhere(s: Source) -> plan.Called:
-    """What is known of a launch whose kernel is not compiled."""
+    """The launch parameters that are known without a compiled kernel."""
     return plan.Called(_NOWHERE, boxes=tuple((m.box, 0) for m in s.maps))

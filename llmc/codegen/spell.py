@@ -1,4 +1,4 @@
-"""Scalar expressions as C++ statements, over vectors or over single elements; it knows nothing of shapes or loops."""
+"""Prints scalar expressions as C++ statements, over vectors or over single elements."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from llmc.ir.scalar import E, expr
 
-# Kinds of a value: f a float (vector), m a mask (of a vector), s a single element of whatever C++ type it has.
-# Each primitive: its spelling, the kind its operands must have, the kind of its value.
+# Kinds of a value: f is a float (vector), m a mask (of a vector), s a single element of any C++ type. Each primitive
+# has its spelling, the kinds of its operands, and the kind of its value.
 VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         **{k: (f"({{0}} {c} {{1}})", "ff", "f") for k, c in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
@@ -28,7 +28,7 @@ VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "select": ("select({0}, {1}, {2})", "mff", "f"),
     }
 )
-# Single elements: C++'s own conversions decide between int64_t, float and bool.
+# Single elements: C++'s implicit conversions handle mixtures of int64_t, float and bool.
 ELEMENT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         **{k: (t, "s" * len(kinds), "s") for k, (t, kinds, _) in VECTOR.items() if not t.startswith(("m_", "select"))},
@@ -49,13 +49,13 @@ ELEMENT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 @dataclass
 class Dag:
-    """Expressions with equal subexpressions made one; a node is known by its index, operands come before users."""
+    """Expressions with common subexpressions merged. Nodes are identified by index; operands precede their users."""
 
     nodes: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)
     index: dict[tuple[str, tuple[float, ...]], int] = field(default_factory=dict)
 
     def add(self, e: E) -> int:
-        """The index of an expression."""
+        """Insert an expression and return its index."""
         if e.fn in ("arg", "const"):
             return self._node(e.fn, (e.args[0],))
         if e.fn == "pow" and (simple := _simple_pow(e)) is not None:
@@ -70,11 +70,12 @@ class Dag:
         return self.index[key]  # type: ignore[index]
 
     def operands(self, i: int) -> tuple[int, ...]:
+        """Return the operands' indices; empty for arguments and constants."""
         fn, args = self.nodes[i]
         return () if fn in ("arg", "const") else tuple(int(a) for a in args)
 
     def below(self, roots: Iterable[int], stop: Callable[[int], bool] = lambda i: False) -> list[int]:
-        """Everything the roots need, operands first; the operands of nodes where `stop` holds are left out."""
+        """Return all nodes that the roots depend on, operands first, without following operands of `stop` nodes."""
         seen: set[int] = set()
         todo = list(roots)
         while todo:
@@ -87,7 +88,7 @@ class Dag:
 
 
 def _simple_pow(e: E) -> E | None:
-    """Constant exponents that need no pow."""
+    """The expression without pow if the exponent is a simple constant, else None."""
     base, exponent = e.args
     if exponent.fn != "const":
         return None
@@ -97,7 +98,7 @@ def _simple_pow(e: E) -> E | None:
 
 
 def number(x: float, kind: str = "f") -> str:
-    """A constant as C++: a vector (kind f), or a single element (kind s), integral where it is a small integer."""
+    """Print a constant as a vector (kind f) or a single element (kind s; integers become integer literals)."""
     if kind == "s" and math.isfinite(x) and x == int(x) and abs(x) < 2**53:
         return f"INT64_C({int(x)})"
     text = "NAN" if math.isnan(x) else ("-" if x < 0 else "") + "INFINITY" if math.isinf(x) else f"{x!r}f"
@@ -105,7 +106,7 @@ def number(x: float, kind: str = "f") -> str:
 
 
 def convert(text: str, have: str, want: str) -> str:
-    """A value of one kind as another."""
+    """Convert a value's text from one kind to another."""
     if have == want:
         return text
     return f"as_mask({text})" if want == "m" else f"as_float({text})"
@@ -114,7 +115,7 @@ def convert(text: str, have: str, want: str) -> str:
 def statements(
     dag: Dag, ids: Sequence[int], names: dict[int, tuple[str, str]], table: Mapping[str, tuple[str, str, str]] = VECTOR
 ) -> list[str]:
-    """One C++ statement for each of `ids` that has no name yet; `names` maps nodes to (text, kind) and grows."""
+    """Return one C++ statement for each of `ids` without a name. `names` maps nodes to (text, kind) and is extended."""
     scalar = table is ELEMENT
     out = []
     for i in ids:
@@ -133,7 +134,7 @@ def statements(
 
 
 def inline(e: E, args: Sequence[str], table: Mapping[str, tuple[str, str, str]] = VECTOR) -> str:
-    """The expression as one C++ expression over vectors called `args`: for short epilogues."""
+    """Print an expression as a single C++ expression over vectors named `args`, for short epilogues."""
     kind = "s" if table is ELEMENT else "f"
 
     def visit(x: E) -> tuple[str, str]:

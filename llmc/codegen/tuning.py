@@ -1,13 +1,12 @@
-"""Measurements of kernels as a file of JSON lines, and looking them up; measuring is done elsewhere (llmc.lab.tune).
+"""Kernel measurements stored as JSON lines, and their lookup. `llmc.lab.tune` makes the measurements.
 
-A line says how long one kernel under one schedule took for one node at given sizes of the step (T tokens, R rows):
+A line records the time of one kernel and schedule for one node at given sizes of the step (T tokens, R rows):
 
     {"target": "cuda+sm_90+pdl", "node": "linear(bf16[R, 64], bf16[96, 64]) -> bf16[R, 96]", "sizes": {"R": 8},
      "kernel": "triton/stream", "schedule": {"warps": 4}, "us": 3.1}
 
-A node is known by its text, without places and names; tables of the device's rows are left out of it, whose length is
-another with every limit that a model is compiled for. A file is sorted, a line a measurement, so that two tunings
-compare as text.
+A node is identified by its text without names and locations. The shapes of device row tables are omitted from it,
+because they vary with the limits that a model is compiled for. Files are sorted, so that they can be compared as text.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from llmc.ir.graph import Node, Value
 from llmc.ir.text import show_attr
 from llmc.targets.target import Target
 
-SIZES = ("T", "R")  # of a step; the pages of the KV pool do not change what a launch does
-RECORDS = "llmc.targets.records"  # the package whose *.jsonl files ship with us
-CLOSE = 0.5  # how far apart sizes may be, in factors of two
+SIZES = ("T", "R")  # symbols of a step; the number of KV pages does not affect a launch
+RECORDS = "llmc.targets.records"  # the package with the *.jsonl files that are shipped
+CLOSE = 0.5  # maximum distance of sizes, as a power of two
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 Sizes = tuple[tuple[str, int], ...]
@@ -38,7 +37,7 @@ Way = tuple[str, str]  # kernel, schedule as text
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement, in microseconds."""
+    """A measurement in microseconds."""
 
     target: str
     node: str
@@ -49,9 +48,11 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, Sizes, str, str]:
+        """What identifies the measurement: everything except the time."""
         return self.target, self.node, self.sizes, self.kernel, self.schedule
 
     def line(self) -> str:
+        """Return the record as a JSON line."""
         doc = {
             "target": self.target, "node": self.node, "sizes": dict(self.sizes), "kernel": self.kernel,
             "schedule": json.loads(self.schedule), "us": self.us,
@@ -61,7 +62,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured: (target, node) -> sizes -> (kernel, schedule) -> microseconds; `name` is for people."""
+    """Measurements: (target, node) -> sizes -> (kernel, schedule) -> microseconds. `name` is shown to the user."""
 
     records: Mapping[tuple[str, str], Mapping[Sizes, Mapping[Way, float]]] = field(default_factory=dict)
     name: str = ""
@@ -69,11 +70,11 @@ class Tuning:
     def lookup(
         self, node: Node, kernel: str, schedule: Schedule, target: Target, env: Mapping[str, int] = NOTHING
     ) -> float | None:
-        """The measurement of one way to run a node that has no choice yet, at the sizes `env`; else None.
+        """Return the measured microseconds of a kernel and schedule for a node, at sizes `env`, or None.
 
-        Taken are the sizes that were measured for the node, or else the nearest ones, if those are close: at half or
-        twice the rows the best tile of a product was up to 2.8 times slower than the best there (bench/cost_rule.py).
-        All ways to run a node are compared at the same sizes.
+        Uses the nearest measured sizes if they are close: at half or twice the rows, the best tile of a product was up
+        to 2.8 times slower than the best one there (bench/cost_rule.py). All candidates of a node are compared at the
+        same sizes. The node must not have a kernel choice yet.
         """
         points = self.records.get((machine(target), node_text(node))) if self.records else None
         if not points:
@@ -82,7 +83,7 @@ class Tuning:
         return points[sizes].get((kernel, schedule_text(schedule))) if _distance(sizes, env) <= CLOSE else None
 
     def decided(self, measured: int, nodes: int, target: Target) -> str:
-        """One line for people: what chose the kernels of `nodes` nodes, `measured` of them by these measurements."""
+        """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""
         if not measured:
             what = f"the measurements of {self.name} hold none of this model's nodes" if self.records else ""
             return f"kernels are chosen by the cost rule: {what or 'nothing is measured'} for {machine(target)}"
@@ -91,12 +92,12 @@ class Tuning:
 
     @staticmethod
     def load(path: Path) -> Tuning:
-        """The measurements of a file; Diagnostic E432 where it cannot be read."""
+        """Load a file; raises Diagnostic E432 if it cannot be read."""
         return Tuning(_indexed(read(path)), str(path))
 
     @staticmethod
     def shipped(target: Target) -> Tuning:
-        """The measurements that come with us for this target; empty where there are none."""
+        """Load the measurements that are shipped for this target; empty if there are none."""
         found: list[Record] = []
         names = []
         for file in sorted(resources.files(RECORDS).iterdir(), key=lambda f: f.name):
@@ -108,12 +109,12 @@ class Tuning:
 
 
 def machine(target: Target) -> str:
-    """What measurements hold for: the instruction set, whatever the target was called."""
+    """Return the instruction set for which measurements are valid, independent of the target's name."""
     return "+".join([target.family, target.arch, *sorted(target.features)])
 
 
 def node_text(n: Node) -> str:
-    """The node without places and names: equal for nodes that one measurement holds for."""
+    """Return the node's text without names and locations; measurements apply to all nodes with equal texts."""
     attrs = ", ".join(f"{k}={show_attr(v)}" for k, v in n.attrs.items())
     results = ", ".join(_type_text(r) for r in n.results)
     return f"{n.op.name}({', '.join(map(_type_text, n.operands))}){f' {{{attrs}}}' if attrs else ''} -> {results}"
@@ -125,7 +126,7 @@ def _type_text(v: Value) -> str:
 
 
 def sizes_of(n: Node, env: Mapping[str, int]) -> Sizes:
-    """The sizes of the step that a node's types depend on."""
+    """Return the sizes of the step on which a node's types depend."""
     used = {s for v in [*n.operands, *n.results] for d in v.type.shape for s in d.symbols}
     return tuple((s, env[s]) for s in SIZES if s in used and s in env)
 
@@ -133,13 +134,13 @@ def sizes_of(n: Node, env: Mapping[str, int]) -> Sizes:
 def record(
     node: Node, kernel: str, schedule: Schedule, target: Target, us: float, env: Mapping[str, int] = NOTHING
 ) -> Record:
-    """A measurement of a node that has no choice on it."""
+    """Return a measurement of a node without a choice as a Record."""
     sizes = sizes_of(node, env)
     return Record(machine(target), node_text(node), sizes, kernel, schedule_text(schedule), float(f"{us:.4g}"))
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, in its order."""
+    """Read the records of a file, in order; raises Diagnostic E432."""
     try:
         text = path.read_text()
     except OSError as e:
@@ -148,7 +149,7 @@ def read(path: Path) -> list[Record]:
 
 
 def parse(text: str, what: str) -> list[Record]:
-    """The records of a file's text; Diagnostic E432 names the line that is none."""
+    """Parse the records of a file's text; raises Diagnostic E432 for a malformed line."""
     out = []
     for i, line in enumerate(text.splitlines()):
         if not line.strip():
@@ -162,7 +163,7 @@ def parse(text: str, what: str) -> list[Record]:
 
 
 def save(path: Path, new: Iterable[Record]) -> list[Record]:
-    """Put records into a file, replacing those of equal keys, and sort it; answers all that it then holds."""
+    """Merge records into a file, replacing equal keys, and keep it sorted; returns all records of the file."""
     kept = {r.key: r for r in (read(path) if path.exists() else [])}
     kept |= {r.key: r for r in new}
     found = sorted(kept.values(), key=lambda r: r.key)
@@ -189,5 +190,5 @@ def _indexed(found: Iterable[Record]) -> dict[tuple[str, str], dict[Sizes, dict[
 
 
 def _distance(sizes: Sizes, env: Mapping[str, int]) -> float:
-    """The sum of |log2| of the sizes' ratios."""
+    """The sum of |log2| of the ratios of sizes."""
     return sum(abs(math.log2(n / env[s])) for s, n in sizes if env.get(s, 0) > 0)

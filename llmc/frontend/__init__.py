@@ -1,1 +1,1 @@
-"""From a Hugging Face folder to IR and to its weights. Empty on purpose: torch is imported only when a part is used."""
+"""The frontend: from a Hugging Face folder to IR and weights. Importing this package does not import torch."""

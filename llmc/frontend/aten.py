@@ -1,4 +1,4 @@
-"""The table: every aten overload (and our own traced ops) that we lower, each with its row. It knows no model."""
+"""The aten table: maps each supported aten overload, and the ops of `hooks`, to the function that lowers it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from .lower import IR_DTYPE, Call
 def attention(
     c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None
 ) -> Value:
-    """[1,H,T,D] -> the op's [T,H,D] and back to [1,T,H,E]; queries and keys narrower than values are filled with zeros,
-    since pages hold values of at most a key's width."""
+    """Lower attention of [1, H, T, D] to the op's [T, H, D], and reshape the result to [1, T, H, E].
+
+    If queries and keys are narrower than values they are padded with zeros, because KV pages store keys and values with
+    the width of a key.
+    """
 
     def tokens_first(x: Value) -> Value:
         y = c.transpose(x, (0, 2, 1, 3))
@@ -50,13 +53,14 @@ def attention(
 def moe(
     c: Call, x: Value, idx: Value, weights: Value, gate_up: Value, down: Value, body: str, *biases: Value | None
 ) -> Value:
+    """Lower a mixture of experts; biases that are None are left out."""
     return c.b.moe(x, idx, weights, gate_up, down, *(b for b in biases if b is not None), body=body)
 
 
 def rope_tables(
     c: Call, inv_freq: Value, positions: Value, scaling: float, layout: str, dtype: Any
 ) -> tuple[Value, ...]:
-    """Half-width tables, widened to the layout that the model's own rotation reads."""
+    """Lower rotary tables: compute them at half width, then widen them to the model's layout."""
     flat = c.reshape(positions, (product(positions.type.shape),))
     tables = c.b.rope_tables(inv_freq, flat, scaling=scaling, dtype=IR_DTYPE[dtype])
     return tuple(c.reshape(_widen(c, x, layout), c.shape) for x in tables)
@@ -72,12 +76,16 @@ def _widen(c: Call, x: Value, layout: str) -> Value:
 
 
 def complex_(c: Call, real: Value, imaginary: Value) -> Value:
+    """Lower torch.complex: real and imaginary parts become the last axis."""
     one = (*real.type.shape, Dim.of(1))
     return c.b.concat(c.reshape(real, one), c.reshape(imaginary, one), axis=len(one) - 1)
 
 
 def complex_mul(c: Call, x: Value, y: Value) -> Value:
-    """(a + ib)(d + ie) = (ad - be) + i(bd + ae), written as rotations of pairs are: x times d, and x turned times e."""
+    """Lower a complex product as a rotation of pairs: (a + ib)(d + ie) = (ad - be) + i(bd + ae).
+
+    The result is x * d + turned * e, in which turned holds (-b, a): models write rotations of pairs in this form.
+    """
     *outer, h, two = c.shape
     flat, last = (*outer, h * two), len(outer)
     d, e = (c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], h * two)) for i in (0, 1))
@@ -103,7 +111,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
     }
 )
 
-# Ops whose result is complex: rows of their own, since an axis counted from behind would be another one.
+# Overloads with a complex result. They need entries of their own because a complex tensor has one more axis in IR, so
+# axes counted from the end differ.
 COMPLEX: Mapping[str, Row] = MappingProxyType(
     {
         "aten.complex.default": complex_,

@@ -1,4 +1,4 @@
-"""Rows of the aten table that compute: pointwise ops, reductions, norms and products; moving data is aten_shape's."""
+"""Lowerings of aten ops that compute: pointwise ops, reductions, norms and products."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Row = Callable[..., Any]
 
 
 def unary(name: str) -> Row:
+    """Return the lowering of a pointwise op with one operand."""
     return lambda c, x: getattr(c.b, name)(x)
 
 
 def binary(name: str) -> Row:
-    """x op y, where either may be a number."""
+    """Return the lowering of a pointwise op with two operands, either of which may be a number."""
 
     def row(c: Call, x: Any, y: Any, *, alpha: Any = 1) -> Value:
         like = x if isinstance(x, Value) else y
@@ -31,7 +32,7 @@ def binary(name: str) -> Row:
 
 
 def logical(name: str) -> Row:
-    """Bitwise ops on flags; on integers they have no counterpart."""
+    """Return the lowering of a bitwise op; only bool tensors are supported."""
 
     def row(c: Call, *xs: Any) -> Value:
         if any(not isinstance(x, Value) or x.type.dtype != "bool" for x in xs):
@@ -42,7 +43,7 @@ def logical(name: str) -> Row:
 
 
 def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
-    """True division of integers is done in the result's float dtype."""
+    """Lower a division. True division of integers is computed in the result's float dtype."""
     x, y = c.value(x, y if isinstance(y, Value) else c.type), c.value(y, x if isinstance(x, Value) else c.type)
     whole = {x.type.dtype[0], y.type.dtype[0]} <= {"i", "u", "b"}
     if whole:
@@ -57,7 +58,7 @@ def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
 
 
 def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value:
-    """max(x, 0) + log(1 + exp(-|x|)), which is torch's to the last bits on both sides of its threshold."""
+    """Lower softplus as max(x, 0) + log(1 + exp(-|x|)), which matches torch on both sides of its threshold."""
     if beta != 1:
         raise Unsupported(f"softplus with beta={beta}")
     tail = c.b.log(c.b.add(c.b.exp(c.b.neg(c.b.abs(x))), c.value(1.0, x)))
@@ -65,21 +66,24 @@ def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value
 
 
 def expm1(c: Call, x: Value) -> Value:
-    """exp(x) - 1 = tanh(x/2) * (exp(x) + 1), exact near zero too."""
+    """Lower exp(x) - 1 as tanh(x/2) * (exp(x) + 1), which is accurate near zero."""
     half = c.b.tanh(c.b.mul(x, c.value(0.5, x)))
     return c.b.mul(half, c.b.add(c.b.exp(x), c.value(1.0, x)))
 
 
 def max_dim(c: Call, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, ...]:
+    """Lower max over one axis to its values and indices."""
     axis = axis_of(x, dim) - x.type.rank
     return c.b.amax(x, axis=axis, keepdim=keepdim), c.b.argmax(x, axis=axis, keepdim=keepdim)
 
 
 def rsub(c: Call, x: Value, y: Any, alpha: Any = 1) -> Value:
+    """Lower y - alpha * x."""
     return binary("sub")(c, c.value(y, x), x if alpha == 1 else c.b.mul(x, c.value(alpha, x)))
 
 
 def pow_scalar(c: Call, x: Value, exponent: float) -> Value:
+    """Lower a power with a constant exponent, using square, sqrt, rsqrt or reciprocal if possible."""
     named = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent in named:
         return getattr(c.b, named[exponent])(x)
@@ -87,30 +91,34 @@ def pow_scalar(c: Call, x: Value, exponent: float) -> Value:
 
 
 def gelu(c: Call, x: Value, *, approximate: str = "none") -> Value:
+    """Lower gelu, exact or with the tanh approximation."""
     return c.b.gelu_tanh(x) if approximate == "tanh" else c.b.gelu(x)
 
 
 def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
+    """Lower a clamp; a bound of None is ignored."""
     if low is not None:
         x = c.b.maximum(x, c.value(low, x))
     return x if high is None else c.b.minimum(x, c.value(high, x))
 
 
 def leaky_relu(c: Call, x: Value, slope: float = 0.01) -> Value:
+    """Lower leaky ReLU as a select between x and slope * x."""
     return c.b.where(c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x)))
 
 
 def where(c: Call, cond: Value, x: Any, y: Any) -> Value:
-    """Two numbers become one-element tensors of the result's dtype."""
+    """Lower a select; numbers become constants of the result's dtype."""
     return c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
 
 
 def masked_fill(c: Call, x: Value, mask: Value, value: Any) -> Value:
+    """Lower masked_fill as a select."""
     return c.b.where(mask, c.value(value, x), x)
 
 
 def reduce(name: str) -> Row:
-    """Over one axis or several; no axes means all of them."""
+    """Return the lowering of a reduction over one axis, several axes, or all axes if none are named."""
 
     def row(c: Call, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
         if dtype is not None:
@@ -124,11 +132,12 @@ def reduce(name: str) -> Row:
 
 
 def softmax(c: Call, x: Value, dim: int, dtype: Any = None) -> Value:
-    """`dtype` is cast to before the exponentials, as torch does."""
+    """Lower softmax; like torch, cast to the requested dtype before the exponentials."""
     return c.b.softmax(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
 
 
 def topk(c: Call, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Value, ...]:
+    """Lower topk; only the largest elements of the last axis are supported."""
     if axis_of(x, dim) != x.type.rank - 1 or not largest:
         raise Unsupported("topk other than the largest of the last axis")
     values, index = c.b.topk(x, k=k)
@@ -136,26 +145,30 @@ def topk(c: Call, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted:
 
 
 def cumsum(c: Call, x: Value, dim: int, *, dtype: Any = None) -> Value:
+    """Lower a cumulative sum."""
     return c.b.cumsum(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
 
 
 def linear(c: Call, x: Value, w: Value, bias: Value | None = None) -> Value:
+    """Lower a linear layer; a bias is added by a separate op."""
     y = c.b.linear(x, w)
     return y if bias is None else c.b.add(y, bias)
 
 
 def addmm(c: Call, bias: Value, x: Value, w: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
-    """gpt2's Conv1D: the weight is stored [in, out]."""
+    """Lower bias + x @ w (GPT-2's Conv1D, whose weight is stored as [in, out])."""
     if beta != 1 or alpha != 1:
         raise Unsupported(f"addmm with beta={beta}, alpha={alpha}")
     return c.b.add(mm(c, x, w), bias)
 
 
 def mm(c: Call, x: Value, w: Value) -> Value:
+    """Lower a matrix product; if the right operand is a weight, as `linear` with the weight transposed."""
     return c.b.linear(x, c.transpose(w, (1, 0))) if w.weight else c.b.matmul(x, w)
 
 
 def matmul(c: Call, x: Value, y: Value) -> Value:
+    """Lower matmul: with a rank-2 right operand as `linear`, otherwise as a batched product of equal ranks."""
     if y.type.rank == 2 and x.type.rank >= 2:
         return c.b.linear(x, c.transpose(y, (1, 0)))
     if x.type.rank != y.type.rank or x.type.rank < 3:
@@ -167,11 +180,12 @@ def matmul(c: Call, x: Value, y: Value) -> Value:
 def layer_norm(
     c: Call, x: Value, shape: Any, w: Value | None = None, b: Value | None = None, eps: float = 1e-5, *_: Any
 ) -> Value:
-    """A missing gain is ones, a missing bias zeros."""
+    """Lower a layer norm; a missing gain becomes ones, a missing bias zeros."""
     return c.b.layer_norm(x, _filled(c, x, shape, w, 1.0), _filled(c, x, shape, b, 0.0), eps=eps)
 
 
 def rms_norm(c: Call, x: Value, shape: Any, w: Value | None = None, eps: float | None = None) -> Value:
+    """Lower an RMS norm; `eps` must be given."""
     if eps is None:
         raise Unsupported("rms_norm without eps")
     return c.b.rms_norm(x, _filled(c, x, shape, w, 1.0), eps=eps)

@@ -1,4 +1,4 @@
-"""Rows of the aten table that move, cut, join, convert or make data without computing on it."""
+"""Lowerings of aten ops that move, cut, join, convert or create data."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ END = 2**63 - 1
 
 
 def same(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    """Lower an op that does nothing in inference."""
     return x
 
 
 def dropout(c: Call, x: Value, p: float, train: bool) -> Value:
+    """Lower dropout, which must be switched off."""
     if train and p:
         raise Unsupported("dropout that is switched on")
     return x
 
 
 def convert(c: Call, x: Value, *_: Any, **__: Any) -> Value:
-    """Any of the `to` family: the result's dtype is all that matters."""
+    """Lower any op of the `to` family: cast to the result's dtype."""
     return c.cast(x, c.type.dtype)
 
 
 def view(c: Call, x: Value, *_: Any, **__: Any) -> Value:
-    """Any of the ops that keep the elements in order: the result's shape is all that matters."""
+    """Lower any op that keeps the order of the elements: reshape to the result's shape."""
     return c.reshape(x, c.shape)
 
 
 def transpose(c: Call, x: Value, a: int, b: int) -> Value:
+    """Lower an exchange of two axes."""
     perm = list(range(x.type.rank))
     a, b = axis_of(x, a), axis_of(x, b)
     perm[a], perm[b] = perm[b], perm[a]
@@ -43,22 +46,27 @@ def transpose(c: Call, x: Value, a: int, b: int) -> Value:
 
 
 def t(c: Call, x: Value) -> Value:
+    """Lower a reversal of the axes."""
     return c.transpose(x, tuple(reversed(range(x.type.rank))))
 
 
 def last_two(c: Call, x: Value) -> Value:
+    """Lower an exchange of the last two axes."""
     return transpose(c, x, -1, -2)
 
 
 def permute(c: Call, x: Value, dims: Sequence[int]) -> Value:
+    """Lower a permutation of the axes."""
     return c.transpose(x, [axis_of(x, d) for d in dims])
 
 
 def expand(c: Call, x: Value, *_: Any, **__: Any) -> Value:
+    """Lower a broadcast to the result's shape."""
     return c.broadcast(x, c.shape)
 
 
 def slice_(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Value:
+    """Lower a slice of one axis."""
     axis = axis_of(x, dim)
     lo, hi = _bounds(x.type.shape[axis], start, end)
     if step == 1:
@@ -67,7 +75,7 @@ def slice_(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, 
 
 
 def joined(c: Call, x: Value, part: Value, dim: int, start: Any, end: Any, step: Any) -> Value | None:
-    """x with `part` in place of its slice start .. end along an axis; None where the slice has gaps."""
+    """Return x with its slice start .. end along an axis replaced by `part`, or None if the slice has a step."""
     if step != 1:
         return None
     axis = axis_of(x, dim)
@@ -79,7 +87,7 @@ def joined(c: Call, x: Value, part: Value, dim: int, start: Any, end: Any, step:
 
 
 def _bounds(whole: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
-    """Where a torch slice of an axis begins and ends."""
+    """Start and end of a torch slice of an axis, as non-negative indices."""
 
     def bound(v: Any, default: Dim) -> Dim:
         if v is None or (isinstance(v, int) and v >= END):
@@ -93,6 +101,7 @@ def _bounds(whole: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
 
 
 def select(c: Call, x: Value, dim: int, index: Any) -> Value:
+    """Lower the selection of one index of an axis."""
     axis, at = axis_of(x, dim), Dim.of(index)
     if at.const is not None and at.const < 0:
         at = x.type.shape[axis] + at
@@ -100,7 +109,7 @@ def select(c: Call, x: Value, dim: int, index: Any) -> Value:
 
 
 def pieces(c: Call, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ...]:
-    """chunk and split: the results' own sizes say where to cut."""
+    """Lower chunk and split; the sizes of the results say where to cut."""
     axis, at, out = axis_of(x, dim), Dim.of(0), []
     for ty in c.types:
         out.append(c.part(x, axis, at, at + ty.shape[axis]))
@@ -109,23 +118,26 @@ def pieces(c: Call, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ...]:
 
 
 def unbind(c: Call, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    """Lower unbind: one result per index of the axis."""
     axis = axis_of(x, dim)
     return tuple(c.reshape(c.part(x, axis, i, i + 1), ty.shape) for i, ty in enumerate(c.types))
 
 
 def cat(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
-    """Of several dtypes, all become the result's."""
+    """Lower a concatenation; operands are cast to the result's dtype."""
     xs = [c.cast(x, c.type.dtype) for x in xs]
     return xs[0] if len(xs) == 1 else c.b.concat(*xs, axis=axis_of(xs[0], dim))
 
 
 def stack(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
+    """Lower stack: concatenate along a new axis."""
     axis = axis_of(c.type, dim)
     one = (*c.shape[:axis], Dim.of(1), *c.shape[axis + 1 :])
     return c.b.concat(*[c.reshape(c.cast(x, c.type.dtype), one) for x in xs], axis=axis)
 
 
 def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:
+    """Lower repeat_interleave with one axis and an integer count."""
     if dim is None or not isinstance(repeats, int):
         raise Unsupported("repeat_interleave without one axis and one count")
     axis, shape = axis_of(x, dim), x.type.shape
@@ -135,7 +147,7 @@ def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, *
 
 
 def repeat(c: Call, x: Value, repeats: Sequence[Any]) -> Value:
-    """x tiled: each repeated axis becomes (count, size)."""
+    """Lower tile: each axis is repeated as (count, size) and merged."""
     shape = (*[Dim.of(1)] * (len(repeats) - x.type.rank), *x.type.shape)
     counts = [Dim.of(r) for r in repeats]
     x = c.reshape(x, [d for s in shape for d in (Dim.of(1), s)])
@@ -143,11 +155,12 @@ def repeat(c: Call, x: Value, repeats: Sequence[Any]) -> Value:
 
 
 def embedding(c: Call, w: Value, index: Value, *_: Any) -> Value:
+    """Lower an embedding lookup."""
     return c.b.take(w, index)
 
 
 def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
-    """x[:, idx] with unit axes in front of the indexed one: rows of x."""
+    """Lower x[:, idx] with one integer tensor as a lookup of rows; axes before the indexed one must have size 1."""
     given = [(i, v) for i, v in enumerate(indices) if v is not None]
     if len(given) != 1 or given[0][1].type.dtype == "bool":
         raise Unsupported("an index other than one integer tensor")
@@ -158,7 +171,7 @@ def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
 
 
 def index_put(c: Call, x: Value, indices: Sequence[Value | None], value: Value, accumulate: bool = False) -> Value:
-    """x[mask] = one value."""
+    """Lower x[mask] = value for a mask of x's shape and a single value."""
     if len(indices) != 1 or indices[0] is None or indices[0].type.shape != x.type.shape or accumulate:
         raise Unsupported("an index_put other than through one mask of the tensor's shape")
     if indices[0].type.dtype != "bool" or product(value.type.shape).const != 1:
@@ -167,15 +180,17 @@ def index_put(c: Call, x: Value, indices: Sequence[Value | None], value: Value, 
 
 
 def index_select(c: Call, x: Value, dim: int, at: Value) -> Value:
+    """Lower index_select as an index along one axis."""
     return index(c, x, [*[None] * axis_of(x, dim), at])
 
 
 def gather(c: Call, x: Value, dim: int, at: Value, **_: Any) -> Value:
+    """Lower gather."""
     return c.b.gather(x, at, axis=axis_of(x, dim))
 
 
 def scatter_value(c: Call, x: Value, dim: int, at: Value, value: Any) -> Value:
-    """One value written at indices of the last axis: where an index equals the column's number."""
+    """Lower writing one value at indices of the last axis, by comparing the indices with every column's number."""
     if axis_of(x, dim) != x.type.rank - 1:
         raise Unsupported(f"scatter along axis {dim}, not the last")
     columns = c.b.iota(size=x.type.shape[-1], dtype=at.type.dtype)
@@ -185,6 +200,7 @@ def scatter_value(c: Call, x: Value, dim: int, at: Value, value: Any) -> Value:
 
 
 def arange(c: Call, *args: Any, **_: Any) -> Value:
+    """Lower arange with step 1."""
     start, stop, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
     if step != 1:
         raise Unsupported(f"arange with step {step}")
@@ -193,14 +209,17 @@ def arange(c: Call, *args: Any, **_: Any) -> Value:
 
 
 def full(c: Call, _: Any, value: Any, **__: Any) -> Value:
+    """Lower a tensor filled with one value."""
     return c.broadcast(c.value(value, c.type), c.shape)
 
 
 def zeros(c: Call, *_: Any, **__: Any) -> Value:
+    """Lower a tensor of zeros."""
     return c.broadcast(c.value(0, c.type), c.shape)
 
 
 def ones(c: Call, *_: Any, **__: Any) -> Value:
+    """Lower a tensor of ones."""
     return c.broadcast(c.value(1, c.type), c.shape)
 
 
@@ -216,7 +235,7 @@ _CONVERT = (
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
 )  # fmt: skip
 
-# In-place ops on any of these would change their source too.
+# Overloads whose result may share memory with their operand: writing to the result would change the operand, too.
 ALIASES = frozenset(
     f"aten.{n}"
     for n in (*_VIEWS, *_SAME[:3], "transpose.int", "t.default", "permute.default", "expand.default", "slice.Tensor",
@@ -256,7 +275,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.full.default": full,
         "aten.full_like.default": full,
         "aten.scalar_tensor.default": lambda c, v, **_: c.value(v, c.type),
-        "aten.new_empty.default": zeros,  # any value would do: it is written before it is read
+        "aten.new_empty.default": zeros,  # any value is valid: it is overwritten before it is read
         "aten.new_zeros.default": zeros,
         "aten.copy.default": lambda c, x, source, *_: c.broadcast(c.cast(source, c.type.dtype), c.shape),
         "aten.repeat.default": repeat,

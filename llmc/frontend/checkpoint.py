@@ -1,4 +1,4 @@
-"""The weights of a traced model, read by name and row from its folder; all are checked at opening, none is loaded."""
+"""Reads the weights of a traced model from its folder, by name and row range. Opening checks them all, loading none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .names import resolve
 from .parts import Part
 from .tensors import NUMPY, STORED, TensorFiles, some
 
-# What old versions of transformers saved although it can be computed: rotary frequencies, and causal masks with the
-# number that masks, which share their names with biases and are told by their shapes.
+# Tensors that old versions of transformers saved although they are computed: rotary frequencies, and causal masks with
+# their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 
@@ -27,10 +27,12 @@ MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 class Checkpoint:
     """Reads the weights of @main. Use it as a context manager, or call `close`.
 
-    Opening reads headers only and raises Diagnostic E320-E327: no files, damaged files, a wrong index, tensors that are
-    missing, unexpected, of another shape or of a dtype that is no float, a tied pair that differs."""
+    Opening reads only headers and raises Diagnostic E320-E327: missing or damaged files, a wrong index, tensors that
+    are missing, unexpected, of the wrong shape or not floating point, and tied weights that differ.
+    """
 
     def __init__(self, traced: Traced, folder: Path | None = None):
+        """Open and check the weights; `folder` defaults to the folder of the traced model."""
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
@@ -52,32 +54,36 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
+        """Close all files."""
         self._tensors.close()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every weight input of @main, computed buffers included."""
+        """The names of all weight inputs of @main, including computed buffers."""
         return tuple(self.traced.weights)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the weights, for hashing."""
+        """The safetensors files, for hashing."""
         return self._tensors.files
 
     def where(self, name: str) -> str:
-        """The stored tensors that a weight comes from, in words."""
+        """Describe which stored tensors a weight comes from, as file:name."""
         if name in self.traced.buffers:
             return "computed"
         stored = list(self._parts[name].stored())
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight in the graph."""
         return tuple(int(d.const or 0) for d in self.traced.weights[name].type.shape)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """Rows of the first axis (all by default) in the dtype that the graph gives the weight; a new array.
+        """Return rows of the first axis (all by default) as a new array in the weight's dtype in the graph.
 
-        Only these rows are read (a transposed weight is read whole). KeyError for an unknown name."""
+        Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
+        and ValueError for a slice with a step.
+        """
         want = NUMPY[self.traced.weights[name].type.dtype]
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
@@ -89,7 +95,7 @@ class Checkpoint:
         return self._parts[name].read(self._tensors, start, max(start, stop)).astype(want, copy=False)
 
     def _located(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
-        """Each stored weight's part, under its own name or one that it is tied to."""
+        """Find the part of each stored weight, under its own name or the name of a weight tied to it."""
         aliases: dict[str, list[str]] = {}
         for other, owner in self.traced.tied.items():
             aliases.setdefault(owner, []).append(other)
@@ -117,6 +123,7 @@ class Checkpoint:
         return MappingProxyType(found)
 
     def _check_extra(self, parts: Mapping[str, Part]) -> None:
+        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
         model = self.traced.model
         ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
         known = set(model.state_dict()) | set(self.traced.tied)
@@ -132,7 +139,7 @@ class Checkpoint:
             )
 
     def _check_tied(self, parts: Mapping[str, Part]) -> None:
-        """A config that ties two weights beside a checkpoint that stores two different ones: look at a few rows."""
+        """Compare a sample of rows of weights that config.json ties but the checkpoint stores twice."""
         for other, owner in self.traced.tied.items():
             if other not in parts or owner not in parts or parts[other] is parts[owner]:
                 continue
@@ -149,13 +156,13 @@ class Checkpoint:
 
 
 def _head(model: Any) -> str:
-    """The path of the module that makes logits; "" where none is known."""
+    """Module path of the output projection, or "" if the model does not report one."""
     head = model.get_output_embeddings()
     return next((path for path, module in model.named_modules() if module is head), "")
 
 
 def _mask(name: str, part: Part) -> bool:
-    """Whether a tensor is a causal mask, or the number that masks."""
+    """Whether a tensor is a causal mask or a mask's fill value."""
     s = part.shape
     return MASK.search(name) is not None and (s in ((), (1,)) or (len(s) == 4 and s[0] * s[1] == 1 and s[2] == s[3]))
 

@@ -1,4 +1,4 @@
-"""From an exported torch graph to one IR graph, node by node through the aten table; it knows no model."""
+"""Converts an exported torch graph to an IR graph, node by node, with the aten table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .source import KNOWN_TO_WORK
 
 @dataclass(frozen=True)
 class Converted:
-    """The module (one graph, @main), its weights' names in order of use, and tied names -> the name that they go by."""
+    """The module with its graph @main, the weights' names in order of use, and tied names mapped to the name in use."""
 
     module: Module
     weights: tuple[str, ...]
@@ -32,9 +32,10 @@ class Converted:
 
 
 def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
-    """Graph @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
+    """Convert to @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
 
-    Raises Diagnostic E310 (an op without a row) and E311 (arguments that a row does not cover)."""
+    Raises Diagnostic E310 (an op that the table lacks) and E311 (arguments that its lowering does not support).
+    """
     nodes = exported.program.graph.nodes
     needed = _needed(nodes)
     lowering = _Lowering(exported, needed, table)
@@ -52,7 +53,7 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
 
 
 def _needed(nodes: Any) -> set[Any]:
-    """Nodes that the output depends on, and in-place ops on what it depends on; packing detection falls away."""
+    """The nodes that the output depends on, with in-place ops on them. This drops detection of packed sequences."""
     needed: set[Any] = set()
     for n in reversed(nodes):
         if n.op == "output" or _in_place(n):
@@ -68,7 +69,7 @@ def _in_place(n: Any) -> bool:
 
 
 class _Lowering:
-    """One conversion: torch's nodes to IR values. Symbolic sizes are Dims, several results a tuple."""
+    """The state of one conversion: maps torch nodes to IR values, symbolic sizes to Dims, and lists to tuples."""
 
     def __init__(self, exported: Exported, needed: set[Any], table: Mapping[str, Row]):
         self.exported, self.table = exported, table
@@ -90,6 +91,7 @@ class _Lowering:
         self.order = {n: i for i, n in enumerate(exported.program.graph.nodes)}
 
     def node(self, n: Any) -> None:
+        """Convert one torch node and record its value."""
         if n.op == "placeholder":
             self.env[n] = self._placeholder(n)
         elif n.op == "output":
@@ -100,6 +102,7 @@ class _Lowering:
             raise Diagnostic("E310", f"{n.op} {n.target} cannot be lowered", _REPORT, loc=_loc(n)[0])
 
     def _placeholder(self, n: Any) -> Any:
+        """The value of an input: one of the step inputs, or a weight under the name that stands for it."""
         fake = n.meta.get("val")
         if not isinstance(fake, torch.Tensor):
             return fake
@@ -125,6 +128,7 @@ class _Lowering:
         self.graph.outputs = [call.reshape(v, shape)]
 
     def _call(self, n: Any) -> Any:
+        """Lower a call: sizes become Dims or constants, other calls go through the aten table."""
         fake = n.meta.get("val")
         name = str(n.target)
         loc, module = _loc(n)
@@ -153,6 +157,7 @@ class _Lowering:
             raise Diagnostic("E311", f"{name}: {e}", _REPORT, loc=loc) from e
 
     def _apply(self, call: Call, row: Row, n: Any, name: str, loc: str) -> Any:
+        """Call a lowering; errors become Diagnostic E311, results are cast to torch's dtypes."""
         try:
             out = row(call, *[self._value(a) for a in n.args], **{k: self._value(a) for k, a in n.kwargs.items()})
             values = out if isinstance(out, tuple) else (out,)
@@ -171,9 +176,11 @@ class _Lowering:
         return a
 
     def _write(self, call: Call, n: Any, value: Value, name: str) -> None:
-        """Let later readers see `value` in place of n's target: a tensor, or a slice of one that is no view itself.
+        """Make later readers of the target of the in-place op `n` see `value`.
 
-        A view made before and read afterwards would change too, which a functional graph cannot say: E311."""
+        The target is a tensor, or a slice of a tensor that is not itself a view. A view that was made before the write
+        and is read after it would change, too, which a functional graph cannot express: that raises Diagnostic E311.
+        """
         target = n.args[0]
         whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target
         users = {u for u in (*whole.users, *target.users) if u is not target}
@@ -189,7 +196,7 @@ class _Lowering:
 
 
 def _number_layers(g: Graph) -> None:
-    """Every attention keeps keys of its own, also where a module runs several times or calls several attentions."""
+    """Renumber attention layers if numbers repeat: each attention needs its own KV cache."""
     found = [n for n in g.nodes if n.op.name == "attention"]
     if len({n.attrs["layer"] for n in found}) < len(found):
         for i, n in enumerate(found):
@@ -201,20 +208,20 @@ def _is_view(n: Any) -> bool:
 
 
 def _fit(call: Call, v: Value, want: Type) -> Value:
-    """The row's result in torch's dtype; its shape must already be right."""
+    """Cast a lowering's result to torch's dtype; raises Unsupported if its shape differs from torch's."""
     if v.type.shape != want.shape:
         raise Unsupported(f"the row gave {v.type}, torch says {want}")
     return call.cast(v, want.dtype)
 
 
 def _functional(name: str) -> str:
-    """aten.div_.Tensor -> aten.div.Tensor"""
+    """The name of an in-place op's functional form: aten.div_.Tensor -> aten.div.Tensor."""
     space, op, overload = name.split(".")
     return f"{space}.{op.removesuffix('_')}.{overload}"
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Parameter name -> the first name of the same parameter, for names that are not the first."""
+    """Map the names of shared parameters to the first name of the same parameter."""
     first: dict[int, str] = {}
     tied = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -224,7 +231,7 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def _loc(n: Any) -> tuple[str, str]:
-    """(module path, module class) of a node."""
+    """Module path and module class of a node."""
     stack = n.meta.get("nn_module_stack")
     if not stack:
         return "", ""

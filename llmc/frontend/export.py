@@ -1,4 +1,4 @@
-"""Building the real transformers model on the meta device and exporting its graph; no IR and no weight bytes here."""
+"""Builds the transformers model on the meta device and exports its graph with torch.export."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TORCH = types.MappingProxyType(
     }
 )
 
-# What a type is that has no causal language model, by transformers' own tables.
+# Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "it sees images, too, and its language half is not offered alone"),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
@@ -59,12 +59,12 @@ OTHERS = (
     (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
 )
 
-TOKENS, ROWS = 24, 3  # of the example that is traced
+TOKENS, ROWS = 24, 3  # sizes of the traced example
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A traced model: the meta-device module, the program, and its computed buffers by state-dict name."""
+    """A traced model: the meta-device module, the exported program, and its computed buffers by state-dict name."""
 
     model: Any
     program: torch.export.ExportedProgram
@@ -75,12 +75,12 @@ class Exported:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers and torch say nothing while a model is built (stdout and stderr belong to the caller)."""
+    """Silence the output of transformers and torch while a model is built; stdout and stderr belong to the caller."""
     log = transformers.utils.logging
     level = log.get_verbosity()
     disabled = logging.root.manager.disable
     log.set_verbosity(log.CRITICAL)
-    logging.disable(logging.CRITICAL)  # where a trace fails, torch logs it whole, and prints it, too
+    logging.disable(logging.CRITICAL)  # if a trace fails, torch logs and prints the whole trace
     try:
         nowhere = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -92,7 +92,7 @@ def quiet() -> Iterator[None]:
 
 
 def load_config(source: Source) -> Any:
-    """The transformers config of a folder, offline and without remote code; Diagnostic E302-E306."""
+    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306."""
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
@@ -106,7 +106,7 @@ def load_config(source: Source) -> Any:
             return transformers.AutoConfig.from_pretrained(
                 str(source.folder), local_files_only=True, trust_remote_code=False
             )
-    except Exception as e:  # transformers raises many kinds; each means that it refuses this config.json
+    except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         reason = " ".join(str(e).split())[:200]
         raise Diagnostic(
             "E302", f"transformers refuses {source.folder / 'config.json'}: {reason}", "correct config.json"
@@ -114,7 +114,7 @@ def load_config(source: Source) -> Any:
 
 
 def _what(name: str) -> str:
-    """Why transformers has no causal language model of a type, as far as its own tables tell."""
+    """Explain why transformers has no causal language model for a type, as far as its tables tell."""
     if name not in CONFIG_MAPPING_NAMES:
         return "is not in this transformers"
     told = next((what for table, what in OTHERS if name in table), "")
@@ -122,9 +122,10 @@ def _what(name: str) -> str:
 
 
 def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
-    """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with T and R dynamic.
+    """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    Raises Diagnostic E305 (the model cannot be traced) and E306 (rope type)."""
+    Raises Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
+    """
     hooks.register()
     with quiet(), older.taken_in(config.model_type):
         model = _build(config, dtype)
@@ -139,6 +140,7 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
 
 
 def _build(config: Any, dtype: str) -> Any:
+    """Build the model on the meta device with our attention and experts; raises Diagnostic E305."""
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -162,7 +164,7 @@ def _build(config: Any, dtype: str) -> Any:
 
 
 def _keep_wide(model: Any, dtype: torch.dtype) -> None:
-    """What transformers loads in a dtype of its own, whatever the model's is (a router's corrections in float32)."""
+    """Apply dtypes that transformers fixes regardless of the model's dtype, such as float32 router corrections."""
     plan = {re.compile(pattern.replace("*", ".*")): wide for pattern, wide in model._get_dtype_plan(dtype).items()}
     for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
         wide = next((wide for pattern, wide in plan.items() if pattern.search(name)), None)
@@ -171,7 +173,7 @@ def _keep_wide(model: Any, dtype: torch.dtype) -> None:
 
 
 def _check_positions(model: Any) -> None:
-    """RoBERTa's kin number tokens from padding_idx + 1 on and skip pad tokens; ours are 0, 1, 2 whatever they are."""
+    """Reject models like RoBERTa, which number tokens from padding_idx + 1 and skip padding; ours count from 0."""
     for path, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise Diagnostic(
@@ -183,7 +185,8 @@ def _check_positions(model: Any) -> None:
 
 
 def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
-    # torch wants bounds beyond its example sizes, and beyond one; the IR's symbols keep the true bounds.
+    """Run torch.export with dynamic T and R."""
+    # torch requires bounds beyond the example's sizes, and beyond one; the IR's symbols keep the true bounds.
     tokens = torch.export.Dim("T", min=1, max=max(max_tokens, 2 * TOKENS))
     rows = torch.export.Dim("R", min=1, max=max(max_rows, 2 * ROWS))
 
@@ -207,6 +210,7 @@ def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.Exported
 
 
 def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
+    """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
     loc, cls = at
     reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     if (isinstance(e, KeyError) and hooks.NAME in str(e)) or hooks.MaskTag.__name__ in str(e):
@@ -219,7 +223,7 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
 
 
 def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
-    """Path and class of the innermost module that was running when `e` was raised; empty where none was."""
+    """Path and class of the innermost module that was running when `e` was raised; empty if there is none."""
     paths = {id(m): path for path, m in model.named_modules()}
     found = ("", "")
     for frame, _ in traceback.walk_tb(e.__traceback__):
@@ -230,7 +234,7 @@ def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
 
 
 def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:
-    """Buffers and constants that the program reads and that no checkpoint holds."""
+    """Names of buffers and constants that the program reads and that a checkpoint does not contain."""
     saved = set(model.state_dict())
     read = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     out = []
@@ -250,7 +254,7 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
 
 
 def _recompute(model: Any, name: str) -> torch.Tensor:
-    """A non-persistent buffer's value, by the model's own initialisation on the CPU (parameters stay on meta)."""
+    """Compute a non-persistent buffer with the model's own initialization, on the CPU; parameters stay on meta."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     twin = copy.copy(module)

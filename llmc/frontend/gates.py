@@ -1,5 +1,7 @@
-"""What experts do between their two products, read out of the model's own code as one expression of gate and up, and
-the order in which gate_up holds the two. No model is known here, and no weight is read."""
+"""Extracts the activation between the two products of an MoE expert by tracing the model's own code.
+
+The result is one scalar expression of gate and up, and the order in which gate_up stores the two.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,22 @@ from llmc.ir.types import tensor
 from .aten import TABLE
 from .lower import Call, Sizes, Unsupported
 
-INNER = 3  # columns of gate, and of up, in the example that is traced
+INNER = 3  # columns of gate and of up in the traced example
 
 
 @dataclass(frozen=True)
 class Gate:
-    """body: the expression of the gate a0 and up a1, as text. interleaved: whether gate and up take turns in gate_up,
-    a gate first; else the gates come before the ups."""
+    """An expert's activation: an expression of the gate a0 and up a1, and the column order of gate_up.
+
+    If `interleaved`, gate and up columns alternate, starting with a gate; otherwise all gates precede all ups.
+    """
 
     body: str
     interleaved: bool
 
 
 def read(module: Any) -> Gate:
-    """The gate of a module of experts (transformers' `_apply_gate`); Diagnostic E305 where it is no function of a gate
-    and an up, element by element."""
+    """Trace `_apply_gate` of an experts module; raises Diagnostic E305 if it is not an elementwise function."""
     try:
         with torch.device("cpu"):
             traced = make_fx(lambda x: module._apply_gate(x), pre_dispatch=True)(torch.zeros(1, 2 * INNER))
@@ -54,7 +57,7 @@ def read(module: Any) -> Gate:
 
 
 def _lowered(traced: Any) -> Graph:
-    """The traced function as IR, by the rows of the aten table."""
+    """Lower the traced function to IR with the aten table."""
     g = Graph("gate")
     env: dict[Any, Any] = {}
     x = g.input("x", tensor("f32", 1, 2 * INNER))
@@ -81,7 +84,7 @@ def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
 
 
 def _expression(g: Graph) -> E:
-    """The output as an expression of gate and up: slices of the input are the arguments, the rest is pointwise."""
+    """The output as a scalar expression: slices of the input are its arguments, all other ops are pointwise."""
     done: dict[Value, E] = {}
     for n in g.nodes:
         done[n.result] = _part(n) if n.op.name == "slice" else _of(n, done)
@@ -99,7 +102,7 @@ def _of(n: Node, done: dict[Value, E]) -> E:
 
 
 def _part(n: Node) -> E:
-    """Which of gate and up a slice of the last axis is."""
+    """Whether a slice of the input's last axis is the gate (argument 0) or up (argument 1)."""
     start, step, width = n.attrs["start"].const, n.attrs["step"], n.result.type.shape[-1].const
     starts = {1: (0, INNER), 2: (0, 1)}.get(step, ())
     if n.operands[0].node is not None or width != INNER or start not in starts:

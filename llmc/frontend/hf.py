@@ -1,4 +1,4 @@
-"""A Hugging Face folder in, a traced model out: the IR graph and the facts of its config. Weights stay in place."""
+"""Traces a Hugging Face folder: returns the IR graph and facts from its config. Weights are not read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("f32", "bf16", "f16")
 
-LARGEST = 1 << 53  # that a number in a JSON file means to everybody
-# What a user may set per request; other keys of generation_config.json concern transformers alone.
+LARGEST = 1 << 53  # largest integer that every JSON parser represents exactly
+# Sampling defaults that a request may override; other keys of generation_config.json concern only transformers.
 GENERATION_KEYS = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
 )  # fmt: skip
@@ -31,11 +31,12 @@ GENERATION_KEYS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rest of the compiler needs of a config.
+    """Facts about a model that the compiler needs after tracing.
 
-    dtype: of the compiled weights and activations. stored_dtype: what config.json says, or its weights. windows: the
-    sliding window of each attention layer in order (0: none). generation: the defaults that a user may override.
-    layers: (compiled, of the model), where only the first ones were asked for."""
+    dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. windows: sliding window of each
+    attention layer (0: none). heads: (query heads, key heads, key width, value width) of each. generation: sampling
+    defaults. layers: (compiled, total) if only the first layers were compiled.
+    """
 
     model_type: str
     architecture: str
@@ -54,7 +55,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A weight of the graph: its type there, the module that owns it, and that module's class."""
+    """A weight input of the graph, with the path and class of the module that owns it."""
 
     name: str
     type: Type
@@ -64,9 +65,12 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model. `weights`: every weight input of @main by name. `buffers`: those that are computed, not stored
-    (float32 arrays). `tied`: state-dict name -> the name that stands for it. `model`: the transformers module on the
-    meta device, for its loading rules; it holds no bytes."""
+    """A traced model.
+
+    weights: all weight inputs of @main by name. buffers: those that are computed instead of stored (float32 arrays).
+    tied: state-dict name -> the name used in its place. model: the transformers module on the meta device, kept for its
+    loading rules.
+    """
 
     source: Source
     module: Module
@@ -86,12 +90,11 @@ def trace(
     layers: int | None = None,
     instead: Mapping[str, str] = MappingProxyType({}),
 ) -> Traced:
-    """Trace the model of a folder. No weight is read.
+    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
 
-    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, or what `instead` has for it). max_positions: the longest
-    sequence to serve (default: the config's own limit); it decides which frequencies a longrope model gets.
-    max_tokens, max_rows: bounds of T and R.
-    layers: trace a model of the first ones alone. Raises Diagnostic E301-E312.
+    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
+    in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
+    bounds of T and R. layers: trace only the first layers.
     """
     from . import convert, export, tokens
 
@@ -136,7 +139,7 @@ def trace(
 
 
 def _stored_dtype(source: Source, config: Any) -> str:
-    """What config.json says (of the whole model before its text half), else what most stored tensors are, else f32."""
+    """The dtype named in config.json, else the most common dtype of the stored tensors, else f32."""
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
     for part in (config, config.get_text_config()):
         if said := names.get(str(part.dtype).removeprefix("torch.")):
@@ -157,8 +160,10 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def _limit(config: Any) -> int:
-    """The longest sequence that the config vouches for; a scaled rotary embedding stretches the trained length (not
-    `dynamic`: its frequencies would change while a sequence grows, see `rope.patch`)."""
+    """The longest sequence that the config supports, including the stretch of a scaled rotary embedding.
+
+    `dynamic` scaling is excluded: its frequencies would change while a sequence grows, see `rope.patch`.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     if not limit:
         raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
@@ -199,8 +204,7 @@ def _facts(
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
-    """Token ids of a role; generation_config.json outranks config.json, and either may name one or several (null:
-    none of its own)."""
+    """Token ids of a role from generation_config.json, else from config.json. Each may hold one id, several or null."""
     value = source.generation.get(key)
     value = getattr(config, key, None) if value is None or value == [] else value
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
@@ -212,7 +216,7 @@ def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
 def _generation(source: Source) -> dict[str, Any]:
     found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
     for key, value in found.items():
-        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # a NaN is not between any two
+        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
             told = repr(value)[:40]
             raise Diagnostic("E302", f"generation_config.json: {key} is {told}, not a number", "correct the file")
     return found

@@ -1,4 +1,7 @@
-"""Where attention, experts and rotary tables enter the trace: single opaque ops with fake results, never computed."""
+"""Custom torch ops that stand for attention, experts and rotary tables in a trace, and their registration.
+
+transformers calls them through its attention, mask and experts interfaces. They have shapes but no implementation.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -12,10 +15,10 @@ from llmc.diagnostics import Diagnostic
 
 from . import gates
 
-GATE = "llmc_gate"  # the attribute that holds an experts module's gate
+GATE = "llmc_gate"  # attribute of an experts module that stores its Gate
 NAME = "llmc"
 
-# What models hand to the attention function besides its own arguments and what does not change its result.
+# Extra arguments that models pass to the attention function and that do not change its result.
 HARMLESS = frozenset(
     {
         "position_ids", "use_cache", "cache_position", "logits_to_keep",
@@ -26,7 +29,7 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class MaskTag:
-    """What a model's mask function asked for, handed through to the attention hook in the mask's place."""
+    """Returned instead of an attention mask, to pass the requested window to the attention hook."""
 
     window: int = 0
 
@@ -86,7 +89,7 @@ def _(inv_freq, positions, scaling, layout, dtype):  # type: ignore[no-untyped-d
 
 
 def register() -> None:
-    """Offer our attention, masks and experts to transformers under the name "llmc"; may be called again."""
+    """Register the hooks with transformers under the name "llmc". Repeated calls are harmless."""
     AttentionInterface.register(NAME, _attention_hook)
     AttentionMaskInterface.register(NAME, _mask_hook)
     ExpertsInterface.register(NAME, _experts_hook)
@@ -117,12 +120,12 @@ def _attention_hook(
     is_causal: bool | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it; some name the arguments, so these names are theirs."""
+    """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
     name, mask = type(module).__name__, attention_mask
     if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
         raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
     check_causal(name, is_causal is not False and getattr(module, "is_causal", True) is not False, mask)
-    # Eager attention applies the window through its mask, so the mask's word counts where there is one.
+    # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
     window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, "layer_idx", None)
@@ -133,13 +136,13 @@ def _attention_hook(
 
 
 def check_causal(name: str, causal: bool, mask: Any) -> None:
-    """Diagnostic E305 where an attention is not causal, or brings a mask of its own making."""
+    """Raise Diagnostic E305 if an attention is not causal or passes its own mask."""
     if not causal or isinstance(mask, Tensor):
         raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
 
 
 def read_gates(model: torch.nn.Module) -> None:
-    """Note on every module of experts what it does between its products, before anything is traced; E305."""
+    """Store the Gate of every experts module on the module, before tracing; raises Diagnostic E305."""
     for path, module in model.named_modules():
         if hasattr(module, "_apply_gate"):
             try:
@@ -149,7 +152,7 @@ def read_gates(model: torch.nn.Module) -> None:
 
 
 def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Experts as the op wants them, [experts, out, in], gate rows first, turned by ordinary ops on weights."""
+    """Call the moe op with weights as [experts, out, in] and gate rows first, rearranged by ordinary ops on weights."""
     if not getattr(module, "has_gate", True):
         raise Diagnostic(
             "E305",

@@ -1,7 +1,7 @@
-"""A hub id in, a local folder out that is pinned to one commit; files of an allow-list alone are fetched, never code.
+"""Downloads a model from the Hugging Face hub into a local folder, pinned to one commit.
 
-What may be fetched is known by name: config and generation config, tokenizer and chat template, safetensors and their
-index, all from the repository's top level. Requests and the folder's layout are huggingface_hub's.
+Only files on an allow-list are fetched, never code: config and generation config, tokenizer, chat templates,
+safetensors and their index, from the top level of the repository. Requests and the cache layout are huggingface_hub's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from .source import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PATIENCE = 20.0  # seconds without an answer
+PATIENCE = 20.0  # timeout of a request in seconds
 
-Progress = Callable[[int, int], None]  # bytes there, bytes in all
+Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where ids are looked up. endpoint: the hub's address (None: the public one); folder: where files are kept (None:
-    huggingface_hub's own cache); offline: take what is in that folder, ask nobody."""
+    """Where hub ids are looked up.
+
+    endpoint: address of the hub (None: the public one). folder: download folder (None: huggingface_hub's cache).
+    offline: use only what is in the folder.
+    """
 
     endpoint: str | None = None
     folder: Path | None = None
@@ -40,7 +43,7 @@ PUBLIC = Hub()
 
 @dataclass(frozen=True)
 class Located:
-    """A local folder, and where it came from: the hub's name and a commit of 40 digits, or "" and ""."""
+    """A local folder and its origin: the hub name and the commit (40 hex digits), or two empty strings."""
 
     folder: Path
     name: str = ""
@@ -48,12 +51,12 @@ class Located:
 
 
 def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress | None = None) -> Located:
-    """The folder of a model: a path as it is, a hub id `owner/name[@revision]` (or `name@revision`) fetched. What
-    exists as a path is one. weights: whether the weights are wanted, too.
+    """Return the folder of a model: a local path, or a hub id `owner/name[@revision]` (or `name@revision`) to download.
 
-    Raises Diagnostic E330 (no such repository), E331 (gated or private), E332 (nobody answers, or nothing is there
-    offline), E333 (no such revision), E334 (the hub's answer is no use), and E301-E304, E307, E320 where what is found
-    is no model that can be compiled."""
+    An existing path takes precedence over a hub id. `weights` says whether weights are needed. Raises Diagnostic E330
+    (no such repository), E331 (gated or private), E332 (no connection, or not downloaded and offline), E333 (no such
+    revision), E334 (unusable answer), and E301-E304, E307, E320 if the folder is not a model that can be compiled.
+    """
     m = ID.fullmatch(str(model)) if isinstance(model, str) else None
     if m is None or Path(model).exists() or not ("/" in m["name"] or m["revision"]):
         at = Located(Path(model))
@@ -66,7 +69,7 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
 
 
 def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
-    """The files of a repository that are fetched. shards: the weights' files, None for no weights."""
+    """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, kinds.INDEX} if shards is not None else set()
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
 
@@ -76,13 +79,13 @@ def _concerns(name: str) -> bool:
 
 
 def _is_template(name: str) -> bool:
-    """Whether a file is one of the further chat templates, which alone lie in a folder."""
+    """Whether a file is one of the additional chat templates, the only wanted files in a subfolder."""
     folder, _, rest = name.partition("/")
     return folder == TEMPLATES and "/" not in rest and rest.endswith(".jinja")
 
 
 class _Fetch:
-    """One model on its way in."""
+    """The download of one model."""
 
     def __init__(self, name: str, revision: str, hub: Hub, progress: Progress | None):
         self.name, self.revision, self.hub = name, revision, hub
@@ -90,6 +93,7 @@ class _Fetch:
         self.where = f"{name}@{revision}"
 
     def run(self, weights: bool) -> Located:
+        """Check config.json first, then download the wanted files, reporting progress in bytes."""
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
@@ -109,7 +113,7 @@ class _Fetch:
         return Located(folder, self.name, commit)
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
-        """The weights' files: one, which outranks an index of others, or those that the index names."""
+        """Names of the weight files: those in the index, or a single file, which takes precedence over the index."""
         if kinds.INDEX not in sizes:
             if kinds.SINGLE not in sizes:
                 raise kinds.refuse_weights(sizes, self.where)
@@ -124,7 +128,7 @@ class _Fetch:
         return sorted(named)
 
     def asked(self) -> tuple[str, dict[str, int]]:
-        """The commit and the files that may concern us with their sizes, as the hub tells."""
+        """Ask the hub for the commit of the revision, and for its relevant files with their sizes."""
         from huggingface_hub import HfApi
 
         info = self.guarded(
@@ -138,12 +142,13 @@ class _Fetch:
         return str(info.sha), files
 
     def cached(self) -> tuple[str, dict[str, int]]:
-        """The commit and the files of an earlier fetch."""
+        """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
         found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]
         return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
 
     def file(self, name: str, revision: str) -> Path:
+        """Download one file, or find it in the cache, and return its path."""
         from huggingface_hub import hf_hub_download
 
         def download() -> str:
@@ -157,7 +162,7 @@ class _Fetch:
         return Path(self.guarded(download))
 
     def guarded(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` answers, with every way in which a hub fails told by name."""
+        """Return ask(), translating each of the hub client's errors into a Diagnostic."""
         from httpx import HTTPError
         from huggingface_hub import errors
 
@@ -191,6 +196,7 @@ class _Fetch:
         return self.hub.endpoint or "the hub"
 
     def silent(self, e: Exception) -> Diagnostic:
+        """The error for a hub that does not respond."""
         if self.hub.offline:
             return Diagnostic(
                 "E332",
@@ -204,13 +210,14 @@ class _Fetch:
         )
 
     def useless(self, why: str) -> Diagnostic:
+        """The error for an unusable answer."""
         return Diagnostic(
             "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
         )
 
 
 def _note(ref: Path, commit: str) -> None:
-    """What a revision meant when all of it was fetched, where huggingface_hub looks when it asks nobody."""
+    """Record the commit of a completely downloaded revision where huggingface_hub looks it up when offline."""
     ref.parent.mkdir(parents=True, exist_ok=True)
     partial = ref.with_name(f".{ref.name}.{os.getpid()}")
     partial.write_text(commit)

@@ -1,4 +1,4 @@
-"""What a folder or a file is when it is no model that we can compile, told by its names; no weight is read here."""
+"""Diagnostics for unsupported inputs, derived from file names and config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FLOAT = "compile the original checkpoint in float32, bfloat16 or float16 safetensors"
 SAVE_AGAIN = "AutoModelForCausalLM.from_pretrained(FOLDER{}).save_pretrained(NEW) in an environment you trust"
 
-# By a file's ending: what it is, and what to do.
+# By file suffix: a description, and a remedy.
 FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         ".gguf": ("a GGUF file", FLOAT),
@@ -27,7 +27,7 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         **dict.fromkeys(PICKLES, ("a pickle, which is never opened: loading it runs code", FLOAT)),
     }
 )
-# By a name that only such a folder has: what it is, and what to do.
+# By the name of a characteristic file in a folder: a description, and a remedy.
 FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "manifest.json": ("is an artifact already", "run it: llmc-run {where}, or look at it: llmc inspect {where}"),
@@ -42,7 +42,7 @@ FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-# By the end of a class name in config.json: what such a model is.
+# By the suffix of an architecture name in config.json: a description.
 HEADS: Mapping[str, str] = MappingProxyType(
     {
         "ForMaskedLM": "an encoder, which fills gaps in a text",
@@ -57,7 +57,7 @@ HEADS: Mapping[str, str] = MappingProxyType(
         "RewardModel": "a model that scores texts",
     }
 )
-# By quant_method: how to get floats back.
+# By quant_method: how to convert the checkpoint to floats.
 UNQUANTISE: Mapping[str, str] = MappingProxyType(
     {
         "mxfp4": "save it as bfloat16: "
@@ -70,7 +70,7 @@ ALIBI = "its attention adds a bias by distance (ALiBi)"
 WRITTEN = "its attention is written out, where others call transformers' AttentionInterface"
 RECURRENT = "it keeps a recurrent state a sequence, where attention keeps keys and values"
 HYBRID = "most of its layers are recurrent or linear attention, which keep a state a sequence"
-# Families that transformers has and that we know not to fit, with the reason.
+# Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("bloom", "mpt"), ALIBI),
@@ -86,7 +86,7 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
 
 
 def outside(config: Mapping[str, Any]) -> str | None:
-    """Why a family does not fit, by its name and what its config.json asks for; None where nothing is known."""
+    """Return why a model family is not supported, or None if it may be."""
     inner = config.get("text_config")
     named = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
     return (
@@ -97,7 +97,7 @@ def outside(config: Mapping[str, Any]) -> str | None:
 
 
 def refuse_file(path: Path) -> Diagnostic:
-    """Why a path that is no folder is no model."""
+    """The error for a path that is a file instead of a model folder."""
     what, remedy = FILES.get(
         path.suffix, ("a file", "give a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
     )
@@ -105,7 +105,7 @@ def refuse_file(path: Path) -> Diagnostic:
 
 
 def refuse_code(asked: str) -> Diagnostic:
-    """Why Python code of a model's repository is never run; `asked` is what wants it to."""
+    """The error for a model that needs Python code from its repository; `asked` names what requests it."""
     return Diagnostic(
         "E304",
         f"{asked}: Python code that comes with a model is never run",
@@ -114,7 +114,7 @@ def refuse_code(asked: str) -> Diagnostic:
 
 
 def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
-    """Why files without a config.json are no model."""
+    """The error for a folder or repository without a config.json."""
     for name, (what, remedy) in FOLDERS.items():
         if name in names:
             return Diagnostic("E302", f"{where} {what}", remedy.format(where=where))
@@ -131,13 +131,13 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
 
 
 def refuse_adapter(where: str, base: object) -> Diagnostic:
-    """Why a config.json beside an adapter is no model; `base` is what the adapter is for."""
+    """The error for an adapter without its base model; `base` is the base model's name."""
     what, remedy = FOLDERS["adapter_config.json"]
     return Diagnostic("E302", f"{where} {what}; its base model is {base}", remedy)
 
 
 def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
-    """Why files without safetensors of a model hold no weights that we read."""
+    """The error for a folder or repository without safetensors weights."""
     if "adapter_model.safetensors" in names:
         return refuse_adapter(where, "not named")
     old = sorted(n for n in names if n.endswith(PICKLES))
@@ -158,7 +158,7 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Diagnostic E303 and E307 where a config.json says itself that its model writes no text, or holds codes."""
+    """Raise Diagnostic E303 (not a text generation model) or E307 (quantised weights) if config.json says so."""
     if quant := config.get("quantization_config") or config.get("compression_config") or config.get("quantization"):
         method = quant.get("quant_method", "unnamed") if isinstance(quant, dict) else quant
         if "quantization" in config and "quantization_config" not in config:

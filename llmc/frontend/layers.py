@@ -1,4 +1,4 @@
-"""A model of the first layers of another: its config cut short, and which stored tensors are then beyond it."""
+"""Truncates a model to its first layers: shortens the config, and identifies the tensors of the removed layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from llmc.diagnostics import Diagnostic
 
 
 def first_layers(config: Any, count: int) -> tuple[Any, int]:
-    """(the config of the first `count` layers, how many the model has): what it says of single layers is cut, too.
+    """Return the config of a model's first `count` layers, and the model's number of layers.
 
-    Diagnostic E312 where the model has no more than `count`, or where transformers refuses the shorter config.
+    Per-layer lists in the config are shortened, too. Raises Diagnostic E312 if the model does not have more than
+    `count` layers, or if transformers rejects the shortened config.
     """
     text = config.get_text_config()
     total = int(text.num_hidden_layers)
@@ -30,7 +31,7 @@ def first_layers(config: Any, count: int) -> tuple[Any, int]:
     inner[key] = count
     try:
         return type(config).from_dict(data), total
-    except Exception as e:  # transformers raises many kinds; each means that it refuses the shorter config
+    except Exception as e:  # transformers raises many types; each means that it rejects the shortened config
         reason = " ".join(str(e).split())[:200]
         cause = f"--layers {count}: transformers refuses the model of {count} layers: {reason}"
         raise Diagnostic("E312", cause, "give another number of layers") from e
@@ -41,7 +42,7 @@ def _is_of(value: Any, text: Any) -> bool:
 
 
 def beyond(model: Any, count: int) -> Callable[[str], bool]:
-    """Whether a stored tensor belongs to a layer that a model of the first `count` layers has not, by its name."""
+    """Return a predicate on names of stored tensors: whether one belongs to a layer after the first `count`."""
     lists = [path for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
     path = min(lists, key=lambda p: p.count("."), default="layers")
     layer = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")

@@ -1,4 +1,4 @@
-"""What a row of the aten table works with: the call's operands, its expected results, a few helpers; no row is here."""
+"""The interface between the converter and the lowerings of the aten table: operands, expected results, helpers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Value
 from llmc.ir.types import Type
 
-# 64-bit integers are token ids, positions and expert numbers: all fit 32 bits, which is what the runtime stores.
+# 64-bit integers in these graphs are token ids, positions and expert numbers: all fit the 32 bits that we store.
 IR_DTYPE = MappingProxyType(
     {
         torch.float64: "f64",
@@ -30,22 +30,24 @@ IR_DTYPE = MappingProxyType(
         torch.bool: "bool",
     }
 )
-# A complex tensor is one of floats with a last axis of real and imaginary parts.
+# A complex tensor becomes a float tensor with a last axis of real and imaginary part.
 PARTS = MappingProxyType({torch.complex64: torch.float32, torch.complex128: torch.float64})
 
 
 class Unsupported(Exception):
-    """A row met arguments that it does not cover; the message says which."""
+    """Raised by a lowering for arguments that it does not support."""
 
 
 class Sizes:
-    """torch's symbolic sizes as Dims; equal expressions are translated once."""
+    """Translates torch's symbolic sizes to Dims, caching equal expressions."""
 
     def __init__(self, names: Mapping[Any, str]):
+        """Take the names of torch's symbols: sympy symbol -> "T" or "R"."""
         self.names = names
         self.seen: dict[Any, Dim] = {}
 
     def dim(self, size: Any) -> Dim:
+        """Return a size as a Dim; raises Unsupported if it is not a polynomial of T and R, up to floor division."""
         if isinstance(size, int):
             return Dim.of(size)
         expr = size.node.expr
@@ -54,14 +56,17 @@ class Sizes:
         return self.seen[expr]
 
     def shape(self, sizes: Sequence[Any]) -> tuple[Dim, ...]:
+        """Return a shape as Dims."""
         return tuple(self.dim(s) for s in sizes)
 
     def type(self, fake: torch.Tensor) -> Type:
+        """Return the IR type of a fake tensor."""
         if (floats := PARTS.get(fake.dtype)) is not None:
             return Type(IR_DTYPE[floats], (*self.shape(fake.shape), Dim.of(2)))
         return Type(IR_DTYPE[fake.dtype], self.shape(fake.shape))
 
     def _walk(self, e: Any) -> Dim:
+        """Convert a sympy expression; floor division by a constant becomes ceiling division."""
         if e.is_Integer:
             return Dim.of(int(e))
         if e in self.names:
@@ -85,7 +90,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Call:
-    """One aten call being lowered. `types`: what torch says of its results (64-bit integers as i32)."""
+    """An aten call being lowered. `types` are the types of its results in torch, with 64-bit integers as i32."""
 
     b: Builder
     types: tuple[Type, ...]
@@ -93,14 +98,16 @@ class Call:
 
     @property
     def type(self) -> Type:
+        """The type of the first result."""
         return self.types[0]
 
     @property
     def shape(self) -> tuple[Dim, ...]:
+        """The shape of the first result."""
         return self.types[0].shape
 
     def value(self, x: Any, like: Value | Type) -> Value:
-        """A Value as it is; a number as a constant of `like`'s dtype, or of f32 where that dtype cannot hold it."""
+        """Return a Value unchanged; turn a number into a constant of `like`'s dtype (f32 if that would lose bits)."""
         if isinstance(x, Value):
             return x
         if isinstance(x, Dim):
@@ -116,17 +123,18 @@ class Call:
         return self.b.constant(x, dtype if kind == "i" else "i32")
 
     def cast(self, x: Value, dtype: str) -> Value:
+        """Cast x, unless it has the dtype already."""
         return x if x.type.dtype == dtype else self.b.cast(x, dtype=dtype)
 
     def reshape(self, x: Value, shape: Sequence[Dim]) -> Value:
-        """x with another shape; reshapes of reshapes read their source."""
+        """Reshape x; a reshape of a reshape reads the original value."""
         shape = tuple(shape)
         while x.type.shape != shape and x.node is not None and x.node.op.name == "reshape":
             x = x.node.operands[0]
         return x if x.type.shape == shape else self.b.reshape(x, shape=shape)
 
     def transpose(self, x: Value, perm: Sequence[int]) -> Value:
-        """x with its axes permuted; transposing back gives the source."""
+        """Permute the axes of x; a permutation that undoes the previous one returns the original value."""
         perm = tuple(perm)
         if perm == tuple(range(len(perm))):
             return x
@@ -137,9 +145,11 @@ class Call:
         return self.b.transpose(x, perm=perm)
 
     def broadcast(self, x: Value, shape: Sequence[Dim]) -> Value:
+        """Broadcast x, unless it has the shape already."""
         return x if x.type.shape == tuple(shape) else self.b.broadcast(x, shape=tuple(shape))
 
     def part(self, x: Value, axis: int, start: Dim | int, stop: Dim | int) -> Value:
+        """Slice one axis of x, unless the range covers it."""
         whole = x.type.shape[axis]
         if Dim.of(start).const == 0 and Dim.of(stop) == whole:
             return x
@@ -147,13 +157,13 @@ class Call:
 
 
 def axis_of(x: Value | Type, dim: int) -> int:
-    """A non-negative axis."""
+    """Return the axis as a non-negative number."""
     rank = (x.type if isinstance(x, Value) else x).rank
     return dim + rank if dim < 0 else dim
 
 
 def _holds(dtype: str, x: float) -> bool:
-    """Whether rounding x to the dtype keeps what torch would compute with (torch keeps scalars at 32 bits or more)."""
+    """Whether a scalar keeps its value in the dtype; torch computes with scalars of at least 32 bits."""
     if dtype in ("f32", "f64") or np.isinf(x):
         return True
     return float(np.asarray(x, dtype=DTYPES[dtype].np)) == x

@@ -1,4 +1,4 @@
-"""From a checkpoint's names to a model's, by transformers' own renaming and conversion data; no rule is ours."""
+"""Maps checkpoint tensors to the model's weights with the renaming and conversion rules of transformers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .tensors import Stored, some
 
 
 def resolve(model: Any, tensors: Mapping[str, Stored]) -> dict[str, Part]:
-    """State-dict name -> how it is put together, for every stored tensor (known to the model or not).
+    """Return for each state-dict name how it is assembled, for every stored tensor, known to the model or not.
 
-    Diagnostic E325 where parts do not fit together, E326 for a conversion that is not supported."""
+    Raises Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
+    """
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -47,7 +48,7 @@ def _rename(model: Any, name: str, renamings: Any, converters: Any, known: Any) 
 
 
 def _convert(converter: Any, target: str, group: dict[str, list[Part]], known: Any) -> dict[str, Part]:
-    """Apply a converter's operations to parts instead of tensors; the patterns are its keys, as in transformers."""
+    """Apply a converter's operations to parts instead of tensors; as in transformers, groups are keyed by pattern."""
     missing = [p for p in converter.source_patterns if p not in group]
     if missing:
         raise Diagnostic(

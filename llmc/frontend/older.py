@@ -1,5 +1,7 @@
-"""Families from before AttentionInterface, whose attention is ours while a model is traced: the one call of
-`_flash_attention_forward` in their flash class, or their method `_attn`. Which families is data; no model code is here.
+"""Attention hooks for model families that do not use transformers' AttentionInterface.
+
+While such a model is traced, our attention replaces the `_flash_attention_forward` that its flash class calls, or its
+method `_attn`. The tables below list the families.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from . import hooks
 
-# Whose flash class computes what their eager class does. (gpt_neo's forgets the windows of its local layers.)
+# Families whose flash class computes the same as their eager class. (gpt_neo's ignores the windows of local layers.)
 FAMILIES = frozenset({"falcon", "gptj"})
 
 
 @dataclass(frozen=True)
 class Method:
-    """A class whose `_attn(q, k, v, mask)` is its whole attention; its scale (None: d ** -0.5) and window by module."""
+    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window."""
 
     owner: str
     scale: float | None = None
@@ -43,7 +45,7 @@ CALL = "_flash_attention_forward"
 
 @contextmanager
 def taken_in(model_type: str) -> Iterator[None]:
-    """Within, such a family is built and traced with our attention; for others nothing happens."""
+    """Within this context, models of an older family are traced with our attention. Others are unaffected."""
     if model_type not in FAMILIES and model_type not in METHODS:
         yield
         return
@@ -56,10 +58,10 @@ def taken_in(model_type: str) -> Iterator[None]:
 
 @contextmanager
 def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[None]:
-    """Within, the class's `_attn` is our attention."""
+    """Within this context, our attention replaces the class's `_attn`."""
 
     def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
-        """[1,H,T,D] each -> [1,H,T,D]."""
+        """q, k, v [1,H,T,D] -> [1,H,T,D]."""
         hooks.check_causal(method.owner, True, attention_mask)
         scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
         q, k = query.to(value.dtype), key.to(value.dtype)
@@ -78,8 +80,8 @@ def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[No
 
 @contextmanager
 def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
-    """Within, the flash class is the one that is asked for, and what it calls is our attention."""
-    asked = torch.is_autocast_enabled  # refuses to answer for the meta device, where nothing is cast
+    """Within this context, the flash class is selected, and it calls our attention."""
+    asked = torch.is_autocast_enabled  # raises for the meta device, on which nothing is autocast
     with (
         replaced(classes, hooks.NAME, classes["flash_attention_2"]),
         replaced(vars(module), CALL, _attention),
@@ -90,7 +92,7 @@ def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
 
 
 class _Slices(TorchFunctionMode):
-    """x[..., [k], :] is x[..., k:k+1, :], whose meaning needs no tensor of indices: those have no value on meta."""
+    """Replace x[..., [k], :] by x[..., k:k+1, :]. The former makes an index tensor, which has no values on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -108,7 +110,7 @@ def _span(k: int) -> tuple[int, int | None]:
 
 @contextmanager
 def replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    """Within, a name of a module or an entry of a table is another one."""
+    """Within this context, an entry of a namespace or table has another value."""
     absent = object()
     before = names.get(name, absent)
     names[name] = value
@@ -133,7 +135,7 @@ def _attention(
     softcap: float | None = None,
     **extra: Any,
 ) -> Tensor:
-    """[1,T,H,D] each -> [1,T,H,D]. The layer is not told; layers are numbered when the trace is read."""
+    """q, k, v [1,T,H,D] -> [1,T,H,D]. The layer is unknown here; `convert` numbers layers afterwards."""
     hooks.check_causal(CALL, is_causal, attention_mask)
     window = attention_mask.window if isinstance(attention_mask, hooks.MaskTag) else int(sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,4 +1,4 @@
-"""Rotary embeddings in the trace: a rope module becomes one op, its frequencies a computed buffer; no table is made."""
+"""Rotary embeddings in the trace: each rope module becomes one op, and its frequencies a computed buffer."""
 
 import copy
 import types
@@ -11,11 +11,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmc.diagnostics import Diagnostic
 
-Plan = tuple[str, float, str, torch.dtype | None]  # buffer, scaling, layout, dtype of the tables (None: x's)
+Plan = tuple[str, float, str, torch.dtype | None]  # buffer, scaling, layout, dtype of tables (None: x's)
 
 KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 
-# How a module spreads the h frequencies over its table's columns.
+# How a module arranges h frequencies in the columns of its tables.
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
     {
         "half": lambda a: a,
@@ -23,11 +23,11 @@ LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.Mapping
         "pairs": lambda a: a.repeat_interleave(2, -1),
     }
 )
-COMPLEX = "complex"  # cos + i sin as one table of half width
+COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Diagnostic E306 where config.json (as parsed) asks for a rope type that transformers does not have."""
+    """Raise Diagnostic E306 if the parsed config.json names a rope type that transformers does not have."""
     for name in _rope_types(config.get("rope_scaling")) + _rope_types(config.get("rope_parameters")):
         if name not in KNOWN:
             raise Diagnostic("E306", f"config.json: rope type {name!r} is unknown", f"known types: {', '.join(KNOWN)}")
@@ -39,23 +39,24 @@ def _rope_types(entry: Any) -> list[str]:
     found = [str(t) for k in ("rope_type", "type") if (t := entry.get(k)) is not None]
     for value in entry.values():
         found += _rope_types(value)
-    # "su" and "mrope" are older spellings, which transformers itself maps to longrope and default.
+    # "su" and "mrope" are older names, which transformers itself maps to longrope and default.
     return [{"su": "longrope", "mrope": "default"}.get(t, t) for t in found]
 
 
 def rope_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield (path, module) for the model's rotary embedding modules."""
     for name, m in model.named_modules():
         if "RotaryEmbedding" in type(m).__name__ and hasattr(m, "rope_type"):
             yield name, m
 
 
 def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
-    """Replace each rope module's forward by `llmc::rope_tables`; answers the frequencies of each patched buffer.
+    """Replace the forward of each rope module by `llmc::rope_tables`; returns the frequencies by buffer name.
 
-    longrope has two sets of frequencies and transformers chooses by the longest sequence of a batch; here the choice
-    is made once: the short set where `max_positions` fits the original length, else the long one. dynamic equals the
-    default below its config's max_position_embeddings; beyond it the frequencies would change while a sequence grows,
-    which keys already cached cannot follow, so that is refused (E306).
+    longrope has two sets of frequencies, and transformers chooses by the longest sequence of a batch. Here the choice
+    is made once: the short set if `max_positions` fits the original length, else the long one. dynamic equals default
+    up to the config's max_position_embeddings. Beyond that, frequencies would change while a sequence grows and no
+    longer match the keys in the cache, so that raises Diagnostic E306.
     """
     computed: dict[str, Tensor] = {}
     for path, module in rope_modules(model):
@@ -84,6 +85,7 @@ def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable
 
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
+    """The frequencies of a rope module, fixed for `max_positions`; raises Diagnostic E306."""
     extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(
@@ -95,17 +97,17 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
         raise Diagnostic("E306", f"rope type {kind!r} is unknown", f"known types: {', '.join(KNOWN)}")
     if kind == "longrope":
         return ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=max_positions, **extra)[0]
-    with torch.device("cpu"):  # as the module itself computes them, whichever of the config's entries it takes
+    with torch.device("cpu"):  # let the module compute them, from whichever config entry it uses
         return getattr(type(module)(module.config), f"{prefix}inv_freq")
 
 
 def _layout(
     module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor, path: str
 ) -> tuple[str, torch.dtype | None]:
-    """Run the module's own forward on a few positions: which layout gives its table, and in which dtype (None: x's)."""
+    """Run the module's forward on a few positions to find its layout, and the dtype of its tables (None: that of x)."""
     try:
         tables, low = _probe(module, prefix, layer_type, freq)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants more than positions of one axis
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions of one axis
         tables = low = None
     angles = torch.arange(4)[None, :, None].float() * freq
     scaling = float(getattr(module, f"{prefix}attention_scaling"))
@@ -124,7 +126,7 @@ def _layout(
 
 
 def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:
-    """What the module's own forward answers at positions 0 .. 3, asked in float32 and in bfloat16."""
+    """Return the tables of the module's own forward for positions 0 .. 3, called with float32 and with bfloat16."""
     probe = copy.copy(module)
     probe._buffers = dict(module._buffers)
     for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):

@@ -1,4 +1,4 @@
-"""Sizes in a config that no model has: told by their numbers, before building such a model takes all time or memory."""
+"""Rejects absurd sizes in a config before building such a model exhausts time or memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from llmc.diagnostics import Diagnostic
 from .tensors import TensorFiles
 
 MOST_LAYERS, MOST = 1000, 65536
-_COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # a vocabulary may be one per layer
+_COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # vocabularies may be counted per layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
 
 
 def check_sizes(config: Any) -> None:
-    """Diagnostic E302 where a text config counts more layers, heads or experts than any model has, or heads wider,
-    or where a value is no number (NaN or infinite)."""
+    """Raise Diagnostic E302 if layers, heads, experts or head width exceed any real model, or a value is not finite."""
     layers = int(config.num_hidden_layers)
     if not 1 <= layers <= MOST_LAYERS:
         raise _wrong("num_hidden_layers", layers, f"1 to {MOST_LAYERS} layers can be compiled")
@@ -34,15 +33,17 @@ def check_sizes(config: Any) -> None:
 
 
 def check_layers(folder: Path, layers: int) -> None:
-    """Diagnostic E323 where a checkpoint that is there names far fewer layers than the config counts: to trace those
-    would take long. A damaged checkpoint, or a few layers that lack, are told of later, in full."""
+    """Raise Diagnostic E323 if the checkpoint has far fewer layers than the config, before a long trace.
+
+    Damaged checkpoints and a few missing layers are reported in detail later, by `Checkpoint`.
+    """
     try:
         files = TensorFiles(folder)
     except Diagnostic:
         return
     found = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
     files.close()
-    if found and layers > 8 * max(found) + 8:  # a model that runs its layers again may count every run
+    if found and layers > 8 * max(found) + 8:  # a model that reuses its layers may count every pass
         cause = f"config.json counts {layers} layers; the checkpoint holds tensors of {max(found)}"
         raise Diagnostic("E323", cause, "fetch the whole checkpoint; config.json and weights must be of one model")
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about itself, read as JSON; no model is built and no weight is read here."""
+"""Reads the JSON files of a Hugging Face folder and checks that it can be compiled."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llmc.diagnostics import Diagnostic
 
 from . import kinds
 
-MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # of one file of JSON: parsed it takes some 100 MB
-MOST_SMALL = 256 << 20  # of a file that goes into the artifact as it is
+MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
+MOST_SMALL = 256 << 20  # limit of a file that is copied into the artifact
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -34,9 +34,9 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
-TEMPLATES = "additional_chat_templates"  # a folder of further chat templates, NAME.jinja
+TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
-# Architectures whose logits are compared with transformers' own in tests/models; others may work too.
+# Architectures whose logits tests/models compares with those of transformers; others may work, too.
 TESTED = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "gpt_neox", "stablelm", "granite",
     "smollm3", "starcoder2", "cohere", "glm4", "gemma", "gemma3_text", "gemma3", "phi", "opt", "olmo", "glm",
@@ -55,7 +55,7 @@ KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED)
 
 @dataclass(frozen=True)
 class Source:
-    """A model folder: its config.json and generation_config.json (empty when absent) as parsed."""
+    """A model folder with its parsed config.json and generation_config.json (empty if there is none)."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -63,16 +63,17 @@ class Source:
 
     @property
     def model_type(self) -> str:
+        """The model type in config.json."""
         return str(self.config["model_type"])
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """The files that an artifact carries verbatim, as far as they exist."""
+        """The existing files that an artifact contains verbatim."""
         return tuple(p for name in small_files(self.folder) if (p := self.folder / name).is_file())
 
 
 def open_source(path: str | Path) -> Source:
-    """Read a local model folder. Diagnostic E301-E304, E307 where it is missing, unreadable or not ours to compile."""
+    """Read a local model folder; raises Diagnostic E301-E304 or E307 if it is missing, unreadable or unsupported."""
     folder = Path(path)
     if not folder.is_dir():
         if folder.exists():
@@ -101,16 +102,16 @@ def open_source(path: str | Path) -> Source:
 
 
 def small_files(folder: Path) -> tuple[str, ...]:
-    """The names that a folder's small files may have: fixed ones, and its further chat templates'."""
+    """Return the possible names of small files: a fixed list, and the folder's additional chat templates."""
     return (*TOKENIZER_FILES, *sorted(f"{TEMPLATES}/{p.name}" for p in (folder / TEMPLATES).glob("*.jinja")))
 
 
 def check_files(folder: Path) -> None:
-    """Diagnostic E308 where a small file is no plain file, too large for one, or a link out of the folder: its
-    contents would go into the artifact.
+    """Raise Diagnostic E308 if a small file is not a regular file, is too large, or links out of the folder.
 
-    A hub's cache keeps files beside its snapshots, in blobs/; weights may lie anywhere, as no byte of theirs is copied
-    before it is known to be a tensor's."""
+    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files beside its
+    snapshots, in blobs/, which is allowed. Weights may be anywhere: only bytes of their tensors are copied.
+    """
     inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))
     for name in small_files(folder):
         path = folder / name
@@ -127,14 +128,14 @@ def check_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Diagnostic E320 where a folder holds no safetensors of a model; told before anything is traced."""
+    """Raise Diagnostic E320 if a folder has no safetensors weights. Called before anything is traced."""
     names = {p.name for p in folder.iterdir()}
     if kinds.SINGLE not in names and kinds.INDEX not in names:
         raise kinds.refuse_weights(names, str(folder))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; Diagnostic E302 where it is not one, or is larger than any is."""
+    """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
     if not is_regular(path):
         what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
         raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
@@ -153,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a path leads to a plain file; reading a pipe or a device might never end."""
+    """Whether a path leads to a regular file; reading from a pipe or a device might block forever."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder as one name -> tensor mapping; only headers are read until rows are asked for."""
+"""The safetensors files of a folder as one mapping from names to tensors. Opening reads only headers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from . import kinds
 from .kinds import INDEX, SINGLE
 from .source import check_weights, is_regular, read_json
 
-MOST_VALUES = 500_000  # in one header: some 60,000 tensors
+MOST_VALUES = 500_000  # limit of one header; about 60,000 tensors
 
-# safetensors' names of the dtypes that a float model's weights come in.
+# The float dtypes by their names in safetensors.
 STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
 NUMPY = MappingProxyType(
     {
@@ -40,7 +40,7 @@ NUMPY = MappingProxyType(
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies. dtype: safetensors' own name of it."""
+    """The location of a stored tensor. `dtype` is its name in safetensors."""
 
     name: str
     file: Path
@@ -49,9 +49,10 @@ class Stored:
 
 
 class TensorFiles:
-    """All tensors of a checkpoint. Files are mapped, never loaded: memory grows with the rows asked for alone."""
+    """All tensors of a checkpoint. Files are memory-mapped: memory use grows only with the rows that are read."""
 
     def __init__(self, folder: Path):
+        """Open all files and read their headers; raises Diagnostic E320, E321 or E322."""
         self.folder = folder
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
@@ -73,10 +74,11 @@ class TensorFiles:
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """The open files."""
         return tuple(self._handles)
 
     def read(self, stored: Stored, start: int, stop: int) -> np.ndarray:
-        """Rows start .. stop of the first axis (a rank-0 tensor as it is), in the stored dtype."""
+        """Return rows start .. stop of the first axis (all of a rank-0 tensor) in the stored dtype."""
         try:
             handle = self._handles[stored.file]
             return handle.get_slice(stored.name)[start:stop] if stored.shape else handle.get_tensor(stored.name)
@@ -84,6 +86,7 @@ class TensorFiles:
             raise _corrupt(stored.file, e) from e
 
     def close(self) -> None:
+        """Close all files."""
         self._open.close()
         self._handles.clear()
 
@@ -98,7 +101,7 @@ class TensorFiles:
 
 
 def _check_header(file: Path) -> None:
-    """Diagnostic E321 where the file is none, is too short for its header, or has one too large to be read at ease."""
+    """Raise Diagnostic E321 if the file is missing, is shorter than its header, or has an excessively large header."""
     if not is_regular(file):
         what = "is no plain file" if file.exists() else "is a link to nothing" if file.is_symlink() else "is missing"
         raise Diagnostic("E321", f"{file} {what}", "fetch the file again")
@@ -125,7 +128,7 @@ def _corrupt(file: Path, why: object) -> Diagnostic:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file by the index; empty where the checkpoint is one file, which outranks an index of others."""
+    """Map tensor names to files by the index; empty for a single-file checkpoint, even beside an index without it."""
     check_weights(folder)
     if not (folder / INDEX).exists() and not (folder / INDEX).is_symlink():
         return {}
@@ -150,5 +153,5 @@ def _listed(folder: Path) -> dict[str, Path]:
 
 
 def some(names: list[str]) -> str:
-    """The first few names and how many there are."""
+    """Return the first three names and the number of names, for a message."""
     return f"{', '.join(n[:120] for n in names[:3])}{', ...' if len(names) > 3 else ''}; {len(names)} in all"

@@ -1,4 +1,4 @@
-"""The tokenizer's files of a model folder, tried before anything is compiled; the runtime reads them from then on."""
+"""Checks the tokenizer files of a model folder before anything is compiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .source import TEMPLATES
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
-# Forms of a tokenizer that the runtime does not read; transformers does, and saves most of them as tokenizer.json.
+# Tokenizer files that the runtime does not read; transformers reads them and saves most as tokenizer.json.
 FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.json",
          "vocab.txt")  # fmt: skip
 SAVE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
 def without_tokenizer(folder: Path) -> str:
-    """What a folder without a tokenizer.json means, and what to do; "" where there is one."""
+    """Return a note about a folder without tokenizer.json, and its remedy; "" if the file exists."""
     if (folder / TOKENIZER).exists():
         return ""
     other = next((f"only {n}" for n in FORMS if (folder / n).exists()), "")
@@ -30,7 +30,7 @@ def without_tokenizer(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Diagnostic E309 where a tokenizer or template that is there cannot be read; without one ids still work."""
+    """Raise Diagnostic E309 if an existing tokenizer or template is unreadable; having none is not an error."""
     path = folder / TOKENIZER
     try:
         if path.exists():

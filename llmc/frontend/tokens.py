@@ -1,4 +1,4 @@
-"""Proof that a traced graph's tokens meet in attention alone, since prompts are packed into one axis; no rewriting."""
+"""Checks that tokens of a traced graph interact only in attention, because prompts are packed into one axis."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from llmc.ir.types import Type
 
 TOKENS = "T"
 
-# Ops that work along an axis of their first operand: that of their attribute, or the last. It must not be the tokens'.
+# Ops that work along an axis of their first operand, which must not be the token axis: the axis of an attribute, or the
+# last axis.
 BY_AXIS = frozenset(("sum", "mean", "amax", "amin", "argmax", "softmax", "cumsum", "slice", "concat", "gather"))
 BY_LAST = frozenset(("topk", "rms_norm", "layer_norm", "linear", "matmul"))
 
 
 def check_tokens(g: Graph, architecture: str) -> None:
-    """Diagnostic E305 naming the first node of @main whose result for a token depends on the token's place among the
-    packed ones or on other tokens, attention (by its op), and the choice of `last` tokens, left aside."""
+    """Raise Diagnostic E305 for the first node of @main whose result for a token depends on other tokens.
+
+    Depending on the token's index among the packed tokens is an error, too. The attention op and the selection of the
+    `last` tokens are exempt.
+    """
     for n in g.nodes:
         if why := _mixes(n):
             raise Diagnostic(
@@ -28,6 +32,7 @@ def check_tokens(g: Graph, architecture: str) -> None:
 
 
 def _mixes(n: Node) -> str:
+    """How a node combines tokens, in words; "" if it does not."""
     name = n.op.name
     for v in (*n.operands, *n.results):
         if len(_axes(v.type)) > 1:
@@ -55,6 +60,6 @@ def _axes(t: Type) -> list[int]:
 
 
 def _in_order(a: Type, b: Type) -> bool:
-    """Whether a reshape leaves each token's elements together, in the same place."""
+    """Whether a reshape keeps each token's elements contiguous and in the same place."""
     i, j = _axes(a), _axes(b)
     return not i or product(a.shape[: i[0]]) == product(b.shape[: j[0]])

@@ -1,1 +1,1 @@
-"""The intermediate representation: dims, types, ops, graphs and their text; it knows no model, target or kernel."""
+"""The intermediate representation: symbolic sizes, types, ops, graphs, and their text form."""

@@ -1,4 +1,4 @@
-"""Symbolic cost: flops and least bytes of nodes and graphs, and the roofline time they imply; no measured number."""
+"""Symbolic cost of nodes and graphs: flops, minimum bytes moved, and the roofline time that follows from them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from .graph import Graph, Node
 
 
 def node_cost(n: Node) -> tuple[Dim, Dim]:
-    """(flops, bytes), symbolic."""
+    """Return a node's flops and minimum bytes moved, as Dims."""
     return n.op.cost([v.type for v in n.operands], [r.type for r in n.results], n.attrs)
 
 
 def graph_cost(g: Graph) -> tuple[Dim, Dim]:
+    """Return the sums of flops and bytes over a graph's nodes, as Dims."""
     flops, moved = Dim.of(0), Dim.of(0)
     for n in g.nodes:
         f, b = node_cost(n)
@@ -24,7 +25,7 @@ def graph_cost(g: Graph) -> tuple[Dim, Dim]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the roofline table; seconds is the larger of both terms."""
+    """A row of the roofline table. `seconds` is the larger of compute and memory time, as named by `bound`."""
 
     op: str
     loc: str
@@ -35,7 +36,10 @@ class Row:
 
 
 def rows(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float) -> list[Row]:
-    """Price every node at `sizes`. peak: flop/s, bandwidth: byte/s; ValueError where a symbol has no size."""
+    """Price every node at `sizes`, with `peak` in flop/s and `bandwidth` in byte/s.
+
+    Raises ValueError if a cost depends on a symbol that `sizes` lacks.
+    """
     out = []
     for n in g.nodes:
         f, b = node_cost(n)

@@ -1,4 +1,4 @@
-"""Structural digests: equal for equal meaning and shape; names, locations and order of declaration are left out."""
+"""Structural digests of nodes and graphs. Names, locations and declaration order do not affect them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .text import show_attr
 
 
 def node_digest(n: Node) -> str:
-    """sha256 (hex) over op, operand and result types, attributes and choice of kernel: equal nodes share a kernel."""
+    """Return the sha256 (hex) of a node's op, types, attributes and kernel choice: equal nodes share a kernel."""
     return _sha(_node_key(n, lambda v: str(v.type)))
 
 
 def digest(g: Graph) -> str:
-    """sha256 (hex) of a graph: operands are numbered by definition, so renaming changes nothing."""
+    """Return the sha256 (hex) of a graph. Values are numbered in order of definition, so names do not matter."""
     number: dict[Value, int] = {v: i for i, v in enumerate(g.inputs)}
     lines = [f"{'weight ' if v.weight else ''}{v.type}" for v in g.inputs]
     for n in g.nodes:

@@ -1,7 +1,7 @@
-"""Symbolic sizes: integer polynomials over named symbols in one normal form, plus ceil-division; not a solver.
+"""Symbolic sizes: integer polynomials over named symbols in a normal form, extended by ceiling division.
 
-A `Dim` is immutable and hashable, so two shapes are equal exactly when their normal forms are.
-The text form (`str(d)`) parses back with `D(text)`; the runtime evaluates the same grammar.
+A `Dim` is immutable and hashable; two sizes are equal exactly if their normal forms are. `D(str(d))` gives `d` back,
+and the runtime evaluates the same text form. This module simplifies; it does not solve inequalities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bounds = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class CeilDiv:
-    """ceil(num / den), kept as an atom when it cannot be simplified."""
+    """ceil(num / den), an atom of a Dim that cannot be simplified further."""
 
     num: Dim
     den: int
@@ -33,7 +33,7 @@ Term = tuple[tuple[Atom, ...], int]
 
 @dataclass(frozen=True)
 class Dim:
-    """A sum of terms; each term is (sorted atoms, coefficient); terms are sorted and have no zero coefficient."""
+    """A sum of terms, each a pair (sorted atoms, coefficient). Terms are sorted and their coefficients are not zero."""
 
     terms: tuple[Term, ...]
 
@@ -47,6 +47,7 @@ class Dim:
 
     @staticmethod
     def of(x: DimLike) -> Dim:
+        """Convert an int, a text such as "ceil(T, 16)*2+1", or a Dim; raises ValueError for a malformed text."""
         if isinstance(x, Dim):
             return x
         if isinstance(x, str):
@@ -85,7 +86,7 @@ class Dim:
         return self * -1
 
     def ceildiv(self, den: int) -> Dim:
-        """ceil(self / den) for a positive integer `den`."""
+        """Return ceil(self / den) for a positive integer `den`."""
         if den <= 0:
             raise ValueError(f"ceil-division by {den}: the divisor must be positive")
         if self.const is not None:
@@ -99,7 +100,7 @@ class Dim:
         return _norm(whole) + inner
 
     def divide(self, den: DimLike) -> Dim | None:
-        """The exact quotient by one term (an integer, or a product of symbols), or None where it is not provable."""
+        """Return the exact quotient by one term (an integer or a product of symbols), or None if unprovable."""
         d = Dim.of(den)
         if len(d.terms) != 1:
             return _const(1) if d == self else None
@@ -117,17 +118,19 @@ class Dim:
         return _norm(out)
 
     def divisible(self, n: int) -> bool:
-        """True where every value of the symbols makes this a multiple of `n` (a proof, not a guess)."""
+        """Whether this is provably a multiple of `n` for all values of the symbols."""
         return all(c % n == 0 for _, c in self.terms)
 
     @property
     def const(self) -> int | None:
+        """The value if no symbol occurs, else None."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     @property
     def symbols(self) -> frozenset[str]:
+        """The names of all symbols that occur, also inside ceiling divisions."""
         found: set[str] = set()
         for atoms, _ in self.terms:
             for a in atoms:
@@ -135,12 +138,13 @@ class Dim:
         return frozenset(found)
 
     def __int__(self) -> int:
+        """Return the value; raises TypeError if a symbol occurs."""
         if self.const is None:
             raise TypeError(f"the size {self} is not a number")
         return self.const
 
     def subs(self, env: Mapping[str, DimLike]) -> Dim:
-        """Replace symbols by sizes; symbols that `env` lacks stay."""
+        """Replace symbols by sizes; symbols that `env` lacks are kept."""
         if self.const is not None:
             return self
         total = _const(0)
@@ -155,7 +159,7 @@ class Dim:
         return total
 
     def bounds(self, symbols: Bounds) -> tuple[int, int]:
-        """Inclusive interval of the value, by interval arithmetic over the symbols' bounds."""
+        """Return an inclusive interval that contains the value, by interval arithmetic over the symbols' bounds."""
         lo = hi = 0
         for atoms, c in self.terms:
             tlo = thi = c
@@ -176,11 +180,12 @@ class Dim:
 
 
 def D(x: DimLike) -> Dim:
-    """The Dim of an int, a text such as "ceil(T, 16)*2+1", or a Dim."""
+    """Shorthand for `Dim.of`."""
     return Dim.of(x)
 
 
 def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
+    """Return the product of sizes; 1 for an empty list."""
     total = _const(1)
     for d in dims:
         total = total * d
@@ -239,6 +244,8 @@ def _parse_cached(text: str) -> Dim:
 
 
 class _Parser:
+    """Recursive-descent parser of size text: sums of products of integers, symbols, parentheses and ceil(a, n)."""
+
     def __init__(self, text: str):
         self.text = text
         self.tokens: list[str] = []

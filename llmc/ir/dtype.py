@@ -1,4 +1,4 @@
-"""Storage dtypes: name, width, kind and numpy counterpart; arithmetic semantics live in the interpreter."""
+"""Storage dtypes: name, width in bits, kind, numpy counterpart, and type promotion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DType:
-    """One storage dtype. `kind`: f float, i integer, b bool. `numpy`: the numpy (or ml_dtypes) dtype's name."""
+    """A storage dtype. `kind` is f (float), i (integer) or b (bool); `numpy` is its name in numpy or ml_dtypes."""
 
     name: str
     bits: int
@@ -21,6 +21,7 @@ class DType:
 
     @property
     def np(self) -> np.dtype:
+        """The numpy dtype."""
         return _numpy(self.numpy)
 
 
@@ -28,12 +29,12 @@ class DType:
 def _numpy(name: str) -> np.dtype:
     if hasattr(np, name):
         return np.dtype(getattr(np, name))
-    import ml_dtypes  # storage formats that numpy lacks
+    import ml_dtypes  # provides the formats that numpy lacks
 
     return np.dtype(getattr(ml_dtypes, name))
 
 
-# `rank` orders promotion inside a kind: the higher wins; bf16 with f16 gives f32.
+# `rank` orders promotion within a kind: the higher wins. Equal ranks (bf16 and f16) promote to f32.
 DTYPES = MappingProxyType(
     {
         d.name: d
@@ -61,7 +62,7 @@ DTYPES = MappingProxyType(
 
 
 def promote(a: str, b: str) -> str:
-    """The dtype of a pointwise result: bool < integer < float, the wider inside a kind."""
+    """Return the result dtype of a pointwise op: bool < integer < float, and the wider within a kind."""
     if a == b:
         return a
     x, y = DTYPES[a], DTYPES[b]

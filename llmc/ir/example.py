@@ -1,4 +1,4 @@
-"""Draw operands for an op or a graph from its declaration: what tests, `--check` and kernel checks run on."""
+"""Random operands for an op or a graph, drawn from declarations. Used by tests, `--check` and kernel checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (3, 5, 4, 6, 2, 7)
 
 
 def draw(rng: np.random.Generator, t: Type, sizes: dict[str, int]) -> np.ndarray:
-    """Random values of a type: floats standard normal, integers below the smallest size of the shape, bools fair."""
+    """Draw random values of a type: floats standard normal, integers 0 to 2, bools with equal probability."""
     shape = tuple(int(d.subs(sizes).const or 0) for d in t.shape)
     kind = DTYPES[t.dtype].kind
     if kind == "b":
@@ -27,7 +27,7 @@ def draw(rng: np.random.Generator, t: Type, sizes: dict[str, int]) -> np.ndarray
 
 
 def op_example(op: OpDef, rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
-    """(operand arrays, attributes) for one op: its own example, or drawn from the signature with distinct sizes."""
+    """Return (operand arrays, attributes) for an op: its declared example, or values drawn to fit its signature."""
     if op.example:
         return op.example(rng)
     sizes: dict[str, int] = {}
@@ -47,8 +47,10 @@ def op_example(op: OpDef, rng: np.random.Generator) -> tuple[list[Any], dict[str
 
 
 def example_graph(op: OpDef, arrays: list[Any], attrs: dict[str, Any], dtype: str = "f32") -> Module:
-    """A module @main whose one node applies `op` to inputs typed after `arrays`; float operands that the signature
-    leaves open get `dtype`."""
+    """Return a module whose @main applies `op` to inputs typed after `arrays`.
+
+    Float operands whose dtype the signature leaves open get `dtype`.
+    """
     m = Module({"main": Graph("main")})
     g = m.graphs["main"]
     slots = list(op.operands)

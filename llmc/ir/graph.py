@@ -1,4 +1,4 @@
-"""The graph: an ordered list of nodes over named values, with use lists. Straight-line: no control flow, no regions."""
+"""Graphs: ordered lists of nodes over named values, with use lists and without control flow or regions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from .types import Type
 
 @dataclass(eq=False)
 class Value:
-    """A named value. `node` is None for a graph input; `weight` marks inputs that are known at compile time.
+    """A named value: a graph input (`node` is None) or a result of `node`.
 
-    `uses` has one entry per operand position that reads the value. A weight's name is its checkpoint name."""
+    `weight` marks inputs known at compile time; their name is the tensor's name in the checkpoint. `uses` has one entry
+    per operand position that reads the value.
+    """
 
     type: Type
     name: str = ""
@@ -29,8 +31,11 @@ class Value:
 
 @dataclass(eq=False)
 class Node:
-    """An op applied to values. `loc`: the module path it was traced from. `choice`: the kernel and schedule that
-    `select` wrote (kernel="cpu/linear", ...), empty before; it never changes the node's meaning."""
+    """An op applied to values.
+
+    `loc` is the module path that the node was traced from. `choice` is the kernel and schedule written by the `select`
+    pass (kernel="cpu/linear", ...), empty before it; it never changes what the node computes.
+    """
 
     op: OpDef
     operands: list[Value]
@@ -43,7 +48,7 @@ class Node:
 
     @property
     def result(self) -> Value:
-        """The only result; an op with several is a mistake of the caller."""
+        """The result of a node with exactly one; raises ValueError for a node with several."""
         (r,) = self.results
         return r
 
@@ -52,7 +57,7 @@ class Node:
 
 
 class NodeList:
-    """The nodes in order: a doubly linked list, so that insertion and removal anywhere cost the same."""
+    """The nodes of a graph in order: a doubly linked list, with constant-time insertion and removal anywhere."""
 
     def __init__(self) -> None:
         self.head: Node | None = None
@@ -77,7 +82,7 @@ class NodeList:
         return self.count
 
     def insert(self, node: Node, before: Node | None) -> None:
-        """Insert before `before`, or at the end."""
+        """Insert `node` before `before`, or at the end if that is None."""
         after = self.tail if before is None else before.prev
         node.prev, node.next = after, before
         if after is None:
@@ -91,6 +96,7 @@ class NodeList:
         self.count += 1
 
     def remove(self, node: Node) -> None:
+        """Unlink `node`. The current node may be removed during iteration."""
         if node.prev is None:
             self.head = node.next
         else:
@@ -105,7 +111,10 @@ class NodeList:
 
 @dataclass(eq=False)
 class Graph:
-    """Inputs, nodes in execution order, outputs. `ranges` narrows symbols' bounds to those that the graph is for."""
+    """Inputs, nodes in execution order, and outputs.
+
+    `ranges` narrows the bounds of symbols to the sizes that this graph is specialized for.
+    """
 
     name: str
     inputs: list[Value] = field(default_factory=list)
@@ -114,6 +123,7 @@ class Graph:
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def input(self, name: str, type: Type, weight: bool = False) -> Value:
+        """Append an input and return its value."""
         v = Value(type, name, weight=weight)
         self.inputs.append(v)
         return v
@@ -127,7 +137,7 @@ class Graph:
         loc: str = "",
         names: Sequence[str] = (),
     ) -> Node:
-        """Append (or insert) a node; its result types come from the op's own rule (Mismatch where it fails)."""
+        """Append a node, or insert it before `before`; raises Mismatch if the operand types do not fit the op."""
         full = op.normal_attrs(attrs or {})
         types = op.infer_types([v.type for v in operands], full)
         node = Node(op, list(operands), full, [], loc)
@@ -138,7 +148,7 @@ class Graph:
         return node
 
     def replace(self, old: Value, new: Value) -> None:
-        """Every reader of `old`, outputs included, reads `new`."""
+        """Make all readers of `old`, including the graph's outputs, read `new`."""
         if old is new:
             return
         for user in set(old.uses):
@@ -148,12 +158,13 @@ class Graph:
         self.outputs = [new if v is old else v for v in self.outputs]
 
     def set_operand(self, node: Node, index: int, value: Value) -> None:
+        """Replace one operand of `node`, updating use lists."""
         node.operands[index].uses.remove(node)
         node.operands[index] = value
         value.uses.append(node)
 
     def erase(self, node: Node) -> None:
-        """Remove a node that nobody reads; AssertionError where somebody does."""
+        """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
         assert not any(r is o for r in node.results for o in self.outputs), f"{node.op.name}: erasing an output"
         for v in node.operands:
@@ -161,13 +172,16 @@ class Graph:
         self.nodes.remove(node)
 
     def move_before(self, node: Node, other: Node | None) -> None:
+        """Move `node` in front of `other`, or to the end if that is None."""
         self.nodes.remove(node)
         self.nodes.insert(node, other)
 
     def is_used(self, node: Node) -> bool:
+        """Whether a result of `node` is read by another node or is an output."""
         return any(r.uses or any(r is o for o in self.outputs) for r in node.results)
 
     def copy(self, name: str | None = None) -> Graph:
+        """Return a deep copy; ops and types are shared."""
         out = Graph(name or self.name, ranges=dict(self.ranges))
         env: dict[Value, Value] = {v: out.input(v.name, v.type, v.weight) for v in self.inputs}
         for n in self.nodes:
@@ -183,27 +197,30 @@ class Graph:
 
 @dataclass(eq=False)
 class Module:
-    """Graphs over shared symbols (inclusive bounds) and quantised formats."""
+    """Graphs that share symbols (name to inclusive bounds) and quantised formats."""
 
     graphs: dict[str, Graph] = field(default_factory=dict)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     formats: dict[str, QFormat] = field(default_factory=dict)
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:
-        """The symbols' inclusive bounds in a graph."""
+        """Return the symbols' inclusive bounds within graph `g`."""
         return self.symbols | g.ranges
 
     def clone(self) -> Module:
+        """Return a deep copy."""
         return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))
 
 
 class Builder:
-    """Builds nodes by op name: `b.rms_norm(x, w, eps=1e-6)` answers its result (a tuple for several)."""
+    """Adds nodes by op name: `b.rms_norm(x, w, eps=1e-6)` returns the result, or a tuple if there are several."""
 
     def __init__(self, graph: Graph, ops: Mapping[str, OpDef], before: Node | None = None, loc: str = ""):
+        """Add nodes to `graph` before `before` (None: at the end), with the module path `loc`."""
         self.graph, self.ops, self.before, self.loc = graph, ops, before, loc
 
     def __getattr__(self, name: str) -> Any:
+        """Return a function that adds a node of the op with this name; a trailing underscore is dropped."""
         if name.startswith("__") or name.rstrip("_") not in self.ops:
             raise AttributeError(f"no op {name!r}")
         op = self.ops[name.rstrip("_")]
@@ -214,8 +231,10 @@ class Builder:
         return build
 
     def emit(self, op: OpDef, operands: Sequence[Value], attrs: Mapping[str, Any], names: Sequence[str] = ()) -> Any:
+        """Add a node and return its result, or a tuple if there are several."""
         node = self.graph.add(op, operands, attrs, self.before, self.loc, names)
         return node.results[0] if len(node.results) == 1 else tuple(node.results)
 
     def constant(self, value: float | int | bool, dtype: str) -> Value:
+        """Add a rank-0 constant."""
         return self.emit(self.ops["constant"], (), {"value": float(value), "dtype": dtype})

@@ -1,7 +1,7 @@
-"""The reference interpreter: every op's own reference, in order; it defines what a graph means and is never fast.
+"""The reference interpreter: evaluates a graph with the ops' numpy references. It defines what a graph means.
 
-Float values are held as float32 (exact=True: float64) arrays already rounded to their type's dtype: op bodies see
-full precision, storage is rounded at op boundaries.
+Float values are stored as float32 arrays (float64 if exact=True) whose elements are already rounded to the type's
+dtype: an op computes in full precision and its results are rounded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def run(
     exact: bool = False,
     observe: Observer | None = None,
 ) -> list[np.ndarray]:
-    """Evaluate the graph's outputs.
+    """Evaluate a graph and return its outputs.
 
-    inputs: one array per graph input, shapes as the types say (sizes bind the symbols; `symbols` may add some).
-    exact: compute in float64 and round nothing. Raises ValueError where an input's shape does not fit.
+    inputs: one array per graph input; their shapes bind the symbols, and `symbols` may bind further ones. exact:
+    compute in float64 without rounding. observe: called with every node and its results. Raises ValueError if the shape
+    of an input does not match its type.
     """
     env = {v: hold(x, v.type, exact) for v, x in zip(g.inputs, inputs, strict=True)}
     sizes = bind_symbols(g, [env[v] for v in g.inputs], symbols or {})
@@ -45,7 +46,7 @@ def run(
 
 
 def run_node(n: Node, operands: list[np.ndarray], sizes: Mapping[str, int], exact: bool = False) -> list[np.ndarray]:
-    """One node on held arrays."""
+    """Evaluate one node on arrays in interpreter form (see `hold`)."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
     out = n.op.ref(*operands, **attrs)
     parts = out if isinstance(out, tuple) else (out,)
@@ -58,7 +59,7 @@ def run_node(n: Node, operands: list[np.ndarray], sizes: Mapping[str, int], exac
 
 
 def last_uses(g: Graph) -> dict[int, list[Value]]:
-    """Node index -> values that nothing reads afterwards."""
+    """Map each node's index to the values that are not read after it."""
     at: dict[Value, int] = {}
     for i, n in enumerate(g.nodes):
         for v in [*n.operands, *n.results]:
@@ -72,7 +73,7 @@ def last_uses(g: Graph) -> dict[int, list[Value]]:
 
 
 def concrete(v: Any, sizes: Mapping[str, int]) -> Any:
-    """An attribute or size with its symbols replaced by integers."""
+    """Replace the symbols in an attribute or size by integers; raises ValueError if one is unbound."""
     if isinstance(v, tuple):
         return tuple(concrete(x, sizes) for x in v)
     if not isinstance(v, Dim):
@@ -84,7 +85,7 @@ def concrete(v: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def hold(x: Any, t: Type, exact: bool = False) -> np.ndarray:
-    """The array in its held form: floats rounded to the type's dtype but stored wide, integers in their dtype."""
+    """Convert an array to interpreter form: floats rounded to the type's dtype but stored wide."""
     dt = DTYPES[t.dtype]
     x = np.asarray(x)
     if dt.kind != "f":
@@ -99,7 +100,7 @@ def hold(x: Any, t: Type, exact: bool = False) -> np.ndarray:
 
 
 def bind_symbols(g: Graph, inputs: Sequence[np.ndarray], given: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the symbols from the inputs' shapes; ValueError where two inputs disagree."""
+    """Derive the symbols' sizes from the inputs' shapes; raises ValueError if they contradict each other."""
     sizes = dict(given)
     for v, x in zip(g.inputs, inputs, strict=True):
         if x.ndim != v.type.rank:

@@ -1,4 +1,4 @@
-"""One declaration per op: builder, verifier, parser, interpreter, cost, docs and tests read it; none repeats it."""
+"""Op declarations. Builder, verifier, parser, interpreter, cost model, documentation and tests all derive from them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Attr:
-    """An attribute's type (int, float, str, bool, Dim, Shape, Ints or Strs) and default (REQUIRED: none)."""
+    """An attribute's type (int, float, str, bool, Dim, Shape, Ints or Strs) and default (REQUIRED if it has none)."""
 
     type: Any
     default: Any = REQUIRED
 
     def normal(self, op: str, name: str, value: Any) -> Any:
-        """The value in its one normal form; Mismatch where it does not fit."""
+        """Convert a value to its normal form; raises Mismatch if it has the wrong type."""
         try:
             return _normal(self.type, value)
         except (TypeError, ValueError) as e:
@@ -37,6 +37,7 @@ class Attr:
 
 
 def _normal(ty: Any, value: Any) -> Any:
+    """Convert `value` to the attribute type `ty`; raises TypeError or ValueError."""
     if ty is Dim:
         return Dim.of(value)
     if ty in (Shape, Ints, Strs):
@@ -55,7 +56,7 @@ def _normal(ty: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class OpDef:
-    """An op. See `op` for what each field means."""
+    """A declared op. The fields are those of `op`."""
 
     name: str
     operands: tuple[Slot, ...]
@@ -74,7 +75,7 @@ class OpDef:
     signature: str = field(default="", compare=False)
 
     def normal_attrs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Attributes in declaration order, defaults filled in; Mismatch for an unknown or a missing one."""
+        """Return all attributes in declaration order with defaults; raises Mismatch for an unknown or missing one."""
         if unknown := [k for k in given if k not in self.attrs]:
             known = ", ".join(self.attrs) or "none"
             raise Mismatch(f"{self.name} has no attribute {unknown[0]!r} (it has: {known})")
@@ -87,10 +88,11 @@ class OpDef:
         return out
 
     def bind(self, types: Sequence[Type]) -> dict[str, Any]:
+        """Match operand types against the signature; see `signature.bind`."""
         return bind(self.name, self.operands, types)
 
     def infer_types(self, types: Sequence[Type], attrs: Mapping[str, Any]) -> list[Type]:
-        """Result types for operand types and normal attributes; Mismatch where the rule does not hold."""
+        """Return the result types for operand types and normalized attributes; raises Mismatch if they do not fit."""
         env = self.bind(types)
         if self.infer:
             try:
@@ -101,6 +103,7 @@ class OpDef:
         return [self._result(r, env, attrs) for r in self.results]
 
     def _result(self, slot: Slot, env: dict[str, Any], attrs: Mapping[str, Any]) -> Type:
+        """The type of one result, with dtype reference and dims resolved in the binding."""
         dtype = slot.dtype
         if isinstance(ref := env.get(dtype), Type):
             dtype = ref.dtype
@@ -111,7 +114,7 @@ class OpDef:
         return Type(dtype, expand(slot.dims, env), slot.state)
 
     def cost(self, types: Sequence[Type], results: Sequence[Type], attrs: Mapping[str, Any]) -> tuple[Dim, Dim]:
-        """(flops, bytes moved at least once), symbolic."""
+        """Return flops and minimum bytes moved, as Dims."""
         env = self.bind(types)
         sizes = numbers_of(env)
         sizes |= {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
@@ -127,15 +130,16 @@ class OpDef:
 
 
 def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare an op by its signature; the decorated function is its reference (numpy in, numpy out), its keyword-only
-    parameters are its attributes, its docstring is the documentation.
+    """Declare an op by its signature and, as the decorated function, its numpy reference.
 
-    flops, bytes: size text over the signature's names ("*b" is named b, "out" is the first result's element count,
-    "bytes_x" operand x's element size); bytes None means every operand and result once, states excluded. commutes: the
-    first two operands may be swapped. writes: the state operands whose next version is a result, in order. scalar: the
-    per-element (or per-row) expression, given the attributes. oracle: a torch function that must agree. infer: the
-    type rule where a signature cannot say it. example: rng -> (operand arrays, attributes), for ops whose operands
-    cannot be drawn from the signature alone.
+    The function's keyword-only parameters are the op's attributes, its docstring is the op's documentation.
+
+    flops, bytes: size text over the signature's names ("*b" is named b, "out" is the element count of the first result,
+    "bytes_x" the element size of operand x); bytes=None counts every operand and result once, except states. commutes:
+    the first two operands may be swapped. writes: the state operands that the op updates, in the order of the results
+    that are their next versions. scalar: attributes -> the expression per element (or row). oracle: a torch function to
+    test against. infer: the type rule, if a signature cannot express it. example: rng -> (operand arrays, attributes),
+    needed if valid operands cannot be drawn from the signature alone.
     """
     operands, results = parse_signature(signature)
 

@@ -1,4 +1,4 @@
-"""Quantised storage as data: which parts a logical tensor is stored in; not how any kernel multiplies with it."""
+"""Quantised storage formats as data: the parts in which a logical tensor is stored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .dtype import DTYPES
 
 @dataclass(frozen=True)
 class QFormat:
-    """How a logical float tensor [n, k] is stored in parts.
+    """How a logical float tensor [n, k] is stored.
 
-    code: dtype of the codes (u4, i8, f8e4m3 ...); block: (rows, columns) that share a scale, 0 meaning the whole axis;
-    scale: dtype of the scales, one per block; zero: "" (none), an integer (the same zero for all) or a dtype (an array
-    of zeros shaped as the scales); table: code points of a codebook (empty: codes are numbers); logical: the dtype the
-    dequantised values have. Value = (code - zero) * scale, or table[code] * scale.
+    code: dtype of the codes (u4, i8, f8e4m3, ...). block: (rows, columns) that share one scale; 0 means the whole axis.
+    scale: dtype of the scales. zero: "" (none), an integer used for all codes, or the dtype of an array of zero points
+    with the shape of the scales. table: the values of a codebook; if empty, codes are numbers. logical: dtype of the
+    dequantised values, which are (code - zero) * scale, or table[code] * scale.
     """
 
     name: str
@@ -35,13 +35,13 @@ class QFormat:
             raise ValueError(f"{self.name!r} cannot name a format: it is a dtype, or not a word")
 
     def scale_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """Shape of the scales of a tensor [*batch, n, k]."""
+        """Return the shape of the scales of a tensor [*batch, n, k]."""
         *batch, n, k = shape
         r, c = self.block
         return (*batch, n.ceildiv(r) if r else Dim.of(1), k.ceildiv(c) if c else Dim.of(1))
 
     def parts(self, shape: tuple[Dim, ...]) -> dict[str, tuple[str, tuple[Dim, ...]]]:
-        """Part name -> (dtype, shape); part axes follow the logical axes, so slices and concatenations carry over."""
+        """Map part names to (dtype, shape). Part axes follow the logical axes, so parts can be sliced and joined."""
         out = {"code": (self.code, shape), "scale": (self.scale, self.scale_shape(shape))}
         if self.zero in DTYPES:
             out["zero"] = (self.zero, self.scale_shape(shape))
@@ -58,7 +58,7 @@ _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")
 
 
 def parse_qformat(line: str) -> QFormat:
-    """Inverse of `str(format)`."""
+    """Parse the text form, the inverse of `str(format)`; raises ValueError or KeyError if it is malformed."""
     m = re.fullmatch(r"format (\w+) = \{(.*)\}", line.strip())
     if not m:
         raise ValueError(f"not a format: {line!r}")

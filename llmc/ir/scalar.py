@@ -1,7 +1,7 @@
-"""Per-element expressions, written once in Python and spelled in any language; they know nothing of shapes.
+"""Scalar expressions over about thirty primitives, written in Python and printed in any target language.
 
-A target spells about thirty primitives; a pointwise op says only which of them it is. Reductions over the last
-axis (`row_sum`, `row_mean`, `row_max`) make a row program of an expression: a norm or a softmax is one, too.
+A pointwise op declares its expression, and a target only needs to spell the primitives. Reductions over the last axis
+(`row_sum`, `row_mean`, `row_max`) extend this to row programs such as norms and softmax.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARITY = {**dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(
 
 @dataclass(frozen=True)
 class E:
-    """An expression: `fn` is a primitive, "arg" (args = (index,)) or "const" (args = (value,))."""
+    """An expression node: `fn` is a primitive, "arg" (args = (index,)) or "const" (args = (value,))."""
 
     fn: str
     args: tuple[Any, ...] = ()
@@ -65,15 +65,17 @@ class E:
 
 
 def expr(x: ExprLike) -> E:
+    """Wrap a number as a constant; return an expression unchanged."""
     return x if isinstance(x, E) else E("const", (float(x),))
 
 
 def arg(i: int) -> E:
+    """Return the expression for operand i."""
     return E("arg", (i,))
 
 
 def call(fn: str, *args: ExprLike) -> E:
-    """A primitive applied to expressions; ValueError for an unknown primitive or a wrong arity."""
+    """Apply a primitive to expressions; raises ValueError for an unknown primitive or a wrong number of arguments."""
     arity = dict(ARITY).get(fn)
     if arity is None:
         raise ValueError(f"{fn!r} is not a scalar primitive; known: {', '.join(sorted(dict(ARITY)))}")
@@ -83,12 +85,12 @@ def call(fn: str, *args: ExprLike) -> E:
 
 
 def trace(fn: Callable[..., ExprLike], arity: int) -> E:
-    """The expression that a Python function of `arity` expressions builds."""
+    """Return the expression that a Python function of `arity` expressions computes."""
     return expr(fn(*(arg(i) for i in range(arity))))
 
 
 def walk(e: E) -> Iterator[E]:
-    """Every node, operands before their users, shared nodes once."""
+    """Yield every node, operands before their users. Shared nodes are yielded once."""
     seen: set[int] = set()
 
     def visit(x: E) -> Iterator[E]:
@@ -104,7 +106,7 @@ def walk(e: E) -> Iterator[E]:
 
 
 def substitute(e: E, args: Sequence[E]) -> E:
-    """Replace argument i by `args[i]`."""
+    """Replace operand i by `args[i]`."""
     done: dict[int, E] = {}
     for x in walk(e):
         if x.fn == "arg":
@@ -117,7 +119,10 @@ def substitute(e: E, args: Sequence[E]) -> E:
 
 
 def spell(e: E, table: Mapping[str, str], args: Sequence[str]) -> str:
-    """Print the expression in a language: `table` gives each primitive's spelling with {0}, {1}, {2}, and "const"."""
+    """Print the expression in a target language.
+
+    `table` maps each primitive, and "const", to a format string with {0}, {1}, {2}; `args` are the operands' spellings.
+    """
     if e.fn == "arg":
         return args[e.args[0]]
     if e.fn == "const":
@@ -126,7 +131,7 @@ def spell(e: E, table: Mapping[str, str], args: Sequence[str]) -> str:
 
 
 def evaluate(e: E, table: Mapping[str, Callable[..., Any]], args: Sequence[Any]) -> Any:
-    """Compute the expression with `table`'s functions (numpy's, say)."""
+    """Evaluate the expression with the functions in `table`, for example numpy's."""
     done: dict[int, Any] = {}
     for x in walk(e):
         if x.fn == "arg":
@@ -139,7 +144,7 @@ def evaluate(e: E, table: Mapping[str, Callable[..., Any]], args: Sequence[Any])
 
 
 def flops(e: E) -> int:
-    """Operations per element; a reduction counts one."""
+    """Number of operations per element; a reduction counts as one."""
     return sum(1 for x in walk(e) if x.fn not in ("arg", "const"))
 
 
@@ -148,7 +153,7 @@ _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|inf
 
 @lru_cache(maxsize=4096)
 def parse_expr(text: str) -> E:
-    """Inverse of `str(e)`: calls of primitives over a0, a1 ... and numbers."""
+    """Parse calls of primitives over a0, a1, ... and numbers, the inverse of `str(e)`; raises ValueError."""
     tokens: list[str] = []
     pos = 0
     while pos < len(text.rstrip()):
@@ -165,6 +170,7 @@ def parse_expr(text: str) -> E:
 
 
 def _parse(tokens: list[str], text: str) -> E:
+    """Parse one expression from the front of `tokens`, consuming it."""
     t = tokens.pop(0) if tokens[0] else ""
     if m := re.fullmatch(r"a(\d+)", t):
         return arg(int(m[1]))

@@ -1,11 +1,11 @@
-"""An op's type rule in one line, in the manner of einsum; it binds sizes by matching and does not compute values.
+"""Op signatures: an op's type rule in one line, similar to einsum notation.
 
     (x: f[*b, k], w: fq[n, k]) -> x[*b, n]
 
-A name is a size bound by its first match, `*b` binds any number of sizes, an expression (`r+1`) must equal the size.
-`xs*: t[*s]` takes any number of operands, `s?: f[h]` an optional last one, `kv: state t[p, d]` a state.
-dtype classes: f float, fq float or quantised, i integer, b bool, t any; a result names an operand whose dtype it
-has, a dtype, or a str attribute that holds one.
+A name is bound to the size of its first match and must match it afterwards; `*b` binds any number of axes; an
+expression (`r+1`) must equal the size. `xs*: t[*s]` takes any number of operands, `s?: f[h]` is an optional last
+operand, `kv: state t[p, d]` is a state. Dtype classes are f (float), fq (float or quantised), i (integer), b (bool) and
+t (any). A result's dtype is a dtype, an operand's name (the same dtype), or a str attribute that holds a dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .types import Type, split_commas
 
 @dataclass(frozen=True)
 class Slot:
-    """One operand or result: its dtype class or reference and its dims as written."""
+    """One operand or result of a signature: its dtype class or reference, and its dims as written."""
 
     name: str
     dtype: str
@@ -33,13 +33,14 @@ class Slot:
 
 
 class Mismatch(TypeError):
-    """Operand types do not fit a signature; the message says which and why."""
+    """Operand types or attributes that do not fit an op. The message names the operand and the reason."""
 
 
 _SLOT = re.compile(r"(?:(\w+)([*?]?)\s*:\s*)?(state\s+)?(\w+)\[([^\]]*)\]")
 
 
 def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Parse a signature into operand slots and result slots."""
     ins, outs = text.split("->")
 
     def slots(part: str) -> tuple[Slot, ...]:
@@ -52,7 +53,10 @@ def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def bind(op: str, slots: Sequence[Slot], types: Sequence[Type]) -> dict[str, Any]:
-    """Match operand types: {size: Dim, "*sizes": tuple, operand: Type or list of Types}; raises Mismatch."""
+    """Match operand types against slots; raises Mismatch.
+
+    The result maps size names to Dims, "*names" to tuples of Dims, and operand names to their Type (a list for `xs*`).
+    """
     env: dict[str, Any] = {}
     least = sum(1 for s in slots if not s.optional and not s.many)
     many = any(s.many for s in slots)
@@ -74,6 +78,7 @@ def _fail(op: str, slot: Slot, ty: Type, why: str) -> Mismatch:
 
 
 def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    """Raise Mismatch unless dtype, state and quantisation of an operand fit its slot."""
     if slot.state != ty.state:
         raise _fail(op, slot, ty, "it is a state" if ty.state else "a state is wanted")
     if ty.format is not None and slot.dtype not in ("fq", "tq"):
@@ -93,6 +98,7 @@ def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
 
 
 def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
+    """Match an operand's shape against its slot, binding sizes; a starred dim takes the axes that are left."""
     _check_dtype(op, slot, ty, env)
     env[slot.name] = ty
     star = next((i for i, d in enumerate(slot.dims) if d[0] == "*"), None)
@@ -112,6 +118,7 @@ def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
 
 
 def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, size: Dim) -> None:
+    """Bind a size name or check that an expression equals the size."""
     if text.isidentifier():
         if env.setdefault(text, size) != size:
             raise _fail(op, slot, ty, f"{text} is {env[text]}")
@@ -124,11 +131,12 @@ def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, s
 
 
 def sizes_of(env: Mapping[str, Any]) -> dict[str, Dim]:
+    """Return only the entries of a binding that are single sizes."""
     return {k: v for k, v in env.items() if isinstance(v, Dim)}
 
 
 def expand(dims: Sequence[str], env: Mapping[str, Any]) -> tuple[Dim, ...]:
-    """The sizes that a result's dims stand for."""
+    """Evaluate a result's dims in a binding."""
     out: list[Dim] = []
     sizes = sizes_of(env)
     for d in dims:
@@ -140,7 +148,7 @@ def expand(dims: Sequence[str], env: Mapping[str, Any]) -> tuple[Dim, ...]:
 
 
 def numbers_of(env: Mapping[str, Any]) -> dict[str, Dim]:
-    """Sizes for cost formulas: `*b` counts as the product of its sizes under the name b."""
+    """Return sizes for cost formulas, in which b stands for the product of the axes `*b`."""
     out = sizes_of(env)
     for k, v in env.items():
         if k[0] == "*":

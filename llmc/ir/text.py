@@ -1,4 +1,4 @@
-"""Text out, text in: parse(show(m)) is m. The grammar is in docs/ir.md; nothing here knows what an op means."""
+"""Printer and parser of the text form: parse(show(m)) equals m. docs/ir.md describes the grammar."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .types import Type, parse_type, split_commas
 
 
 def show(m: Module) -> str:
-    """The module as text; names are made unique, locations are trailing comments."""
+    """Print a module. Names are made unique within a graph, and locations become trailing comments."""
     head = [f"sym {s} in [{lo}, {hi}]" for s, (lo, hi) in m.symbols.items()]
     head += [str(f) for f in m.formats.values()]
     return "\n".join(head + [show_graph(g) for g in m.graphs.values()]) + "\n"
 
 
 def show_graph(g: Graph) -> str:
+    """Print one graph."""
     names = _Names(g)
     ins = ",\n    ".join(f"{names[v]}: {'weight ' if v.weight else ''}{v.type}" for v in g.inputs)
     where = ", ".join(f"{s} in [{lo}, {hi}]" for s, (lo, hi) in g.ranges.items())
@@ -34,6 +35,7 @@ def show_graph(g: Graph) -> str:
 
 
 def show_node(n: Node, names: Any) -> str:
+    """Print one node; `names` maps values to %names."""
     args = ", ".join(names[v] for v in n.operands)
     shown = {k: v for k, v in n.attrs.items() if v != n.op.attrs[k].default} | n.choice
     attrs = ", ".join(f"{k}={show_attr(v)}" for k, v in shown.items())
@@ -44,6 +46,7 @@ def show_node(n: Node, names: Any) -> str:
 
 
 def show_attr(v: Any) -> str:
+    """Print an attribute value in the form that `parse_attr` reads."""
     if isinstance(v, Dim):
         return str(v)
     if isinstance(v, tuple | list):
@@ -54,7 +57,7 @@ def show_attr(v: Any) -> str:
 
 
 class _Names:
-    """Value -> %name, unique in the graph; a value without a name gets a number. Inputs keep their names."""
+    """Maps values to %names that are unique in the graph. Inputs keep their names; unnamed values are numbered."""
 
     def __init__(self, g: Graph):
         self.names: dict[Value, str] = {}
@@ -86,7 +89,7 @@ _SYM = re.compile(r"sym (\w+) in \[(\d+), (\d+)\]")
 
 
 def parse(text: str, ops: Mapping[str, OpDef]) -> Module:
-    """Inverse of `show`; raises Diagnostic naming the line and what is wrong with it."""
+    """Parse a module, the inverse of `show`; raises Diagnostic E401 with the line number and the problem."""
     return _Reader(text, ops).module()
 
 
@@ -96,6 +99,8 @@ def _clean(lines: list[str]) -> list[tuple[int, str]]:
 
 
 class _Reader:
+    """Line-based parser of modules. Node and graph syntax is described in docs/ir.md."""
+
     def __init__(self, text: str, ops: Mapping[str, OpDef]):
         self.ops = ops
         self.lines = _clean(text.splitlines())
@@ -106,6 +111,7 @@ class _Reader:
         return Diagnostic("E401", f"line {line}: {why}", remedy or "see docs/ir.md for the text form")
 
     def module(self) -> Module:
+        """Parse symbols, formats and graphs until the end of the text."""
         while self.pos < len(self.lines):
             number, line = self.lines[self.pos]
             if s := _SYM.fullmatch(line):
@@ -128,13 +134,14 @@ class _Reader:
         self.pos += 1
 
     def ranges(self, number: int, text: str) -> dict[str, tuple[int, int]]:
-        """ "R in [2, 16], T in [1, 9]" as data."""
+        """Parse the ranges of a graph's where clause, such as R in [2, 16], T in [1, 9]."""
         out = {m[1]: (int(m[2]), int(m[3])) for m in _RANGE.finditer(text)}
         if _RANGE.sub("", text).strip(" ,\n"):
             raise self.fail(number, f"cannot read the ranges {text.strip()!r}", "graph @g(..) where R in [2, 16] {")
         return out
 
     def graph(self, number: int) -> None:
+        """Parse a graph; its header may span several lines."""
         header = ""
         while not header.endswith("{"):
             if self.pos >= len(self.lines):
@@ -186,6 +193,7 @@ class _Reader:
         return env[name]
 
     def node(self, number: int, line: str, g: Graph, env: dict[str, Value]) -> None:
+        """Parse a node, infer its result types, and compare them with the printed ones."""
         line, _, loc = line.partition("  // ")
         p = _NODE.match(line)
         if not p:
@@ -228,7 +236,7 @@ class _Reader:
 
 
 def parse_attr(text: str) -> Any:
-    """A JSON scalar, a list, inf, nan, or a size such as 2*T+1."""
+    """Parse a JSON scalar, a list, inf, nan, or a size such as 2*T+1; raises ValueError."""
     if text.startswith("["):
         if not text.endswith("]"):
             raise ValueError(f"not a list: {text!r}")
@@ -242,7 +250,7 @@ def parse_attr(text: str) -> Any:
 
 
 def _plain(text: str) -> Iterator[tuple[int, str]]:
-    """(index, character) of everything outside string literals."""
+    """Yield (index, character) for every character outside string literals."""
     quoted, i = False, 0
     while i < len(text):
         c = text[i]
@@ -257,7 +265,7 @@ def _plain(text: str) -> Iterator[tuple[int, str]]:
 
 
 def split_attr_list(text: str) -> list[str]:
-    """Split at commas outside brackets and string literals."""
+    """Split at commas outside of brackets and string literals."""
     out, depth, start = [], 0, 0
     for i, c in _plain(text):
         if c == "," and depth == 0:
@@ -268,7 +276,7 @@ def split_attr_list(text: str) -> list[str]:
 
 
 def _split_attrs(text: str) -> tuple[str | None, str | None]:
-    """'{a=1} : types' -> ('a=1', 'types'); braces inside string literals do not count."""
+    """Split '{a=1} : types' into ('a=1', 'types'), ignoring braces in string literals."""
     text = text.strip()
     if not text.startswith("{"):
         return ("", text[1:].strip()) if text.startswith(":") else (None, None)
@@ -282,7 +290,11 @@ def _split_attrs(text: str) -> tuple[str | None, str | None]:
 
 
 def _take_choice(op: OpDef, given: dict[str, Any]) -> dict[str, Any]:
-    """Attributes that the op does not declare are the kernel's, if one is named; else they stay and are refused."""
+    """Remove and return the attributes that belong to the kernel choice.
+
+    If a kernel is named, these are all attributes that the op does not declare. Otherwise none are taken, and
+    `Graph.add` rejects the undeclared ones.
+    """
     if "kernel" not in given or "kernel" in op.attrs:
         return {}
     return {k: given.pop(k) for k in list(given) if k not in op.attrs}

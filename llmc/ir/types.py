@@ -1,4 +1,4 @@
-"""What a value is: a dense tensor, a quantised tensor, or a state that is read many times and written once."""
+"""Types of values: dense tensors, quantised tensors, and states, which are updated in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .qformat import QFormat
 
 @dataclass(frozen=True)
 class Type:
-    """A value's type. `dtype` is that of the elements (the logical one of a quantised tensor); row-major, dense."""
+    """The type of a value; storage is dense and row-major. For a quantised tensor, `dtype` is the logical dtype."""
 
     dtype: str
     shape: tuple[Dim, ...]
@@ -27,15 +27,17 @@ class Type:
 
     @property
     def rank(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     @cached_property
     def numel(self) -> Dim:
+        """The number of elements."""
         return product(self.shape)
 
     @cached_property
     def nbytes(self) -> Dim:
-        """Bytes of storage, all parts of a quantised tensor included."""
+        """Bytes of storage, including all parts of a quantised tensor."""
         if self.format is None:
             return (self.numel * DTYPES[self.dtype].bits).ceildiv(8)
         parts = self.format.parts(self.shape).values()
@@ -45,24 +47,27 @@ class Type:
         return total
 
     def with_shape(self, *shape: DimLike) -> Type:
+        """Return this type with another shape."""
         return Type(self.dtype, tuple(Dim.of(d) for d in shape), self.state, self.format)
 
     def with_dtype(self, dtype: str) -> Type:
+        """Return this type, not quantised, with another dtype."""
         return Type(dtype, self.shape, self.state)
 
     def subs(self, env: Mapping[str, DimLike]) -> Type:
+        """Return this type with symbols replaced by sizes."""
         return Type(self.dtype, tuple(d.subs(env) for d in self.shape), self.state, self.format)
 
 
 def tensor(dtype: str, *shape: DimLike) -> Type:
-    """A dense tensor type; raises ValueError for an unknown dtype."""
+    """Return a dense tensor type; raises ValueError for an unknown dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"{dtype!r} is not a dtype; known: {', '.join(DTYPES)}")
     return Type(dtype, tuple(Dim.of(d) for d in shape))
 
 
 def state(dtype: str, *shape: DimLike) -> Type:
-    """A state type: a tensor with versions, of which only the newest may be used."""
+    """Return a state type. Every write makes a new version, and only the newest version may be used."""
     t = tensor(dtype, *shape)
     return Type(t.dtype, t.shape, True)
 
@@ -71,7 +76,7 @@ _TYPE = re.compile(r"\s*(state\s+)?(\w+)\[(.*)\]\s*", re.S)
 
 
 def split_commas(text: str) -> list[str]:
-    """Split at commas outside (), [] and {}."""
+    """Split at commas outside of (), [] and {}."""
     out, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -82,7 +87,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def parse_type(text: str, formats: Mapping[str, QFormat] | None = None) -> Type:
-    """Inverse of `str(type)`; `formats` names the quantised formats of the module."""
+    """Parse a type, the inverse of `str(type)`; `formats` are the module's quantised formats. Raises ValueError."""
     m = _TYPE.fullmatch(text)
     if not m:
         raise ValueError(f"not a type: {text!r}")

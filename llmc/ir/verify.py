@@ -1,4 +1,4 @@
-"""What must hold between passes: order, use lists, type rules, spent states; it repairs nothing."""
+"""The IR verifier. Checks definition order, use lists, type rules, symbol bounds and uses of overwritten states."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ MEND = "mend the text, or the pass that made it: llmc opt FILE -p PASSES --print
 
 
 def verify(m: Module) -> None:
-    """Raise Diagnostic (E402) at the first broken invariant, naming graph, op and module path."""
+    """Raise Diagnostic E402 for the first broken invariant, naming the graph, op and module path."""
     for g in m.graphs.values():
         verify_graph(g, m)
 
 
 def verify_graph(g: Graph, m: Module) -> None:
+    """Verify one graph of module `m`; raises Diagnostic E402."""
     _check_symbols(g, m)
     seen = set(g.inputs)
     spent: dict[Value, Node] = {}
@@ -75,6 +76,7 @@ def _check_types(g: Graph, n: Node) -> None:
 
 
 def _check_uses(g: Graph) -> None:
+    """Check that every use list has exactly one entry per operand position that reads the value."""
     want: dict[Value, list[Node]] = {}
     for n in g.nodes:
         for v in n.operands:

@@ -1,1 +1,1 @@
-"""What must run programs to know something: verifying and measuring artifacts; the compiler proper never imports it."""
+"""Verification and measurement of artifacts: commands that run compiled programs. Compiling does not import this."""

@@ -1,4 +1,4 @@
-"""Integers that make sense to a node that runs alone: rows, positions, pages of a plausible step; floats are noise."""
+"""Plausible integer operands for a node that runs alone: the rows, positions and pages of a step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scene:
-    """A step of `rows` rows with `tokens` tokens in all, over `pages` KV pages of `page` tokens: the last row has a
-    prompt's next tokens, the others one each, and each row ends at token `context`, or later where it has more.
-    `bound`: what indices stay below."""
+    """A step of `rows` rows with `tokens` tokens in total, over `pages` KV pages of `page` tokens.
+
+    The last row holds the next tokens of a prompt, all others one token. Every row ends at position `context`, or later
+    if it has more tokens. Indices are below `bound`.
+    """
 
     rows: int
     tokens: int
@@ -41,6 +43,7 @@ class Scene:
 
     @property
     def starts(self) -> np.ndarray:
+        """Offset of each row's first token, and the total."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
 
@@ -60,7 +63,7 @@ def _pages(s: Scene, shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 
 Maker = Callable[[Scene, Shape, np.random.Generator], np.ndarray]
-# What an operand of this name holds, in every op that has one.
+# Operand name -> how to make it, for every op with an operand of that name.
 MAKERS: Mapping[str, Maker] = MappingProxyType(
     {
         "rows": lambda s, shape, rng: np.arange(shape[0]),
@@ -88,7 +91,7 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
 
 
 def unknown_operand(n: Node) -> str | None:
-    """The first integer operand of a node for which there are no values, or None."""
+    """Return the name of the first integer operand that MAKERS lacks, or None."""
     for name, v in named(n):
         if DTYPES[v.type.dtype].kind == "i" and name not in MAKERS:
             return name
@@ -96,13 +99,13 @@ def unknown_operand(n: Node) -> str | None:
 
 
 def named(n: Node) -> list[tuple[str, Value]]:
-    """(name in the op's declaration, value) of each operand; the last name stands for all that follow."""
+    """Return (name in the op's declaration, value) per operand; the last name repeats for variadic ops."""
     names = [s.name for s in n.op.operands]
     return [(names[min(i, len(names) - 1)], v) for i, v in enumerate(n.operands)]
 
 
 def values(name: str, dtype: str, shape: Shape, scene: Scene, rng: np.random.Generator) -> np.ndarray | None:
-    """The operand's values in their dtype; None for floats that any numbers will do for."""
+    """Return an operand's values in its dtype, or None for floats, which may be arbitrary."""
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(np.uint8)
     if name not in MAKERS or (DTYPES[dtype].kind == "f" and name != "fparams"):
@@ -111,12 +114,12 @@ def values(name: str, dtype: str, shape: Shape, scene: Scene, rng: np.random.Gen
 
 
 def noise(size: int, rng: np.random.Generator) -> np.ndarray:
-    """`size` bytes that are moderate numbers in bf16, in f16 and in f32: normal values, bfloat16 bits."""
+    """Return `size` bytes that are moderate numbers in bf16, f16 and f32: normally distributed bfloat16 values."""
     bits = rng.standard_normal(size // 2, np.float32).view(np.uint32)
     return np.ascontiguousarray((bits >> 16).astype(np.uint16)).view(np.uint8)
 
 
 def bound_of(n: Node, env: Mapping[str, int]) -> int:
-    """What indices into the node's first operand must stay below."""
+    """Return the exclusive upper bound of indices into the node's first operand."""
     shape = n.operands[0].type.shape if n.operands else ()
     return max(1, int(shape[0].subs(env).const or 1)) if shape else 1

@@ -1,7 +1,7 @@
-"""Times ways to run a node on this machine's device: many copies of it over distinct memory, in one program each.
+"""Times candidate kernels for a node on this machine, by programs with many copies of the node over distinct memory.
 
-The copies' weights, activations and pages are several times the caches together, so that each is read from memory, as
-in a model; nothing is ever timed on zeros. It chooses nothing and writes no record.
+The copies' weights, activations and pages exceed the caches several times, so that each is read from memory as in a
+model. Buffers hold random values: timings on zeros would mislead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llmc.passes.spec import parse_pipeline, run_pipeline
 from llmc.targets.target import Target
 
 PASSES = "pack, lift-weights, memory"
-SPREAD = 4  # times the last cache
+SPREAD = 4  # multiple of the last-level cache
 LEAST_SPREAD = 96 << 20
 MOST_COPIES, MOST_BYTES = 48, 4 << 30
 ALIGN = 4096
@@ -47,7 +47,7 @@ _TILE = 1 << 24
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run `node` of `graph`, at the sizes `env`."""
+    """One kernel and schedule for `node` of `graph`, at the sizes `env`."""
 
     node: Node
     graph: Graph
@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Placed:
-    """A candidate's program, the sizes it runs with, where each buffer lies, and the bytes of all."""
+    """A candidate's program, its sizes, the offset of each buffer, and the total bytes."""
 
     program: Program
     candidate: Candidate
@@ -68,19 +68,19 @@ class Placed:
 
 
 def node_bytes(n: Node, env: Mapping[str, int]) -> int:
-    """Of all operands and results."""
+    """Return the bytes of all operands and results."""
     return sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results])
 
 
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
-    """How many copies hold several times the caches, within bounds."""
+    """Return the number of copies that exceed the caches several times, within bounds."""
     each = max(1, node_bytes(n, env))
     wanted = max(SPREAD * target.limits.l2, LEAST_SPREAD)
     return max(2, min(MOST_COPIES, -(-wanted // each), MOST_BYTES // each))
 
 
 def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
-    """A module with a graph @c0, @c1 ... a candidate, its choice made."""
+    """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set."""
     m = Module({}, dict(symbols))
     for i, c in enumerate(found):
         g = m.graphs[f"c{i}"] = Graph(f"c{i}")
@@ -93,7 +93,7 @@ def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]
 
 
 def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
-    """Add the k-th copy of the node. Tables of integers are one for all; whoever writes one hands it on."""
+    """Add the k-th copy of the node. Copies share integer tables; a new version of one goes to the next copy."""
     own: dict[Value, Value] = {}
     for (name, _), v in zip(named(c.node), c.node.operands, strict=True):
         if v in own or v in shared:
@@ -113,7 +113,7 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
 
 
 class Timer:
-    """Compiles candidates and runs them. `jobs` compile at once; `context`: tokens that rows have behind them."""
+    """Compiles and runs candidates. `jobs`: parallel compilations. `context`: tokens of each row in the KV cache."""
 
     def __init__(
         self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int
@@ -124,12 +124,15 @@ class Timer:
         self.tile = noise(_TILE, self.rng)
 
     def reach(self) -> None:
-        """LlmcError where this machine lacks the target's device; nothing is compiled to find that out."""
+        """Raise LlmcError if this machine lacks the target's device, without compiling anything."""
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
     def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
-        """Of one launch of each. Diagnostic E5xx where one does not compile, LlmcError where the device refuses."""
+        """Return the time of one launch of each candidate.
+
+        Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
+        """
         built = self._build(found, symbols)
         with scratch() as folder:
             artifact = self._artifact(built, folder / "tune.llmc")
@@ -138,7 +141,7 @@ class Timer:
                 device.load(artifact)
                 by_name = {p.name: p for p in built.programs}
                 placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(found)]
-                memory = device.alloc(max(p.nbytes for p in placed))  # one after the other, all in the same memory
+                memory = device.alloc(max(p.nbytes for p in placed))  # candidates take turns with the same memory
                 return [self._time(device, memory, p) for p in placed]
             finally:
                 device.close()
@@ -166,7 +169,7 @@ class Timer:
         return Artifact(folder, folder.manifest(), built.programs, {})
 
     def _placed(self, program: Program, c: Candidate) -> Placed:
-        """Where the buffers of a candidate's program lie, and the sizes that it runs with."""
+        """Lay out the buffers of a candidate's program, and set the sizes that it runs with."""
         low, high = program.symbols.get("P", (1, 1))
         need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
         env = {**c.env, "P": max(low, min(high, need))}
@@ -174,11 +177,12 @@ class Timer:
         return Placed(program, c, env, *_places(program, env, () if self.target.family == "cpu" else _pairs(c)))
 
     def _time(self, device: Device, memory: Memory, p: Placed) -> float:
+        """The median time of a launch in microseconds, over ROUNDS rounds of equal length."""
         device.repeat(memory.part(0, p.nbytes), self.tile, 0)
         self._fill(device, memory, p)
         symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
         addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
-        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are no larger
+        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are exactly this large
         run = device.bind(replace(p.program, uniform=True, symbols=symbols_of), addresses, symbols)
         device.prepare(run)
 
@@ -196,7 +200,7 @@ class Timer:
         return found / times / len(p.program.launches) * 1e6
 
     def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
-        """Put integers that make sense where the step has integers."""
+        """Write plausible integers to the integer inputs and states."""
         c, env = p.candidate, p.env
         rows = c.env.get("R", 1)
         tokens = dict(sizes_of(c.node, c.env)).get("T", rows)
@@ -210,7 +214,7 @@ class Timer:
 
 
 def _pairs(c: Candidate) -> list[tuple[int, int]]:
-    """(argument, argument) of a launch that share memory, where a kernel can work in place: in a model it does."""
+    """(operand, result) argument pairs that may share memory if the kernel works in place, as they do in a model."""
     count = len(c.node.operands)
     return [(i, count + r) for i, r in c.kernel.inplace(c.node, c.schedule)]
 
@@ -218,7 +222,7 @@ def _pairs(c: Candidate) -> list[tuple[int, int]]:
 def _places(
     program: Program, env: Mapping[str, int], pairs: Sequence[tuple[int, int]] = ()
 ) -> tuple[dict[str, int], int]:
-    """Where each buffer of a program begins in one memory, and the bytes of that; `pairs` of arguments share theirs."""
+    """Offset of each buffer of a program in one allocation, and its size; each pair of arguments shares an offset."""
     at = -(-program.arena_bytes // ALIGN) * ALIGN
     places: dict[str, int] = {}
     by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}

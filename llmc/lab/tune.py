@@ -1,7 +1,7 @@
-"""Measuring the schedules that kernels offer for a model's nodes, likeliest gains first, and keeping the times.
+"""`llmc tune`: measures the schedules that kernels offer for a model's nodes, and stores the times.
 
-What a node could gain is priced as its launches times its roofline time: the heads of that list are measured before a
-time limit ends the work. Every batch is kept as soon as it is measured.
+Nodes are ordered by their potential gain, estimated as number of launches times roofline time, because a time limit
+ends the work. Every batch is saved as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from llmc.lab.timing import Candidate, Timer
 from llmc.targets.names import parse as parse_target
 from llmc.targets.target import Target
 
-BATCH = 96  # candidates that are compiled together
-OF_ONE = ("E502", "E503")  # errors of the environment that one kernel can be the cause of
-SCHEDULES = 32  # of one node that are measured, likeliest first
-RIVALS = 4  # ways of other kernels that named ones are measured beside, where none is yet
+BATCH = 96  # candidates compiled together
+OF_ONE = ("E502", "E503")  # environment errors that a single kernel may cause
+SCHEDULES = 32  # maximum schedules per node, the most promising first
+RIVALS = 4  # maximum schedules of other kernels to measure for comparison with named kernels
 
 
 @dataclass(frozen=True)
 class Work:
-    """A node that can be run in several ways, how often it is launched, and those ways, likeliest first."""
+    """A node with several possible kernels or schedules (`ways`, most promising first) and its number of launches."""
 
     node: Node
     graph: Graph
@@ -48,7 +48,7 @@ class Work:
 
 @dataclass
 class Tuned:
-    """What a tuning did: nodes with a choice, measurements made, ways that failed and why, nodes left at the limit."""
+    """The outcome of a tuning run: counts of nodes and measurements, failures, and nodes not reached in time."""
 
     output: str
     nodes: int = 0
@@ -59,6 +59,7 @@ class Tuned:
     skipped: list[str] = field(default_factory=list)
 
     def text(self) -> str:
+        """Return the summary as text."""
         lines = [f"{self.measured} measurements of {self.nodes} nodes in {self.seconds:.0f} s: {self.output}"]
         lines += [f"{self.left} nodes were not reached; a larger --limit measures them"] if self.left else []
         lines += [f"not measured: {s}" for s in self.skipped]
@@ -67,10 +68,13 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to tune. limit: seconds, after which nothing new is started; context: tokens that rows have behind them;
-    every: also nodes that can be run in one way alone, for their times; target: what the artifact must be for; cache: a
-    folder for kernels; jobs: compilers at once; say: is told of every batch; kernels: those whose ways are measured
-    (beside a few others' where none is yet), all where none is named."""
+    """Settings of a tuning run.
+
+    limit: seconds after which no new batch starts. context: tokens that each row has in the KV cache. every: also time
+    nodes with a single candidate. target: the artifact's expected target, if any. cache: folder for kernels. jobs:
+    parallel compilations. say: called with a progress line per batch. kernels: measure only these (and a few others if
+    none is measured yet); empty for all.
+    """
 
     limit: float = 600.0
     context: int = 1024
@@ -85,10 +89,10 @@ class Settings:
 def tune(
     source: Path, output: Path, settings: Settings, options: Any = None, registry: Registry | None = None
 ) -> Tuned:
-    """Measure the nodes of an artifact, or of a Hugging Face folder (which `options` then compile), into `output`.
+    """Measure the nodes of an artifact, or of a Hugging Face folder compiled with `options`, into the file `output`.
 
-    Raises LlmcError E101 to E104 and Diagnostic E433 where there is nothing to measure, E5xx as compiling does, E110
-    and E115 to E117 where this machine lacks the target's device.
+    Raises LlmcError E101 to E104, Diagnostic E433 if there is nothing to measure, E5xx like a compile, and E110 and
+    E115 to E117 if this machine lacks the target's device.
     """
     known = registry or load()
     if unknown := next((k for k in settings.kernels if k not in known.kernels), None):
@@ -110,7 +114,7 @@ def tune(
 
 
 def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Module, Target, int]:
-    """An artifact's module as it was before kernels were chosen, its target and the tokens of a KV page."""
+    """Return an artifact's module as it was before kernel selection, its target, and the tokens per KV page."""
     manifest = Folder(path).manifest()
     name = manifest.target.name
     if target and target.partition("+")[0] != name.partition("+")[0]:
@@ -133,8 +137,11 @@ def works(
     kernels: Sequence[str] = (),
     held: Tuning | None = None,
 ) -> list[Work]:
-    """The distinct nodes that have a choice (or every node), the largest possible gain first; where `kernels` are named
-    those that they can run, in their ways and what `held`, the measurements so far, lack to compare these with."""
+    """Return the distinct nodes with several candidates (or all nodes), by decreasing potential gain.
+
+    If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
+    `held`, the measurements so far, lacks for comparison.
+    """
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights, _ = depends_on(g)
@@ -161,8 +168,10 @@ def works(
 
 
 def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str]) -> list[Offer]:
-    """The ways of these kernels; where no other's is measured, the likeliest of those, too: what is measured alone
-    would be chosen, however slow."""
+    """The schedules of the named kernels, with a few of other kernels if none of those is measured yet.
+
+    Without a measured alternative, a named kernel would be selected however slow it is.
+    """
     mine = [o for o in offered if o.kernel.name in kernels]
     others = [o for o in offered if o.kernel.name not in kernels]
     rivals = others[:RIVALS] if mine and not measured - set(kernels) else []
@@ -170,7 +179,7 @@ def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str])
 
 
 def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
-    """Nodes together whose ways fill a batch; a node's ways are never parted."""
+    """Group nodes into batches of candidates; the candidates of one node stay together."""
     held: list[Work] = []
     for w in work:
         if held and sum(len(x.ways) for x in held) + len(w.ways) > BATCH:
@@ -182,8 +191,9 @@ def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
 
 
 def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
+    """Measure and save batch by batch until the time limit."""
     begin = time.monotonic()
-    save(output, [])  # a file that cannot be written is told before the work
+    save(output, [])  # report an unwritable file before the work
     for some in batches(work):
         if time.monotonic() - begin >= settings.limit:
             tuned.left += len(some)
@@ -202,9 +212,9 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
 
 
 def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
-    """Microseconds of each; a batch that fails is halved until the ones that do are alone.
+    """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
 
-    LlmcError where the machine is the cause, so that no other would fare better.
+    Raises LlmcError if the machine is the cause, since all other candidates would fail, too.
     """
     try:
         return list(timer.microseconds(found, m.symbols))
@@ -220,7 +230,7 @@ def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) ->
 
 
 def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
-    """The model as an artifact without weights; where this machine lacks the target's device, nothing is compiled."""
+    """Compile the model without weights, after checking that this machine has the target's device."""
     from llmc.driver import Options, compile_model
 
     settled = replace(options or Options(), weights="none", reuse=False)
@@ -232,7 +242,7 @@ def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> P
 
 
 def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
-    """The fastest way of every node at every size, with the runner-up's time: data for people."""
+    """Return the fastest candidate of every node at every size, with the time of the second best."""
     groups: dict[tuple[str, str, Sizes], list[Record]] = {}
     for r in found:
         groups.setdefault((r.target, r.node, r.sizes), []).append(r)
@@ -250,12 +260,12 @@ def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def show(path: Path) -> list[dict[str, Any]]:
-    """The choices of a tuning file."""
+    """Return the choices of a tuning file."""
     return choices(read(path))
 
 
 def render(found: Sequence[Mapping[str, Any]]) -> str:
-    """Choices as a table, one line each, in the file's order."""
+    """Format choices as a table, in the file's order."""
     head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
     rows = [head]
     for c in found:

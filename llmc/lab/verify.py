@@ -1,4 +1,4 @@
-"""Checking an artifact on this machine: every hash, every kernel, the canary recorded or compared; it mends nothing."""
+"""`llmc verify`: checks an artifact's hashes and kernels on this machine, and records or compares its canary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ THREADS = 4
 
 
 def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> dict[str, Any]:
-    """Check everything and answer what was found; "ok" says whether all is well, "problems" lists what is not.
+    """Check the artifact; in the result, "ok" is the verdict and "problems" lists the failures.
 
-    record: run the artifact and write its canary (replacing one). canary: compare with the recorded one. Without either
-    a machine that lacks the artifact's device checks the files alone, and "not_opened" says why; with one it raises
-    LlmcError E110, E115 to E117. An artifact whose manifest cannot be read raises LlmcError E101 to E104.
+    record: run the artifact and write its canary, replacing an existing one. canary: compare with the recorded one. If
+    the machine lacks the artifact's device, only the files are checked and "not_opened" says why; with `record` or
+    `canary`, LlmcError E110 or E115 to E117 is raised instead. An unreadable manifest raises LlmcError E101 to E104.
     """
     begin = time.monotonic()
     folder = Folder(path)
@@ -55,7 +55,7 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
 
 
 def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
-    """Everything that is wrong with names, sizes and hashes."""
+    """Return the errors in names, sizes and hashes."""
     problems = list(folder.sizes(manifest))
     if problems:
         return problems
@@ -66,7 +66,7 @@ def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
 
 
 def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:
-    """Load the artifact onto this machine, and what was asked of the canary; `problems` gets its failure."""
+    """Load the artifact, and record or compare the canary; a failed comparison is appended to `problems`."""
     if manifest.weights.mode == "none":
         if record or canary:
             raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
@@ -100,7 +100,7 @@ def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The data of `verify_artifact` as text."""
+    """Format the data of `verify_artifact` as text."""
     canary, problems = found["canary"], found["problems"]
     words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
     told = words[canary["state"]]

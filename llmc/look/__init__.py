@@ -1,1 +1,1 @@
-"""Looking into finished artifacts: the build report, differences; everything here reads and nothing runs a model."""
+"""Tools for looking into finished artifacts: the build report and comparisons."""

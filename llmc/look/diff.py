@@ -1,4 +1,4 @@
-"""Two artifacts, or two stages of the IR, side by side: what is different, as data and as text; it opens and reads."""
+"""`llmc diff`: compares two artifacts or two stages of the IR, as data and as text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Rows = list[dict[str, Any]]
 
 
 def diff(a: str, b: str) -> dict[str, Any]:
-    """What is different between two artifacts, or two stages (`ARTIFACT:STAGE` or an .llir file).
+    """Compare two artifacts, or two stages (`ARTIFACT:STAGE` or an .llir file).
 
-    "same" says whether nothing is. Two artifacts: "about", "memory", "time" ({"what", "a", "b"}), "kernels" ({"entry",
-    "a", "b"}: keys that one side alone has), "weights", and of their last stages "graphs" and "choices" (see
-    `compare_graphs`). Two stages have "about", "graphs" and "choices" alone. Raises LlmcError E101 to E108, E129 where
-    the two cannot be compared.
+    The result's "same" says whether there is no difference. Artifacts give "about", "memory" and "time" ({"what", "a",
+    "b"}), "kernels" ({"entry", "a", "b"}: keys that only one side has), "weights", and, for their last stages, "graphs"
+    and "choices" (see `compare_graphs`). Stages give only "about", "graphs" and "choices". Raises LlmcError E101 to
+    E108, and E129 if the two cannot be compared.
     """
     left, right = _open(a), _open(b)
     if isinstance(left, Opened) and isinstance(right, Opened):
@@ -42,6 +42,7 @@ def diff(a: str, b: str) -> dict[str, Any]:
 
 
 def _open(name: str) -> Opened | Stage:
+    """Open an artifact, a stage of one (ARTIFACT:STAGE), or an .llir file."""
     path = Path(name)
     if path.suffix == ".llir":
         return stage(path.read_text(), name)
@@ -72,6 +73,7 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
 
 
 def _about(a: Opened) -> dict[str, Any]:
+    """The facts about an artifact that are compared by name."""
     m = a.manifest
     told = a.reports.get("compile", {})
     source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}
@@ -109,7 +111,7 @@ def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
 
 
 def _kernels(a: Opened, b: Opened) -> Rows:
-    """Kernels that one side alone has, by entry; a kernel's key is a hash of its text and compiler."""
+    """Kernels that only one side has, grouped by entry; a kernel's key is a hash of its text and compiler."""
     ours, theirs = ({k.hash: k.entry for k in x.manifest.kernels} for x in (a, b))
     left = {k: e for k, e in ours.items() if k not in theirs}
     right = {k: e for k, e in theirs.items() if k not in ours}
@@ -120,7 +122,7 @@ def _kernels(a: Opened, b: Opened) -> Rows:
 
 
 def render(found: Mapping[str, Any], most: int = 60) -> str:
-    """The data of `diff` as text, `most` lines a section; "-" is what A has, "+" what B has."""
+    """Format the data of `diff`, at most `most` lines per section. Lines start with "-" for A and "+" for B."""
     if found["same"]:
         return f"{found['a']} and {found['b']} are the same"
     out = [f"--- {found['a']}", f"+++ {found['b']}"]
@@ -143,7 +145,7 @@ def _pairs(rows: Sequence[Mapping[str, Any]], show: Any) -> list[str]:
 
 
 def _graph_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Graphs that changed in the same way are told once."""
+    """Graphs with equal changes are printed once."""
     alike: dict[str, list[str]] = {}
     told: dict[str, list[str]] = {}
     for r in rows:

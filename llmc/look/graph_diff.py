@@ -1,4 +1,4 @@
-"""What is different between graphs as text: nodes that came and went, choices, wiring; names do not count."""
+"""Compares graphs given as text: added and removed nodes, kernel choices and wiring. Names of values are ignored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ARENA = re.compile(r",? ?arena=\[[^\]]*\]")
 
 
 def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> dict[str, Any]:
-    """{"graphs", "choices"}: rows, both empty where nothing is different but the names of values and their places.
+    """Return {"graphs", "choices"}: lists of rows, empty if the graphs differ at most in value names and arena places.
 
     A row of "graphs" is {"graph", "only": "a" or "b"} or {"graph", "changes": [{"side", "count", "node", "loc"}],
-    "wiring": text}; one of "choices" {"graph", "node", "loc", "count", "a", "b"}.
+    "wiring": text}; a row of "choices" is {"graph", "node", "loc", "count", "a", "b"}.
     """
     rows: list[dict[str, Any]] = []
     choices: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> di
 
 
 def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple[Line, Line]]]:
-    """Rows of what one side alone has, and the pairs of nodes that are alike."""
+    """Rows for what only one side has, and the pairs of corresponding nodes."""
     counts: Counter[tuple[str, str, str]] = Counter()
     only_a, only_b = Counter(a.inputs), Counter(b.inputs)
     for side, found in (("a", only_a - only_b), ("b", only_b - only_a)):
@@ -54,7 +54,7 @@ def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple
 
 
 def _settled(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
-    """Without what both sides have: nodes that only stand at another place in the order."""
+    """Remove what both sides have: nodes that only moved in the order."""
     out = {}
     for (side, what, loc), n in counts.items():
         other = counts[("b" if side == "a" else "a"), what, loc]
@@ -64,13 +64,13 @@ def _settled(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str]
 
 
 def pattern_name(text: str) -> str:
-    """A value's name and type with the numbers of its path as stars."""
+    """Return a value's name and type with the numbers in its path replaced by stars."""
     name, _, kind = text.partition(": ")
     return f"{pattern(name.removeprefix('%'))}: {kind}"
 
 
 def _wiring(a: GraphText, b: GraphText) -> str:
-    """The first node (or output) that reads other values, where both graphs have the same nodes in the same order."""
+    """Describe the first node or output that reads different values, for graphs with the same nodes."""
     if [(n.what, n.loc) for n in a.nodes] != [(n.what, n.loc) for n in b.nodes]:
         return "the same nodes in another order"
     ours, theirs = _numbered(a), _numbered(b)
@@ -83,7 +83,7 @@ def _wiring(a: GraphText, b: GraphText) -> str:
 
 
 def _numbered(g: GraphText) -> dict[str, str]:
-    """Results by their place in the order; inputs keep their names."""
+    """Results numbered in order; inputs keep their names."""
     found = (r for n in g.nodes for r in n.results)
     return {r: f"#{i}" for i, r in enumerate(found)}
 

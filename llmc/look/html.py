@@ -1,4 +1,4 @@
-"""Small pieces of HTML: whatever is not marked as HTML is escaped; it knows nothing of artifacts."""
+"""Helpers that build HTML. Text that is not marked as HTML is escaped."""
 
 from __future__ import annotations
 
@@ -31,47 +31,50 @@ svg rect{stroke:#fff;stroke-width:.4;vector-effect:non-scaling-stroke}
 .k7{fill:#9aa5b1}.key{display:inline-block;width:.8rem;height:.8rem;vertical-align:-.08rem;margin:0 .3rem 0 .9rem}
 """
 COLOURS = ("#4f86c6", "#d98a4e", "#5ea36f", "#a778b8", "#c65f66", "#4fa8a6", "#b0983f", "#9aa5b1")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is fetched and no script runs, whatever a text says
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # loads nothing and runs no scripts, whatever a text says
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """A string that is HTML already."""
 
     __slots__ = ()
 
 
 def text(x: Any) -> Html:
-    """A value as HTML: escaped, unless it is Html."""
+    """Convert a value to HTML, escaping it unless it is Html."""
     return x if isinstance(x, Html) else Html(escape(str(x)))
 
 
 def join(parts: Iterable[Any], between: str = "\n") -> Html:
+    """Concatenate values as HTML."""
     return Html(between.join(text(p) for p in parts))
 
 
 def tag(name: str, *inner: Any, **attributes: Any) -> Html:
-    """<name ...>inner</name>; an attribute `class_` is written as class."""
+    """Return an element; a trailing underscore of an attribute name is dropped (`class_`)."""
     given = "".join(f' {k.rstrip("_")}="{escape(str(v))}"' for k, v in attributes.items())
     return Html(f"<{name}{given}>{join(inner, '')}</{name}>")
 
 
 def code(x: Any) -> Html:
+    """Return a code element."""
     return tag("code", x)
 
 
 def dim(x: Any) -> Html:
+    """Return text in a muted colour."""
     return tag("span", x, class_="dim")
 
 
 def fold(summary: Any, *body: Any, open_: bool = False) -> Html:
-    """A part that opens with a click, without a script; nothing to open where the body is empty."""
+    """Return a collapsible section; needs no script."""
     inner = join(body)
     flag = " open" if open_ else ""
     return Html(f"<details{flag}><summary>{text(summary)}</summary><div>{inner}</div></details>")
 
 
 def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]]) -> Html:
-    """Numbers stand to the right, with thousands apart; a str is as it is. "" where there are no rows."""
+    """Return a table, or "" without rows. Columns of `Number` are right-aligned."""
     found = [list(r) for r in rows]
     if not found:
         return Html("")
@@ -86,12 +89,13 @@ def _row(cells: Sequence[Any]) -> str:
 
 
 class Number(str):
-    """A number as it is to be shown; it stands to the right."""
+    """A formatted number; table cells right-align it."""
 
     __slots__ = ()
 
 
 def number(x: float, form: str = ",") -> Number:
+    """Format a number for a table, with thousands separators by default."""
     return Number(format(x, form))
 
 
@@ -100,6 +104,6 @@ def _cell(c: Any) -> str:
 
 
 def bar(share: float, width: int = 180, kind: str = "") -> Html:
-    """A bar of `share` (0 to 1) of `width` pixels."""
+    """Return a bar that fills `share` (0 to 1) of `width` pixels."""
     size = max(0.0, min(1.0, share)) * width
     return tag("span", class_=f"bar {kind}".strip(), style=f"width:{size:.0f}px")

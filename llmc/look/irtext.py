@@ -1,4 +1,4 @@
-"""IR text taken apart line by line, without the ops' declarations, so that unknown ops can be read, too."""
+"""Splits IR text into lines and fields without using op declarations, so that unknown ops can be read, too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INPUT = re.compile(r"(%[^\s:,()]+): ([^%]+?)(?:,\s*$|\).*$|,\s*(?=%))")
 
 @dataclass(frozen=True)
 class Line:
-    """One node: its op with attributes and types, the chosen kernel and places ("" where there is none), its place."""
+    """A node: op, operands, results, attributes, types and location; `choice` is its kernel and arena, or ""."""
 
     op: str
     operands: tuple[str, ...]
@@ -27,7 +27,7 @@ class Line:
 
     @property
     def what(self) -> str:
-        """The node without the names of its values and without its choice."""
+        """The node without value names and without its kernel choice."""
         return f"{self.op}{f' {{{self.attributes}}}' if self.attributes else ''} : {self.types}"
 
 
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class GraphText:
-    """A graph: its inputs as "name: type" (and what it is for, as "where: ranges"), its nodes, and what it returns."""
+    """A graph: inputs as "name: type" (and "where: ranges", if it has any), nodes, and returned values."""
 
     name: str
     inputs: tuple[str, ...]
@@ -50,7 +50,7 @@ class GraphText:
 
 
 def stage(text: str, where: str) -> Stage:
-    """A module's text taken apart; LlmcError E103 where a line is none of a graph's."""
+    """Parse a module's text; raises LlmcError E103 for a malformed line."""
     lines = (line.split(maxsplit=2) for line in text.partition("graph @")[0].splitlines())
     head = {" ".join(words[:2]): words[2] for words in lines if len(words) == 3 and words[0] in ("sym", "format")}
     return Stage(head, {g.name: g for g in _graphs(text, where)})
@@ -88,7 +88,7 @@ def _line(line: str, where: str) -> Line:
 
 
 def _choice(braces: str) -> tuple[str, str]:
-    """(attributes, choice): what `select` and `memory` wrote comes last, beginning with the kernel or the arena."""
+    """Split (attributes, choice): what `select` and `memory` wrote comes last, from the kernel or arena on."""
     at = re.search(r'(?:^|, )(?=kernel="|arena=\[)', braces)
     return (braces, "") if at is None else (braces[: at.start()], braces[at.end() :])
 

@@ -1,4 +1,4 @@
-"""Kernels as HTML: what each is, who chose it, where it is launched, and its source text."""
+"""The kernels of an artifact as HTML: identity, launches, schedule decisions and source text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from llmc.passes.record import pattern
 
 
 def link(key: str) -> Html:
+    """Return a link to a kernel's entry."""
     return tag("a", code(key[:8]), href=f"#k-{key}")
 
 
 def section(a: Opened, predictions: Mapping[str, Any]) -> Html:
-    """Every kernel, in the order of the first launch; step units come last."""
+    """Return all kernels in the order of their first launch; the step units come last."""
     uses = {k.hash: _uses(k.hash, a.programs) for k in a.manifest.kernels}
     first = {x.kernel: i for i, x in reversed(list(enumerate(y for p in a.programs for y in p.launches)))}
     ordered = sorted(a.manifest.kernels, key=lambda k: first.get(k.hash, len(first) + 10**6))
@@ -31,13 +32,13 @@ def section(a: Opened, predictions: Mapping[str, Any]) -> Html:
 
 
 def _uses(key: str, programs: Sequence[Program]) -> dict[str, Counter[tuple[str, str]]]:
-    """Program -> how often the kernel is launched for (op, place)."""
+    """Program -> number of launches of the kernel by (op, place)."""
     found = {p.name: Counter((x.op, pattern(x.loc)) for x in p.launches if x.kernel == key) for p in programs}
     return {name: count for name, count in found.items() if count}
 
 
 def _times(predictions: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """(program, kernel) -> predicted microseconds of all of its launches."""
+    """(program, kernel) -> predicted microseconds summed over its launches."""
     out: dict[tuple[str, str], float] = {}
     for name, told in predictions.get("programs", {}).items():
         for x in told["launches"]:
@@ -69,7 +70,7 @@ def _places(key: str, uses: Mapping[str, Counter[tuple[str, str]]], times: Mappi
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> Html:
-    """What `select` decided, program by program: the way taken beside the roofline and the best of the others."""
+    """Return the decisions of `select` per program: chosen kernel and schedule, roofline, and alternatives."""
     rows = a.reports["choices"]
     found = [(p, [r for r in rows if r["graph"] == p.name]) for p in a.programs]
     return join(_graph(p, mine, predictions.get("machine")) for p, mine in found if mine)
@@ -89,7 +90,7 @@ def _graph(p: Program, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, 
 
 
 def _floors(p: Program, sizes: Mapping[str, int], machine: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """(op, place) -> microseconds by the peaks alone, of the first such launch."""
+    """(op, place) -> roofline microseconds of the first such launch, without launch overhead."""
     found: dict[tuple[str, str], float] = {}
     for x in predict(p, machine, sizes)["launches"]:
         found.setdefault((x["op"], x["loc"]), x["us"] - machine["launch_us"])

@@ -1,4 +1,4 @@
-"""The memory plan as HTML: what a machine must hold, and every program's arena drawn over its launches."""
+"""The memory plan as HTML: totals, the KV pool, and a chart of every program's arena."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llmc.passes.record import pattern
 
 WIDTH, HEIGHT = 1000.0, 260.0
 GIB = 1 << 30
-SHOWN = 40  # values in the table below a chart
+SHOWN = 40  # number of values in the table below a chart
 
 
 def section(a: Opened) -> Html:
-    """Totals, the KV pool, then the arenas."""
+    """Return the totals, the KV pool and the arenas."""
     m = a.manifest
     weights = weight_bytes(a)
     states = {s.name: s.nbytes({}) for s in m.states if not any("P" in d.symbols for d in s.shape)}
@@ -46,13 +46,13 @@ def section(a: Opened) -> Html:
 
 
 def weight_bytes(a: Opened) -> int:
-    """The bytes of all weights that the programs read, packed or yet to be."""
+    """Return the total bytes of the weights that programs read, packed or not."""
     found = {b.name: b.bytes({}) for p in a.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
     return sum(found.values())
 
 
 def _pool(a: Opened, fixed: int) -> Html:
-    """What a KV pool holds beside everything else, for machines of several sizes."""
+    """The capacity of the KV pool on machines of several sizes."""
     kv = a.manifest.kv
     if not kv.bytes_per_page:
         return Html("")
@@ -91,7 +91,7 @@ def _program(name: str, plan: Mapping[str, Any]) -> Html:
 
 
 def chart(slots: Sequence[Mapping[str, Any]], arena: int) -> Html:
-    """One arena as SVG: launches to the right, bytes upwards; values that are made at like places have one colour."""
+    """Return one arena as SVG: launches to the right, bytes upwards, one colour per module path pattern."""
     steps = max(s["last"] for s in slots) + 1
     weight = Counter[str]()
     for s in slots:

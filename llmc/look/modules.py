@@ -1,4 +1,4 @@
-"""The model's modules as a tree: weights, traced ops, launches and predicted time of each; alike siblings are one."""
+"""The model's modules as a tree: weights, traced ops, launches and predicted time. Equal siblings are merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
 
 @dataclass
 class Part:
-    """One module. `weights`: (name, dtype, shape); `ops` that were traced in it; `time`: column -> (launches, us)."""
+    """A module. `weights`: (name, dtype, shape). `ops`: traced in it. `time`: column -> (launches, microseconds)."""
 
     name: str
     weights: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
@@ -26,24 +26,25 @@ class Part:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def at(self, path: str) -> Part:
-        """The module at a path below this one, made where it is missing."""
+        """Return the module at a path below this one, creating it if necessary."""
         here = self
         for name in filter(None, path.split(".")):
             here = here.parts.setdefault(name, Part(name))
         return here
 
     def params(self) -> int:
+        """Return the number of parameters in the module and below."""
         return sum(_numel(s) for _, _, s in self.weights) + sum(p.params() for p in self.parts.values())
 
     def total(self, column: str) -> tuple[int, float]:
-        """(launches, microseconds) in the module and below."""
+        """Return (launches, microseconds) of the module and below."""
         n, us = self.time.get(column, (0, 0.0))
         for p in self.parts.values():
             n, us = n + p.total(column)[0], us + p.total(column)[1]
         return n, us
 
     def form(self) -> Any:
-        """Equal for modules that are alike but for their own name."""
+        """Return a key that is equal for modules that differ at most in their own names."""
         time = {k: (n, round(us, 2)) for k, (n, us) in self.time.items()}
         parts = [(name, p.form()) for name, p in self.parts.items()]
         return repr((sorted(self.weights), sorted(self.ops.items()), sorted(time.items()), parts))
@@ -57,7 +58,7 @@ def _numel(shape: Iterable[int]) -> int:
 
 
 def tree(traced: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> Part:
-    """The modules that the first IR text names; `launches`: column -> predicted launches, each with "loc" and "us"."""
+    """Build the tree from the first IR text. `launches`: column -> predicted launches with "loc" and "us"."""
     root = Part("")
     for name, dtype, shape in _WEIGHT.findall(traced):
         path, _, last = name.rpartition(".")
@@ -74,7 +75,7 @@ def tree(traced: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> Pa
 
 
 def alike(parts: Iterable[Part]) -> list[list[Part]]:
-    """The parts in order; those with numbers for names that are alike are in one group."""
+    """Group equal modules with numeric names, such as layers; others form groups of their own."""
     groups: dict[Any, list[Part]] = {}
     for p in parts:
         key = p.form() if p.name.isdigit() else (p.name,)
@@ -83,7 +84,7 @@ def alike(parts: Iterable[Part]) -> list[list[Part]]:
 
 
 def section(root: Part, columns: Sequence[str]) -> Html:
-    """The tree as HTML; `columns` are the programs whose launches were counted."""
+    """Return the tree as HTML; `columns` are the programs whose launches are shown."""
     own = _own(root, columns)
     inner = [_part(group, columns, 0) for group in alike(root.parts.values())]
     rest = [fold(join(["outside the modules", dim(_facts([root], columns, own=True))], " "), own)] if own else []
@@ -109,7 +110,7 @@ def _facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> 
 
 
 def _own(p: Part, columns: Sequence[str]) -> Html:
-    """What lies in the module itself, not in its parts."""
+    """The contents of the module itself, without its submodules."""
     rows: list[tuple[Any, Any]] = [
         (code(name), f"{dtype}[{', '.join(map(str, shape))}]") for name, dtype, shape in p.weights
     ]

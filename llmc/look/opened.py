@@ -1,4 +1,4 @@
-"""An artifact as people look at it: manifest, programs, reports and texts, checked and read; weights stay in place."""
+"""An artifact opened for inspection: manifest, programs, reports and texts. Weights are not read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmc.targets.names import parse as parse_target
 
 @dataclass(frozen=True)
 class Opened:
-    """`reports`: what report/ holds, by file name without ".json"; what an artifact has not is not there."""
+    """An opened artifact. `reports` holds the contents of report/ by file name without ".json"."""
 
     folder: Folder
     manifest: Manifest
@@ -29,7 +29,7 @@ class Opened:
 
     @property
     def stages(self) -> dict[str, str]:
-        """Pass name (a second run of a pass as name.2) -> the file with the IR after it, in order."""
+        """Pass name -> file with the IR after it, in order; a repeated pass is listed as name.2."""
         out: dict[str, str] = {}
         for name in sorted(n for n in self.manifest.files if n.startswith("ir/") and n.endswith(".llir")):
             stage = base = name.removeprefix("ir/").removesuffix(".llir").partition("-")[2]
@@ -40,15 +40,16 @@ class Opened:
         return out
 
     def text(self, name: str) -> str:
-        """A small file's text; bytes that are no UTF-8 are shown as question marks."""
+        """Return the text of a small file, with invalid UTF-8 replaced."""
         return self.folder.read(name, self.manifest.files[name].bytes).decode("utf-8", "replace")
 
     def kernel_source(self, key: str) -> str:
+        """Return a kernel's source text, "" if the artifact has none."""
         name = next((k.source for k in self.manifest.kernels if k.hash == key), "")
         return self.text(name) if name else ""
 
     def predictions(self) -> Mapping[str, Any]:
-        """{"machine", "programs"} as the compiler wrote it, else by the target's record; {} for an unknown target."""
+        """Return {"machine", "programs"} as the compiler wrote it or the target implies; {} if that is unknown."""
         if "roofline" in self.reports:
             return dict(self.reports["roofline"])
         try:
@@ -58,7 +59,7 @@ class Opened:
 
 
 def open_to_look(path: Path) -> Opened:
-    """Open an artifact for people. LlmcError E101 to E108 where a size or a hash of a small file is wrong."""
+    """Open an artifact; raises LlmcError E101 to E108 if a size, or a hash of a small file, is wrong."""
     folder = Folder(path)
     m = folder.manifest()
     problems: Sequence[Any] = [*folder.sizes(m)] or [*folder.check_small(m.files)]

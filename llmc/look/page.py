@@ -1,4 +1,4 @@
-"""The build report: one HTML file, made from the artifact alone, that needs no network and no script."""
+"""`llmc report`: the build report as one HTML file that needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ OLD = "This artifact was compiled before this was recorded; compile it again to 
 
 
 def write_report(artifact: Path, out: Path) -> str:
-    """Write the report of `artifact` to the file `out`, or beside the artifact where that is empty: model.llmc gives
-    model.html. Answers the file and its size in words. LlmcError E101 to E108, E128."""
+    """Write the report of `artifact` to `out`; return the file name and size as text.
+
+    If `out` is empty, model.llmc gives model.html beside it. Raises LlmcError E101 to E108, E128.
+    """
     page = report(open_to_look(artifact)).encode()
     out = out if out.name else artifact.parent / f"{artifact.resolve().name.removesuffix('.llmc')}.html"
     try:
@@ -34,7 +36,7 @@ def write_report(artifact: Path, out: Path) -> str:
 
 
 def report(a: Opened) -> str:
-    """The page."""
+    """Return the page."""
     predictions = a.predictions()
     part = a.manifest.source.part
     title = f"{a.manifest.source.name}{f' ({part})' if part else ''} for {a.manifest.target.name}"
@@ -105,14 +107,14 @@ def _decode(a: Opened) -> str:
 
 
 def _prefill(a: Opened, told: Mapping[str, Any]) -> str:
-    """The program that a prompt of 512 tokens runs, or the one for the most tokens."""
+    """The program that runs a prompt of 512 tokens, or else the one for the most tokens."""
     steps = [p for p in a.programs if not p.uniform and p.name in told]
     fits = (p.name for p in steps if p.serves.get("T", (1, 1))[1] >= 512)
     return next(fits, steps[-1].name if steps else "")
 
 
 def _stages(a: Opened) -> Html:
-    """Where the text of every stage is; the last one of the narrowest program in full."""
+    """A table of the stage files, and the last stage of the narrowest program in full."""
     files = a.manifest.files
     rows = [(code(name), code(file), number(files[file].bytes)) for name, file in a.stages.items()]
     text = tag(

@@ -1,4 +1,4 @@
-"""What every pass matched and nearly matched, as HTML, from report/passes.json."""
+"""Matches and near misses of every pass as HTML, from report/passes.json."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from llmc.look.html import Html, code, dim, fold, join, number, table, tag
 from llmc.look.words import many
 
-MOST = 200  # rows of one table
+MOST = 200  # maximum rows of a table
 
 
 def section(record: Sequence[Mapping[str, Any]]) -> Html:
-    """Passes in order; a line tells what changed, and opens to where."""
+    """Return the passes in order: a summary line each, which opens to the places."""
     return join(_pass(i, r) for i, r in enumerate(record))
 
 

@@ -1,4 +1,4 @@
-"""Predicted time of every program and launch beside the roofline, as HTML; it predicts nothing itself."""
+"""Predicted time of every program and launch compared with the roofline, as HTML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Launches = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Priced:
-    """A program's launches at some sizes; `floor`: microseconds by the peaks alone, without the cost of launches."""
+    """A program's launches at some sizes. `floor` is the roofline in microseconds, without launch overhead."""
 
     program: Program
     sizes: Mapping[str, int]
@@ -28,12 +28,13 @@ class Priced:
 
 
 def price(p: Program, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Priced:
+    """Add the roofline to a program's prediction."""
     floor = sum(bound(x, machine)[0] for x in told["launches"])
     return Priced(p, told["sizes"], told["launches"], told["us"], floor)
 
 
 def bound(x: Mapping[str, Any], machine: Mapping[str, Any]) -> tuple[float, str]:
-    """A launch's microseconds by the roofline, and what bounds it: its own cost where that is larger."""
+    """Return a launch's roofline in microseconds, and what bounds it: memory, compute or the launch itself."""
     us = max(0.0, x["us"] - machine["launch_us"])
     if us < machine["launch_us"]:
         return us, "launch"
@@ -42,7 +43,7 @@ def bound(x: Mapping[str, Any], machine: Mapping[str, Any]) -> tuple[float, str]
 
 
 def widest(p: Program, low: Mapping[str, int]) -> dict[str, int]:
-    """The largest step that a program serves, with as many pages a row as `low` has."""
+    """Return the sizes of the largest step that a program serves, with as many pages per row as in `low`."""
     rows = p.serves.get("R", (1, 1))[1] if p.uniform else low.get("R", 1)
     tokens = p.serves.get("T", (1, 1))[1]
     each = -(-low.get("P", 1) // max(1, low.get("R", 1))) if p.uniform else -(-tokens // _page(low))
@@ -55,7 +56,7 @@ def _page(sizes: Mapping[str, int]) -> int:
 
 
 def section(programs: Iterable[Program], predictions: Mapping[str, Any], kernel_link: Any) -> Html:
-    """All programs: a table, then the launches of each. `kernel_link(key)` is HTML that leads to a kernel's source."""
+    """Return all programs: an overview, then the launches of each. `kernel_link(key)` returns a link as HTML."""
     machine, told = predictions["machine"], predictions["programs"]
     low = [price(p, told[p.name], machine) for p in programs if p.name in told]
     high = [price(x.program, predict(x.program, machine, widest(x.program, x.sizes)), machine) for x in low]
@@ -97,7 +98,7 @@ def _program(a: Priced, machine: Mapping[str, Any], kernel_link: Any) -> Html:
 
 
 def _groups(a: Priced, machine: Mapping[str, Any], kernel_link: Any) -> Html:
-    """Launches of one kernel at places that differ in numbers alone, in order of the first."""
+    """Launches of one kernel at places that differ only in numbers, in order of the first."""
     groups: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
     for x in a.launches:
         groups.setdefault((x["kernel"], pattern(x["loc"]), x["us"]), []).append(x)

@@ -1,4 +1,4 @@
-"""Which weights are different between two artifacts: by name, by type, by bytes; blocks of equal hash are not read."""
+"""Compares the weights of two artifacts by name, type and bytes. Blocks with equal hashes are not read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Stored:
 
 
 def compare_weights(a: Opened, b: Opened) -> list[dict[str, Any]]:
-    """Rows {"name", "how", "count"}: weights that programs read on one side alone, as another type, or of other bytes.
+    """Return rows {"name", "how", "count"} for weights that only one side reads, or that differ in type or bytes.
 
-    Numbers in names are stars. Bytes are compared where both sides have files.
+    Numbers in names are replaced by stars. Bytes are compared if both artifacts have weight files.
     """
     ours, theirs = _types(a), _types(b)
     left, right = _stored(a), _stored(b)
@@ -70,6 +70,7 @@ def _stored(x: Opened) -> dict[str, Stored]:
 
 
 def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors have equal bytes, comparing block hashes first if the blocks line up."""
     if a.kind != b.kind or a.end - a.begin != b.end - b.begin:
         return False
     if a.begin == b.begin and a.file.block == b.file.block and _blocks(a) == _blocks(b):
@@ -82,5 +83,5 @@ def _equal(a: Stored, b: Stored) -> bool:
 
 
 def _blocks(s: Stored) -> tuple[str, ...]:
-    """The hashes of the blocks that the tensor lies in."""
+    """The hashes of the blocks that contain the tensor."""
     return s.file.blocks[s.begin // s.file.block : -(-s.end // s.file.block)]

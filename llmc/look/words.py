@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them; nothing of it is HTML."""
+"""Formats numbers and lists as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"; equal steps of two or more as "0, 2, ..., 30"."""
+    """Format [0, 1, 2, 5] as "0-2, 5", and sequences with equal steps above one as "0, 2, ..., 30"."""
     found = sorted(set(numbers))
     steps = {b - a for a, b in pairwise(found)}
     if len(found) > 3 and len(steps) == 1 and steps != {1}:
@@ -22,12 +22,12 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def many(n: int, one: str, more: str = "") -> str:
-    """1 -> "1 launch", 3 -> "3 launches"; `more` defaults to one more s."""
+    """Format a count with its noun: 1 launch, 3 launches; the plural `more` defaults to `one` plus s."""
     return f"{n:,} {one if n == 1 else more or one + 's'}"
 
 
 def count_text(n: float) -> str:
-    """1234567 -> "1.23 M"."""
+    """Format a count with a unit: 1234567 becomes 1.23 M."""
     for unit in ("", " K", " M"):
         if n < 1000:
             return f"{n:.3g}{unit}"
@@ -36,15 +36,17 @@ def count_text(n: float) -> str:
 
 
 def us_text(us: float) -> str:
-    """Microseconds in the unit that suits."""
+    """Format microseconds in a suitable unit."""
     if us >= 1e6:
         return f"{us / 1e6:,.2f} s"
     return f"{us / 1e3:,.2f} ms" if us >= 1e3 else f"{us:,.1f} us"
 
 
 def sizes_text(sizes: Mapping[str, object]) -> str:
+    """Format symbol sizes as T=1, R=2."""
     return ", ".join(f"{s}={n}" for s, n in sizes.items())
 
 
 def schedule_text(schedule: Mapping[str, object]) -> str:
+    """Format a schedule as key=value pairs."""
     return " ".join(f"{k}={v}" for k, v in schedule.items())

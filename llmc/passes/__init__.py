@@ -1,1 +1,1 @@
-"""Passes: frozen dataclasses that improve a module in place; which ones run is one line of text in a Target."""
+"""Passes: frozen dataclasses that transform a module in place. Each target's pipeline text says which ones run."""

@@ -1,4 +1,7 @@
-"""Algebra on pointwise ops that never changes a result beyond its last bit: identities, names for chains, constants."""
+"""Algebraic rules for pointwise ops: identities, named activations, constant folding.
+
+A rule changes results by at most the last bit.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ p = Pat()
 
 
 def _keeps(n: Node, v: Value) -> Build | None:
-    """`v` in place of the node, where it has the node's very type."""
+    """Replace the node by `v` if both have the same type."""
     return (lambda b: v) if same_type(v.type, n.result.type) else None
 
 
 def _neutral(n: Node) -> Build | None:
-    """x*1, x/1, x+0, x-0."""
+    """x*1, x/1, x+0, x-0 -> x."""
     a, c = n.operands
     want = 1.0 if n.op.name in ("mul", "div") else 0.0
     if const_value(c) == want:
@@ -50,7 +53,7 @@ def _power(n: Node) -> Build | None:
 
 
 def _divide(n: Node) -> Build | None:
-    """a / sqrt(c) is a * rsqrt(c); a / 2^k is a * 2^-k, exactly."""
+    """a / sqrt(c) -> a * rsqrt(c); a / 2^k -> a * 2^-k, which is exact."""
     a, c = n.operands
     if (root := made_by(c, "sqrt")) and same_type(c.type, root.operands[0].type):
         return lambda b: b.mul(a, b.rsqrt(root.operands[0]))
@@ -78,7 +81,7 @@ def _floor_at_zero(n: Node) -> Build | None:
 
 
 def _constants(n: Node) -> Build | None:
-    """A pointwise op on rank-0 constants is a constant."""
+    """Evaluate a pointwise op on rank-0 constants."""
     if not is_pointwise(n) or n.result.type.rank or not n.operands:
         return None
     values = [const_value(v) for v in n.operands]
@@ -137,11 +140,12 @@ ACTIVATIONS = (
 
 
 def constant_rule(opset: Mapping[str, OpDef]) -> Simplify:
-    """Constant folding over every pointwise op of the op set."""
+    """Return the constant folding rule for all pointwise ops of the op set."""
     return Simplify("constants", pointwise_names(opset), _constants)
 
 
 def pointwise_names(opset: Mapping[str, OpDef]) -> tuple[str, ...]:
+    """Return the names of all ops with a scalar expression."""
     return tuple(name for name, o in opset.items() if o.scalar is not None)
 
 

@@ -1,4 +1,4 @@
-"""A pass is a frozen dataclass with a name; its fields are its options, on the command line too. It keeps no state."""
+"""The base class of passes and the context that a run of passes shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Place(NamedTuple):
-    """Where a rule applied, or nearly did: `why` says what was in the way."""
+    """A place where a rule applied or nearly applied; for a near miss, `why` names the obstacle."""
 
     rule: str
     op: str
@@ -28,12 +28,12 @@ class Place(NamedTuple):
 
 @dataclass
 class Ctx:
-    """What a run of passes shares.
+    """The context that a run of passes shares.
 
-    opset: op name -> OpDef. target: the Target compiled for, or None. kernels: kernel name -> Kernel. fuel: how many
-    changes may still be made (negative: any number). only: a module path; local rewrites elsewhere are not made.
-    misses: near misses, in the order found, each once. hits: how often a local rewrite was made at a place. told: what
-    people are told of a pass's decisions. choices: what was chosen among several ways, as data.
+    opset: op name -> OpDef. target: the Target to compile for, or None. kernels: kernel name -> Kernel. fuel: the
+    number of changes that may still be made (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
+    misses: near misses in order, without repetition. hits: number of rewrites per place. told: notes for the user.
+    choices: the kernel choices and their alternatives, as data for the report.
     """
 
     opset: Mapping[str, OpDef]
@@ -47,32 +47,35 @@ class Ctx:
     choices: list[dict[str, Any]] = field(default_factory=list)
 
     def allows(self, node: Node) -> bool:
-        """True where the node lies at or under the module path `only`."""
+        """Whether the node is at or below the module path `only`."""
         return not self.only or node.loc == self.only or node.loc.startswith(self.only + ".")
 
     def spend(self) -> bool:
-        """Take one unit of fuel for one change; False when none is left, and the change must not be made."""
+        """Consume one unit of fuel. If this returns False, the change must not be made."""
         if self.fuel == 0:
             return False
         self.fuel -= 1
         return True
 
     def miss(self, rule: str, node: Node, why: str) -> None:
-        """Tell that `rule` almost applied at `node`."""
+        """Record that `rule` almost applied at `node`, and why it did not."""
         self.misses[Place(rule, node.op.name, node.loc, why)] = None
 
     def hit(self, rule: str, node: Node) -> None:
-        """Tell that `rule` applies at `node`."""
+        """Record that `rule` applied at `node`."""
         self.hits[Place(rule, node.op.name, node.loc)] += 1
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Subclass as a frozen dataclass: `name` as a class variable, options as fields with defaults, a docstring that
-    says what it does, and `run`."""
+    """Base class of passes. A pass has no state.
+
+    A subclass is a frozen dataclass with the class variable `name`, its options as fields with defaults, a docstring
+    that describes it (`llmc passes` prints it), and `run`.
+    """
 
     name: ClassVar[str]
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Change the module in place; answer how many changes were made."""
+        """Transform the module in place and return the number of changes."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The unit batch axis: a traced graph computes on [1, T, ...]; here every such value becomes [T, ...]."""
+"""Removal of the unit batch axis: a traced graph computes on [1, T, ...]; values become [T, ...]."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ALONG_AXIS = ("sum", "mean", "amax", "amin", "argmax", "softmax", "cumsum", "sli
 
 
 def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
-    """Rebuild every node whose results are [1, ...] without that axis; answer how many were that compute something.
+    """Rebuild the nodes whose results are [1, ...] without that axis; return the number of rebuilt nodes that compute.
 
-    Each rebuilt value has a reshape back to its old shape behind it, for readers that need the axis; it goes away where
-    all readers are rebuilt too.
+    Every rebuilt value is followed by a reshape to its old shape, for readers that still need the axis. The reshape is
+    removed once all of its readers are rebuilt, too.
     """
-    without: dict[Value, Value] = {}  # value [1, ...] -> the same without the axis
+    without: dict[Value, Value] = {}  # value [1, ...] -> the same value without the axis
     done = 0
     for n in list(g.nodes):
         if not all(r.type.rank >= 2 and r.type.shape[0].const == 1 and not r.type.state for r in n.results):
@@ -44,6 +44,7 @@ def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
 
 
 def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str, Any]], without: dict) -> None:
+    """Replace a node by the planned one, followed by a reshape to the old shape."""
     operands, attrs = plan
     new = g.add(n.op, operands, attrs, before=n, loc=n.loc, names=[r.name for r in n.results])
     for old, r in zip(n.results, new.results, strict=True):
@@ -55,12 +56,13 @@ def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str
 
 
 class _Plan:
-    """How one node is rebuilt: (operands, attributes), or None where the axis matters to it."""
+    """How one node is rebuilt: (operands, attributes), or None if the op depends on the axis."""
 
     def __init__(self, b: Builder, without: Mapping[Value, Value]) -> None:
         self.b, self.without = b, without
 
     def of(self, n: Node) -> tuple[list[Value], Mapping[str, Any]] | None:
+        """Return the operands and attributes of the rebuilt node, or None."""
         name, rank = n.op.name, n.results[0].type.rank
         if is_pointwise(n):
             return [self.drop(v) if v.type.rank == rank else v for v in n.operands], n.attrs

@@ -1,4 +1,4 @@
-"""One way of writing each thing, so that later patterns have one form to look for; it fuses nothing."""
+"""Canonicalization: rewrites equivalent forms into one, so that later patterns have to match only that one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from .dce import Dce
 from .rewrite import Misses, Rule, apply
 from .shape_rules import MOVES, broadcast_rule
 
-ROUNDS = 4  # a value may have several unit axes in front; each round removes one
+ROUNDS = 4  # a value may have several leading unit axes; each round removes one
 
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Drop moves and arithmetic that do nothing, join chains of moves, remove the unit batch axis, call activations by
-    name, fold constants, and forget what nobody reads."""
+    """Rewrite to canonical form.
+
+    Removes redundant moves and arithmetic, merges chains of moves, drops the unit batch axis, names activations, folds
+    constants, and removes dead code.
+    """
 
     name: ClassVar[str] = "canonicalize"
     batch: bool = True
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         done = Dce().run(m, ctx)
         done += sum(self.graph(g, ctx) for g in m.graphs.values())
         return done + Dce().run(m, ctx)
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Canonicalize one graph; return the number of changes."""
         by_op = (constant_rule(ctx.opset), broadcast_rule(pointwise_names(ctx.opset)))
         rules: list[Rule] = [*MOVES, *SIMPLE, *by_op, *ACTIVATIONS]
         misses = Misses()

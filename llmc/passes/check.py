@@ -1,43 +1,29 @@
-"""Two modules, one meaning: both are interpreted on the same drawn inputs and compared, states included; no proof."""
+"""Compares two versions of a module by interpreting both on the same random inputs, states included."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
-from llmc.ir.interp import run
 
-from .draw import Array, Inputs, draw, elements
+from .check_serving import compare_serving, is_prompt
+from .compare_outputs import Compared, evaluate, judged
+from .draw import Inputs, draw, elements
 
-TOLERANCE = 1e-5
-MOST = 30_000_000  # elements of inputs that are still interpreted in reasonable time
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One graph that was compared: its name, how many outputs, the largest relative difference of any."""
-
-    graph: str
-    outputs: int
-    worst: float
+MOST = 30_000_000  # maximum number of input elements; more would take too long to interpret
 
 
 def compare(before: Module, after: Module, seed: int = 0) -> list[Compared]:
-    """Interpret corresponding graphs of both in float64; Diagnostic E425 names the first output that differs.
+    """Interpret corresponding graphs of both modules in float64; raises Diagnostic E425 if an output differs.
 
-    Graphs of one name correspond. A prompt graph @main and the serving graphs made of it correspond, too: the prompts
-    are then given to the step in two chunks, and to @decode token by token.
+    Graphs with equal names correspond. A prompt graph @main also corresponds to the serving graphs made from it: the
+    prompts then run through the step in two chunks, and through @decode token by token.
     """
     if elements(before) > MOST:
         raise Diagnostic(
             "E425", f"--check would interpret {elements(before) / 1e6:.0f} million elements", "check a smaller model"
         )
-    from .check_serving import compare_serving, is_prompt
-
     rng = np.random.default_rng(seed)
     done = []
     for name, g in before.graphs.items():
@@ -64,48 +50,6 @@ def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
 
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:
-    """The weights of `inputs`, and what else @decode reads, as drawn for it: one token a row."""
+    """The weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
     own = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
     return Inputs(inputs.arrays | own, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})
-
-
-def evaluate(m: Module, g: Graph, inputs: Inputs) -> list[Array]:
-    """The graph's outputs in float64; what it reads from @weights is computed first."""
-    arrays = dict(inputs.arrays)
-    weights = m.graphs.get("weights")
-    if weights is not None and weights is not g:
-        made = run(weights, [arrays[v.name] for v in weights.inputs], exact=True)
-        arrays |= dict(zip((v.name for v in weights.outputs), made, strict=True))
-    return run(g, [arrays[v.name] for v in g.inputs], inputs.sizes, exact=True)
-
-
-def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequence[str]) -> Compared:
-    """Compare output by output; Diagnostic E425 where one differs by more than the tolerance."""
-    if len(want) != len(got):
-        raise Diagnostic("E425", f"@{name} had {len(want)} outputs and has {len(got)}", "the pass changes the meaning")
-    worst = 0.0
-    for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if a.shape != b.shape:
-            raise Diagnostic("E425", f"@{name}: output {i} has shape {b.shape}, it had {a.shape}", "the pass is wrong")
-        error = difference(a, b)
-        worst = max(worst, error)
-        if error > TOLERANCE:
-            label = f"{i} (%{names[i]})" if i < len(names) and names[i] else str(i)
-            remedy = "bisect with --fuel; --only restricts the pass to one place"
-            raise Diagnostic("E425", f"@{name}: output {label} differs by {error:.3g} of its size", remedy)
-    return Compared(name, len(want), worst)
-
-
-def difference(a: Array, b: Array) -> float:
-    """The largest difference over the largest magnitude; infinities must be in the same places."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if not a.size:
-        return 0.0
-    finite = np.isfinite(a)
-    if (finite != np.isfinite(b)).any() or (a[~finite] != b[~finite]).any():
-        same_nan = np.isnan(a[~finite]) & np.isnan(b[~finite])
-        if (finite != np.isfinite(b)).any() or not (same_nan | (a[~finite] == b[~finite])).all():
-            return float("inf")
-    if not finite.any():
-        return 0.0
-    return float(np.abs(a[finite] - b[finite]).max() / max(1e-6, np.abs(a[finite]).max()))

@@ -1,4 +1,4 @@
-"""A prompt graph against the step that serves it: the same prompts in chunks, the same ids and log-probabilities."""
+"""Compares a prompt graph with the step that serves it: the prompts run in chunks and must give the same results."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ import numpy as np
 from llmc.ir.graph import Graph, Module
 from llmc.ir.ops.state import IPARAMS
 
-from .check import Compared, evaluate, judged
+from .compare_outputs import Compared, evaluate, judged
 from .draw import Array, Inputs
 
-LENGTHS = (5, 3)  # tokens of the two prompts
-ANSWERS = 5  # outputs of a step in front of its states
+LENGTHS = (5, 3)  # lengths of the two prompts in tokens
+ANSWERS = 5  # number of outputs of a step before its states
 
 
 def is_prompt(g: Graph) -> bool:
-    """True for @main(tokens, positions, last, weights) -> logits."""
+    """Whether a graph is @main(tokens, positions, last, weights) -> logits."""
     return {"tokens", "positions", "last"} <= {v.name for v in g.inputs}
 
 
 @dataclass
 class _Rows:
-    """The states of two rows, as the runtime keeps them between steps."""
+    """The states of two device rows, as the runtime keeps them between steps."""
 
     states: dict[str, Array]
     sizes: dict[str, int]
 
     @staticmethod
     def fresh(g: Graph, tokens: Array) -> _Rows:
-        """Rows 0 and 1 of the device hold the two prompts; nothing is computed yet, sampling is greedy and tells its
-        log-probabilities."""
+        """Rows 0 and 1 with the two prompts before any computation; sampling is greedy, with log-probabilities."""
         sizes: dict[str, int] = {}
         table = next(v for v in g.inputs if v.name == "row.pages")
         sizes["P"] = int(table.type.numel)
@@ -52,7 +51,7 @@ class _Rows:
         return _Rows(states, sizes)
 
     def step(self, m: Module, g: Graph, weights: dict[str, Array], qlens: tuple[int, int], emit: bool) -> list[Array]:
-        """Run rows 1 and 0 by these many tokens; answers ids and logprob, and keeps the new states."""
+        """Advance rows 1 and 0 by `qlens` tokens, keep the new states, and return ids and log-probabilities."""
         fixed = {"rows": np.array([1, 0]), "qlens": np.array(qlens), "emit": np.full(2, emit)}
         sizes = self.sizes | {"R": 2, "T": sum(qlens)}
         out = evaluate(m, g, Inputs(weights | fixed | self.states, sizes))
@@ -61,7 +60,7 @@ class _Rows:
 
 
 def _written(g: Graph) -> list[str]:
-    """The states whose next versions are the outputs behind the answers, in that order."""
+    """The states whose next versions are the outputs after the answers, in that order."""
     found = []
     for v in g.outputs[ANSWERS:]:
         n = v.node
@@ -72,7 +71,7 @@ def _written(g: Graph) -> list[str]:
 
 
 def compare_serving(before: Module, main: Graph, after: Module, g: Graph, inputs: Inputs) -> Compared:
-    """The prompts in one piece against two chunks through @step and their last tokens through `g`."""
+    """Compare whole prompts through `main` with two chunks through @step and the last tokens through `g`."""
     weights = {v.name: inputs.arrays[v.name] for v in main.inputs if v.weight}
     limit = min(int(v.type.shape[0]) for v in main.inputs if v.weight and _embeds(v))
     tokens = np.random.default_rng(7).integers(0, limit, sum(LENGTHS))

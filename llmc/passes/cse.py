@@ -1,4 +1,4 @@
-"""Common subexpressions: one node for equal nodes, by structure; it proves no algebra."""
+"""Common subexpression elimination, by structural equality."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .base import Ctx, Pass
 
 @dataclass(frozen=True)
 class Cse(Pass):
-    """One node for equal nodes. Sound for states: two reads of one version are equal, and a version has one writer."""
+    """Merge equal nodes. This is sound for states because a version has one writer, so two reads of it are equal."""
 
     name: ClassVar[str] = "cse"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(_graph(g, ctx) for g in m.graphs.values())
 
 

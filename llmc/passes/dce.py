@@ -1,4 +1,4 @@
-"""Dead code: nodes whose results nobody reads, and weights that no node needs; inputs that a caller binds stay."""
+"""Dead code elimination: removes nodes without readers and unused weights. Other inputs of a graph are kept."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .base import Ctx, Pass
 
 @dataclass(frozen=True)
 class Dce(Pass):
-    """Drop nodes whose results nobody reads, then weights nobody reads. A state's version that is an output is read."""
+    """Remove nodes whose results are not read, then weights that are not read. Graph outputs count as read."""
 
     name: ClassVar[str] = "dce"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(_nodes(g, ctx) + _weights(g, ctx) for g in m.graphs.values())
 
 

@@ -1,4 +1,4 @@
-"""Inputs on which a graph can be interpreted: drawn by what reads them, so that indices are in range and rows agree."""
+"""Random inputs for interpreting a graph, valid for their readers: indices are in range and row data is consistent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.types import Type
 
-ROWS, LONGEST = 3, 4  # rows of a step that is drawn, tokens of a row
+ROWS, LONGEST = 3, 4  # number of rows of a step, and maximum tokens per row
 THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
 PAGES = (
     "row_slots.pages",
@@ -32,11 +32,12 @@ class Inputs:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def of(self, g: Graph) -> list[Array]:
+        """Return the arrays in the order of the graph's inputs."""
         return [self.arrays[v.name] for v in g.inputs]
 
 
 def draw(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
-    """Inputs for one graph of the module."""
+    """Draw inputs for graph `g` of module `m`."""
     out = Inputs(sizes=_sizes(m, g, rng))
     roles = {v.name: _role(v) for v in g.inputs}
     maker = _Maker(g, out, rng)
@@ -46,13 +47,14 @@ def draw(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
 
 
 def elements(m: Module) -> int:
-    """How many elements the inputs of the largest graph have, with every symbol small."""
+    """Number of input elements of the largest graph, with small values for all symbols."""
     small = dict.fromkeys(m.symbols, 4)
     totals = [sum(v.type.numel.subs(small).const or 0 for v in g.inputs) for g in m.graphs.values()]
     return max(totals, default=0)
 
 
 def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
+    """Sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
     sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
     if spans := next((n for n in g.nodes if n.op.name in SPANS), None):
         (rows,), states = spans.operands[0].type.shape, [v for v in g.inputs if v.type.state]
@@ -66,7 +68,7 @@ def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
 
 
 def _pool(g: Graph) -> dict[str, int]:
-    """Pages of the pool: as many as the rows' tables name."""
+    """Number of pages of the KV pool: as many as the rows' page tables have entries."""
     tables = [v for v in g.inputs if _role(v)[0] in PAGES]
     slots = [(s.name, v) for n in g.nodes for s, v in zip(n.op.operands, n.operands, strict=False)]
     pools = {str(v.type.shape[0]) for name, v in slots if name == "kv" and v.type.state}
@@ -75,7 +77,7 @@ def _pool(g: Graph) -> dict[str, int]:
 
 
 def _role(v: Value) -> tuple[str, Node | None]:
-    """("op.operand", node) of the reader that says most about what the value holds."""
+    """("op.operand", node) of the reader that says most about the meaning of the value."""
     found: list[tuple[str, Node]] = []
     for n in dict.fromkeys(v.uses):
         if n.op.name in THROUGH and DTYPES[v.type.dtype].kind == "i":
@@ -89,7 +91,7 @@ def _role(v: Value) -> tuple[str, Node | None]:
 
 
 class _Maker:
-    """Makes one array after another; rows of a step agree with one another."""
+    """Draws one array at a time, keeping the rows of a step consistent."""
 
     def __init__(self, g: Graph, out: Inputs, rng: np.random.Generator) -> None:
         self.g, self.out, self.rng = g, out, rng
@@ -101,6 +103,7 @@ class _Maker:
         return self.shape(v.type)[axis]
 
     def make(self, v: Value, role: tuple[str, Node | None]) -> Array:
+        """Draw the array of one input, by the rule of its role if there is one."""
         shape = self.shape(v.type)
         kind = DTYPES[v.type.dtype].kind
         if role[1] is not None and role[0] in RULES:
@@ -147,7 +150,7 @@ class _Maker:
 
 
 def _positions(k: _Maker, n: Node, shape: tuple[int, ...]) -> Array:
-    """Two prompts, one after the other."""
+    """Positions of two consecutive prompts."""
     first = (shape[0] + 1) // 2
     return np.concatenate([np.arange(first), np.arange(shape[0] - first)])
 
@@ -156,7 +159,7 @@ Rule = Callable[[_Maker, Node, tuple[int, ...]], Array]
 
 
 def _of(ops: tuple[str, ...], operand: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for an operand that several ops have."""
+    """The same rule for an operand of several ops."""
     return {f"{op}.{operand}": rule for op in ops}
 
 

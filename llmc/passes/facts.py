@@ -1,4 +1,4 @@
-"""Small questions about values that several passes ask; nothing here changes a graph."""
+"""Predicates and queries about values and nodes, shared by several passes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmc.ir.types import Type
 
 
 def made_by(v: Value, *ops: str) -> Node | None:
-    """The node that makes `v`, when its op is one of `ops`."""
+    """Return the node that computes `v` if its op is one of `ops`, else None."""
     return v.node if v.node is not None and v.node.op.name in ops else None
 
 
 def widens(src: str, dst: str) -> bool:
-    """True where every value of dtype `src` is exact in `dst`."""
+    """Whether dtype `dst` represents every value of dtype `src` exactly."""
     a, b = DTYPES[src], DTYPES[dst]
     exact = {"f64": ("f32", "bf16", "f16", "f8e4m3", "f8e5m2"), "f32": ("bf16", "f16", "f8e4m3", "f8e5m2")}
     if a.kind == b.kind == "f":
@@ -29,20 +29,22 @@ def widens(src: str, dst: str) -> bool:
 
 
 def rounds_little(n: Node) -> bool:
-    """True for a cast among the floats that models compute in: leaving it out changes last bits alone. A cast to an
-    8-bit float, or through an integer, is meant to lose more."""
+    """Whether a cast converts between f64, f32, bf16 and f16, so that removing it changes only the last bits.
+
+    Casts to 8-bit floats or through integers lose more on purpose.
+    """
     return all(v.type.dtype in ("f64", "f32", "bf16", "f16") for v in (n.operands[0], n.results[0]))
 
 
 def core(v: Value) -> Value:
-    """`v` without the casts that only widen it: the same numbers."""
+    """Return `v` without widening casts, which do not change the numbers."""
     while (n := made_by(v, "cast")) and widens(n.operands[0].type.dtype, v.type.dtype):
         v = n.operands[0]
     return v
 
 
 def const_value(v: Value) -> float | None:
-    """The number that every element of `v` is, as its dtype holds it; None where that is not plain."""
+    """Return the number that all elements of `v` equal, rounded to its dtype, or None if it is not known."""
     n = made_by(v, "constant", "cast", "broadcast", "reshape")
     if n is None:
         return None
@@ -53,7 +55,7 @@ def const_value(v: Value) -> float | None:
 
 
 def held(value: float, dtype: str) -> float:
-    """`value` as `dtype` holds it; float32 keeps the decimal as written, so that 1e-06 stays 1e-06."""
+    """Round `value` to `dtype`. float32 keeps the decimal as written, so that 1e-06 prints as 1e-06."""
     kind = DTYPES[dtype]
     if kind.kind == "b":
         return float(value != 0)
@@ -63,12 +65,12 @@ def held(value: float, dtype: str) -> float:
 
 
 def drop_ones(shape: Iterable[Dim]) -> tuple[Dim, ...]:
-    """The shape without axes of size 1."""
+    """Return the shape without axes of size 1."""
     return tuple(d for d in shape if d.const != 1)
 
 
 def squeezed(v: Value) -> Value:
-    """`v` without casts, broadcasts and reshapes that only add or drop axes of size 1."""
+    """Return `v` without casts, broadcasts and reshapes that only add or remove axes of size 1."""
     while n := made_by(v, "cast", "broadcast", "reshape"):
         inner = n.operands[0]
         if n.op.name == "cast" and not (DTYPES[v.type.dtype].kind == "f"):
@@ -80,12 +82,12 @@ def squeezed(v: Value) -> Value:
 
 
 def is_pointwise(n: Node) -> bool:
-    """True for ops that are one scalar expression without row reductions."""
+    """Whether an op is a single scalar expression without row reductions."""
     return n.op.scalar is not None and n.op.name not in ("softmax", "rms_norm", "layer_norm") and not n.op.writes
 
 
 def weight_only(g: Graph) -> set[Value]:
-    """Values that depend on weights and constants alone, at least one weight among them."""
+    """Return the values that depend on at least one weight and otherwise only on constants."""
     known = {v for v in g.inputs if v.weight}
     plain: set[Value] = set()
     for n in g.nodes:
@@ -99,7 +101,7 @@ def weight_only(g: Graph) -> set[Value]:
 
 
 def depends_on_weights_alone(v: Value) -> bool:
-    """The same question for one value whose history is short."""
+    """Like `weight_only` for a single value, by walking its operands; a value without operands counts as well."""
     if v.node is None:
         return v.weight
     if v.node.op.writes or not v.node.operands:
@@ -108,4 +110,5 @@ def depends_on_weights_alone(v: Value) -> bool:
 
 
 def same_type(a: Type, b: Type) -> bool:
+    """Whether two types are equal in dtype, shape, state and format."""
     return a.dtype == b.dtype and a.shape == b.shape and a.state == b.state and a.format == b.format

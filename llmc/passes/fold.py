@@ -1,4 +1,4 @@
-"""Scalar factors move to where they cost nothing: weights, norms' gains, attention's scale. Codes are left alone."""
+"""Folds scalar factors into weights, norm gains and the attention scale. Quantised weights are left unchanged."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _power_of_two(c: float) -> bool:
 
 
 def _into_weight(m: Match) -> str | None:
+    """None if the factor can be folded into the weight, else the reason."""
     w, c = m["w"], m["c"]
     if w.type.format is not None:
         return f"the weight has codes ({w.type.format.name})"
@@ -63,7 +64,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _scale_of(v: Value) -> tuple[float, list[Node], Node] | None:
-    """(factor, moves between, the mul): the query or key is a multiple of something only it reads."""
+    """(factor, moves, mul) if the query or key is a scaled value with no other readers."""
     moves: list[Node] = []
     while (n := made_by(v, *MOVES)) and len(v.uses) == 1:
         moves.append(n)
@@ -79,12 +80,13 @@ def _scale_of(v: Value) -> tuple[float, list[Node], Node] | None:
 
 
 def _attention(n: Node) -> Build | None:
-    """attention(c*q, k) is attention(q, k) with c in its scale; where q is rotated or moved on the way, too."""
+    """attention(c*q, k) -> attention(q, k) with c in its scale, also if q is moved or rotated in between."""
     sides = (0, 1) if n.op.name == "attention" else (0,)
     return next((build for i in sides if (build := _scaled_side(n, i))), None)
 
 
 def _scaled_side(n: Node, index: int) -> Build | None:
+    """Build the attention on the unscaled operand, repeating the moves in between."""
     found = _scale_of(n.operands[index])
     if found is None:
         return None
@@ -107,13 +109,18 @@ ATTENTION = Simplify("scale-attention", ("attention", "paged_attention"), _atten
 
 @dataclass(frozen=True)
 class Fold(Pass):
-    """Fold scalar multipliers: of a query into the attention's scale, of a norm into its gain, of a product into its
-    weight. A weight is scaled only where its dtype holds the result exactly; one that has codes never is."""
+    """Fold scalar factors of queries and keys, norms and products.
+
+    They go into the attention scale, the norm's gain and the product's weight. A weight is scaled only if its dtype
+    represents the result exactly; quantised weights never are.
+    """
 
     name: ClassVar[str] = "fold"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self.graph(g, ctx) for g in m.graphs.values())
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Fold the factors of one graph; return the number of changes."""
         return apply(g, (ATTENTION,), ctx) + apply(g, RULES, ctx)

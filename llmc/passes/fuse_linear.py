@@ -1,4 +1,4 @@
-"""Products with what is around them: slices of a product split it, pointwise users join it, siblings become one."""
+"""Fusion of matrix products with slices, epilogues and sibling products."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ PRODUCTS = ("linear", "linear_map")
 
 @dataclass(frozen=True)
 class FuseLinear(Pass):
-    """Fuse products: one whose readers are slices is split into products of weight slices; a pointwise reader (bias,
-    activation, residual, gate times up) becomes the product's epilogue; products of one operand are made one, over
-    concatenated weights. parts: how many row blocks an epilogue may join. siblings: whether products of one operand
-    are joined, at the price of slicing the result."""
+    """Fuse matrix products with their neighbours.
+
+    A product that is read only through slices is split. A pointwise reader (bias, activation, residual, gate times up)
+    becomes the product's epilogue. Products of one operand are merged by concatenating their weights. parts: maximum
+    number of row blocks that an epilogue may join. siblings: whether to merge products, which requires slicing the
+    result.
+    """
 
     name: ClassVar[str] = "fuse-linear"
     parts: int = 2
     siblings: bool = True
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         done = 0
         for g in m.graphs.values():
             known = weight_only(g)
@@ -39,7 +43,7 @@ class FuseLinear(Pass):
 
 
 def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
-    """linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
+    """A linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
     y, (x, w) = n.result, n.operands
     users = list(dict.fromkeys(y.uses))
     if not users or any(y is o for o in g.outputs) or w not in known or not ctx.allows(n):
@@ -74,7 +78,7 @@ def _is_float(v: Value) -> bool:
 
 
 def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
-    """Make pointwise `n` the epilogue of a product that only `n` reads, at the place of `n`."""
+    """Make pointwise `n` the epilogue of a product that only `n` reads; the product moves to the place of `n`."""
     y = n.results[0]
     if not _is_float(y) or not all(map(_is_float, n.operands)) or not ctx.allows(n):
         return False
@@ -99,7 +103,7 @@ def _only_reader(g: Graph, v: Value, n: Node) -> bool:
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:
-    """The first product, and those after it that share its operand and weight type while the parts allow."""
+    """The first product, and later ones with the same operand and weight type, up to `limit` parts."""
     first = products[0].node
     assert first is not None
     group, used = [products[0]], _parts(first)
@@ -126,7 +130,7 @@ def _body(n: Node) -> E:
 
 
 def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
-    """Build the joined product before `n`, in its place."""
+    """Build the fused product in the place of `n`."""
     nodes = [v.node for v in group if v.node is not None]
     parts = sum(map(_parts, nodes))
     extras: list[Value] = []
@@ -140,7 +144,7 @@ def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
         if v not in exprs:
             value = const_value(v)
             exprs[v] = _extra(v, extras, parts) if value is None else E("const", (value,))
-    scalar = n.op.scalar(n.attrs) if n.op.scalar else arg(0)  # a cast keeps the number
+    scalar = n.op.scalar(n.attrs) if n.op.scalar else arg(0)  # a cast is the identity
     body = substitute(scalar, [exprs[v] for v in n.operands])
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
     weights = [p.operands[1] for p in nodes]
@@ -161,7 +165,7 @@ def _extra(v: Value, extras: list[Value], parts: int) -> E:
 
 
 def _join_siblings(g: Graph, ctx: Ctx) -> int:
-    """Products of one operand with equal epilogues over weights alone -> one product and slices of its result."""
+    """Products of one operand with equal epilogues over weights -> one product and slices of its result."""
     known = weight_only(g)
     groups: dict[object, list[Node]] = {}
     for n in g.nodes:
@@ -178,7 +182,7 @@ def _join_siblings(g: Graph, ctx: Ctx) -> int:
 
 
 def _joinable(n: Node, known: set[Value]) -> bool:
-    """One part, extras that are weights over the result's last axis: concatenation then means the same."""
+    """Whether concatenating weights is valid: one part, and all extras are weight vectors over the last axis."""
     columns = n.results[0].type.shape[-1:]
     return (
         _parts(n) == 1
@@ -188,7 +192,7 @@ def _joinable(n: Node, known: set[Value]) -> bool:
 
 
 def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
-    """Move what makes these weight-only values in front of `before`, where it stands behind."""
+    """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
     made: dict[Node, None] = {}
     work = [v.node for v in values if v.node is not None]
     while work:
@@ -203,6 +207,7 @@ def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
 
 
 def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
+    """Replace sibling products by one product over concatenated weights, and slices of its result."""
     first = nodes[0]
     _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
     b = Builder(g, ctx.opset, before=first, loc=first.loc)

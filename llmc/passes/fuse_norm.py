@@ -1,4 +1,4 @@
-"""Norms that a model spells out become one op; any order of casts seen in the wild, RMS and layer norm alike."""
+"""Recognizes RMS and layer norms that a model writes out in elementary ops, with casts in any place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _weighted(inner: Op) -> Op:
 
 
 def _over_last(m: Match, *weights: str) -> str | None:
-    """None where the norm is over the last axis and its weights are vectors of that size."""
+    """None if the norm is over the last axis and its weights are vectors of that size, else the reason."""
     x = m["x"].type
     for key in ("axis", "axis2"):
         axis = m.get(key)
@@ -38,7 +38,7 @@ def _over_last(m: Match, *weights: str) -> str | None:
 
 
 def _source(x: Value, dtype: str) -> Value:
-    """Below the casts of `x`, the value that has the result's dtype: norms compute in float32 by themselves."""
+    """The operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
     v = x
     while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in ("bf16", "f16", "f32"):
         v = n.operands[0]
@@ -67,7 +67,7 @@ def _bias(b: Any, m: Match) -> Value:
 
 
 def _rounds_once(m: Match) -> str | None:
-    """cast(norm(x)) is norm(cast(x)) where the cast of x is exact: the norm computes in float32 anyway."""
+    """cast(norm(x)) -> norm(cast(x)) if x is cast exactly: the norm computes in float32 anyway."""
     x, dtype = m["x"], m.root.result.type.dtype
     if _source(x, dtype) is not x:
         return None
@@ -101,10 +101,14 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseNorm(Pass):
-    """Find the RMS norms (Zhang and Sennrich 2019, arXiv 1910.07467) and layer norms (Ba et al. 2016, arXiv 1607.06450)
-    that a model spells out, and call them by name. A gain that is computed from weights stays as it is computed."""
+    """Replace norms written in elementary ops by the ops rms_norm and layer_norm.
+
+    RMS norms are those of Zhang and Sennrich 2019 (arXiv 1910.07467), layer norms of Ba et al. 2016 (arXiv 1607.06450).
+    A gain that is computed from weights remains an expression.
+    """
 
     name: ClassVar[str] = "fuse-norm"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(apply(g, RULES, ctx) for g in m.graphs.values())

@@ -1,4 +1,4 @@
-"""Norms into the products that alone read them, where few tokens make a launch dearer than the repeated arithmetic."""
+"""Fuses a norm into the product that reads it, if recomputing the norm costs less than a launch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ NAME = "fuse-norm-linear"
 
 @dataclass(frozen=True)
 class FuseNormLinear(Pass):
-    """rms_norm -> linear or linear_map becomes norm_linear, where the product is the norm's only reader and at most
-    `rows` tokens run: every program of the product then computes the norm's sum for itself."""
+    """Fuse rms_norm into a linear or linear_map that is its only reader, in graphs of at most `rows` tokens.
+
+    Every program of the product then computes the norm's sum itself.
+    """
 
     rows: int = 4
     name: ClassVar[str] = NAME
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self._graph(g, m, ctx) for g in m.graphs.values())
 
     def _graph(self, g: Graph, m: Module, ctx: Ctx) -> int:

@@ -1,4 +1,4 @@
-"""Chains of pointwise and row ops become one `fused` op each, so that a value is read and written once."""
+"""Fuses chains of pointwise and row ops into `fused` ops, so that intermediate values stay in registers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from .facts import const_value, rounds_little
 
 @dataclass(frozen=True)
 class FusePointwise(Pass):
-    """Join pointwise ops, casts between floats, norms and softmax over the last axis along single-reader edges of one
-    shape. limit: the most primitives that a body may spell."""
+    """Fuse pointwise ops, float casts, norms and softmax into groups.
+
+    Groups grow along values with one reader and one shape. limit: maximum number of primitives in a body.
+    """
 
     name: ClassVar[str] = "fuse-pointwise"
     limit: int = 256
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(_Groups(g, self.limit, ctx).run() for g in m.graphs.values())
 
 
 @dataclass
 class _Group:
-    """One future `fused` op: its expression over `operands`, the nodes it stands for, its size as a tree."""
+    """A future `fused` op: its expression over `operands`, the nodes it replaces, and its size as a tree."""
 
     expr: E
     operands: list[Value]
@@ -38,7 +41,7 @@ class _Group:
 
 
 def expression(n: Node) -> E | None:
-    """The node's scalar expression over its operands, where it has one result and is a pointwise or row op."""
+    """Return the node's scalar expression if it is a pointwise or row op with one result, else None."""
     if len(n.results) != 1 or n.op.writes:
         return None
     if n.op.name == "cast":
@@ -49,7 +52,7 @@ def expression(n: Node) -> E | None:
 
 
 def _size(e: E) -> int:
-    """Primitives that the text of `e` spells, shared ones as often as they stand there."""
+    """Number of primitives in the printed form of `e`; shared ones count each time they are printed."""
     return 0 if e.fn in ("arg", "const") else 1 + sum(map(_size, e.args))
 
 
@@ -58,6 +61,8 @@ def _fits(v: Value) -> bool:
 
 
 class _Groups:
+    """Grows groups of fusible nodes in execution order, then emits one `fused` op per group."""
+
     def __init__(self, g: Graph, limit: int, ctx: Ctx):
         self.g, self.limit, self.ctx = g, limit, ctx
         self.made: dict[Value, _Group] = {}
@@ -75,7 +80,7 @@ class _Groups:
         return len(emitted)
 
     def _add(self, n: Node, e: E) -> None:
-        """Start the group of `n`, taking in those of its operands that only it reads."""
+        """Start the group of `n`, merging the groups of operands that only `n` reads."""
         y = n.results[0]
         group = _Group(e, [], [n], 0)
         inner: list[E] = []

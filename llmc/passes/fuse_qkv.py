@@ -1,4 +1,4 @@
-"""All that lies between a layer's product of queries, keys and values and its attention becomes one op."""
+"""Fuses everything between a layer's QKV product and its attention into one op."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RULE = "rope-append"
 
 
 class Unfit(Exception):
-    """Why a part is not as the op wants it."""
+    """The pattern does not match; the message says why."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Heads cut out of a product, then normed, then rotated; what does not happen is None. `last` is their value."""
+    """Heads sliced from a product, then normalized, then rotated. A missing step is None; `last` is the final value."""
 
     cut: Node
     norm: Node | None
@@ -30,25 +30,31 @@ class Part:
 
     @property
     def product(self) -> Value:
+        """The product from which the heads are sliced."""
         return self.cut.operands[0]
 
     @property
     def nodes(self) -> list[Node]:
+        """The nodes of the steps that exist, in order."""
         return [n for n in (self.cut, self.norm, self.rope) if n is not None]
 
 
 @dataclass(frozen=True)
 class FuseQkv(Pass):
-    """Where queries, keys and values are slices of one product, make one rope_append of their head norms, their
-    rotation and the append to the KV pool. It wants fuse-linear and fuse-norm before it; what differs keeps its ops."""
+    """Fuse head norms, rotation and the append to the KV pool into rope_append.
+
+    Applies if queries, keys and values are slices of one product. Runs after fuse-linear and fuse-norm; layers that do
+    not match keep their ops.
+    """
 
     name: ClassVar[str] = "fuse-qkv"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self.append(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "kv_append")
 
     def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
-        """Rewrite one kv_append; note why not where it cannot be."""
+        """Rewrite one kv_append, or record why the pattern does not match."""
         if not ctx.allows(n):
             return False
         try:
@@ -71,7 +77,7 @@ class FuseQkv(Pass):
 
 
 def _back(v: Value, what: str) -> Part:
-    """Read a part from its value back to the slice that it comes from."""
+    """Follow keys or values from the append back to the slice they come from."""
     last = v
     rope = made_by(v, "rope")
     v = rope.operands[0] if rope else v
@@ -88,7 +94,7 @@ def _back(v: Value, what: str) -> Part:
 
 
 def _forth(g: Graph, cut: Node) -> Part:
-    """Follow the slice of the queries to the value that is no more their norm or rotation."""
+    """Follow the slice of the queries through reshape, norm and rotation."""
     v, norm, rope = _reader(g, cut.result, "reshape"), None, None
     if v is None or v.type.rank != 3:
         raise Unfit("queries are not seen as heads")
@@ -100,14 +106,14 @@ def _forth(g: Graph, cut: Node) -> Part:
 
 
 def _reader(g: Graph, v: Value, op: str) -> Value | None:
-    """The result of the only reader of `v`, where that is the op with `v` as its first operand."""
+    """The result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
     if len(v.uses) != 1 or any(v is o for o in g.outputs) or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
         return None
     return v.uses[0].result
 
 
 def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
-    """Queries, keys and values of a kv_append; Unfit where they are not what rope_append means."""
+    """Queries, keys and values of a kv_append; raises Unfit if they do not match rope_append."""
     kv, keys, values, _ = n.operands
     k, v = _back(keys, "keys"), _back(values, "values")
     if v.norm or v.rope:
@@ -130,7 +136,7 @@ def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
 
 
 def _same(q: Part, k: Part) -> None:
-    """Queries and keys are normed and rotated alike."""
+    """Raise Unfit unless queries and keys are normalized and rotated in the same way."""
     for what, a, b in (("normed", q.norm, k.norm), ("rotated", q.rope, k.rope)):
         if (a is None) != (b is None):
             raise Unfit(f"{'keys' if a is None else 'queries'} alone are {what}")
@@ -143,7 +149,7 @@ def _same(q: Part, k: Part) -> None:
 
 
 def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
-    """What the op takes over has no other reader."""
+    """Raise Unfit if a node to be replaced has readers elsewhere."""
     for part in nodes:
         v = part.result
         while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
@@ -153,7 +159,7 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
 
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
-    """The first of the append and the readers of the queries; the operands must exist there."""
+    """The first of the append and the queries' readers; raises Unfit if an operand is computed only later."""
     ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:

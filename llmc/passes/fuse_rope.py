@@ -1,4 +1,4 @@
-"""Rotary embeddings that a model spells out become `rope`: in halves, in pairs, and of a part of every head."""
+"""Recognizes rotary embeddings written in elementary ops: in halves, in pairs, and of a part of each head."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _HALVES = p.concat(
 
 
 class Table(NamedTuple):
-    """A cos or sin operand: the narrow table [t, h] below it, and how its columns are spread (half, pairs, plain)."""
+    """A cos or sin operand: the narrow table [t, h], and how its columns are spread (half, pairs, plain)."""
 
     value: Value
     spread: str
 
 
 def table(v: Value) -> Table:
-    """What a cos or sin operand is made of."""
+    """Analyse a cos or sin operand."""
     dtype = v.type.dtype
     while n := made_by(v, "cast", "reshape", "broadcast"):
         same = n.op.name == "cast" or drop_ones(n.operands[0].type.shape) == drop_ones(v.type.shape)
@@ -62,7 +62,7 @@ def table(v: Value) -> Table:
 
 
 def _narrow(m: Match, spread: str) -> str | None:
-    """None where both tables are [t, h] spread in this way."""
+    """None if both tables are [t, h] with this spread, else the reason."""
     for key in ("c", "s"):
         got = table(m[key])
         if got.spread != spread:
@@ -81,14 +81,14 @@ def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
 
 
 def _layout(m: Match, x: Value) -> str | None:
-    """None where the axes of x are tokens and heads in some order, as the tables broadcast over them."""
+    """None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
     if _tokens_axis(m["c"], x) is None or _tokens_axis(m["s"], x) is None:
         return f"a table {m['c'].type} over {x.type} does not say which axis is the tokens'"
     return None
 
 
 def _tokens_axis(c: Value, x: Value) -> int | None:
-    """The axis of x that the table's rows run along: 0 or 1."""
+    """The axis of x along which the table's rows run, 0 or 1; None if ambiguous."""
     if x.type.rank == 2 and c.type.rank == 2:
         return 0
     if x.type.rank != 3 or c.type.rank > 3:
@@ -100,7 +100,7 @@ def _tokens_axis(c: Value, x: Value) -> int | None:
 
 
 def _offset(m: Match) -> Dim | None:
-    """Where x begins in y, the value whose parts are swapped: x itself, or what x is a slice of. None: unrelated."""
+    """The offset of x in y, the value whose parts are swapped; 0 if x is y, None if x is not a slice of y."""
     if core(m["x"]) is core(m["y"]):
         return Dim.of(0)
     n = made_by(m["x"], "slice")
@@ -111,6 +111,7 @@ def _offset(m: Match) -> Dim | None:
 
 
 def _is_half(m: Match) -> str | None:
+    """None if the match rotates the two halves of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "what it swaps is not what it scales"
@@ -122,6 +123,7 @@ def _is_half(m: Match) -> str | None:
 
 
 def _is_pairs(m: Match) -> str | None:
+    """None if the match rotates adjacent pairs of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "what it swaps is not what it scales"
@@ -133,6 +135,7 @@ def _is_pairs(m: Match) -> str | None:
 
 
 def _is_halves(m: Match) -> str | None:
+    """None if the match rotates two slices that are the halves of one value, else the reason."""
     parts = [made_by(m[k], "slice") for k in ("a", "b")]
     if parts[0] is None or parts[1] is None or parts[0].operands[0] is not parts[1].operands[0]:
         return "its two halves are not slices of one value"
@@ -147,7 +150,7 @@ def _is_halves(m: Match) -> str | None:
 
 
 def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
-    """rope over x in the op's layout, and back to the layout of the root."""
+    """Apply rope to x in the op's layout, and convert back to the layout of the root."""
     dtype = m.root.result.type.dtype
     if x.type.dtype != dtype:
         x = b.cast(x, dtype=dtype)
@@ -160,7 +163,7 @@ def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
 
 
 def _flat(b: Any, v: Value) -> Value:
-    """The narrow table [t, h], in the dtype that the model's own table has."""
+    """The narrow table [t, h], in the dtype of the model's table."""
     t = table(v).value
     shape = drop_ones(t.type.shape)
     t = t if t.type.shape == shape else b.reshape(t, shape=shape)
@@ -211,16 +214,19 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseRope(Pass):
-    """Find rotary embeddings (Su et al. 2021, arXiv 2104.09864) and their angle tables, and call them by name. Heads
-    that are rotated in part, the two orders of pairs, and computing in float32 are all the same op."""
+    """Replace rotary embeddings and their tables written in elementary ops by rope and rope_tables.
+
+    See Su et al. 2021, arXiv 2104.09864. Covers partial rotation, both orders of pairs, and computation in float32.
+    """
 
     name: ClassVar[str] = "fuse-rope"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self.graph(g, ctx) for g in m.graphs.values())
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
-        """First the rotations as they stand; then transposes move below, and parts of heads join what was kept."""
+        """Fuse the rotations as written; then sink transposes, and join partial rotations with the rest of the head."""
         misses = Misses()
         done = apply(g, (*TABLES, *RULES, *MOVES), ctx, misses)
         done += apply(g, (*RULES, *MOVES, *SINKS), ctx, misses)

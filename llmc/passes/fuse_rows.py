@@ -1,4 +1,4 @@
-"""What a step reads of its rows before its first layer, in one launch: spans, ids and slots become `row_begin`."""
+"""Fuses what a step reads of its rows before the first layer into one launch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .rewrite import substitute
 
 @dataclass(frozen=True)
 class FuseRows(Pass):
-    """Make row_begin of a row_spans whose tokens' row_ids and row_slots are taken from inputs of the graph."""
+    """Fuse row_spans with the row_ids and row_slots of its tokens into row_begin, if their states are inputs."""
 
     name: ClassVar[str] = "fuse-rows"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(_fuse(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_spans")
 
 
@@ -39,7 +40,7 @@ def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
 
 
 def _reader(spans: Node, op: str) -> Node | None:
-    """The node of an op that reads the tokens of `spans` and a state that is an input."""
+    """The `op` that reads the tokens of `spans` and a state that is a graph input, or None."""
     _, token_row, positions = spans.results
     for n in token_row.uses:
         if n.op.name == op and n.operands[1:] == [token_row, positions] and n.operands[0].node is None:

@@ -1,4 +1,4 @@
-"""What depends on weights alone moves to a graph of its own, @weights, which is evaluated once, when compiling."""
+"""Moves computations that depend only on weights to the graph @weights, which is evaluated at compile time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from .facts import weight_only
 
 @dataclass(frozen=True)
 class LiftWeights(Pass):
-    """Move weight-only nodes of every entry point to @weights, equal ones once; the entry points read its outputs by
-    name. A weight that is used as it is passes through."""
+    """Move weight-only nodes of every entry point to @weights, merging equal ones.
+
+    Entry points read its outputs by name. A weight that is used unchanged passes through.
+    """
 
     name: ClassVar[str] = "lift-weights"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         entries = [g for g in m.graphs.values() if g.name != "weights"]
         if not any(v.weight for g in entries for v in g.inputs) or "weights" in m.graphs or not ctx.spend():
             return 0
@@ -29,7 +32,7 @@ class LiftWeights(Pass):
 
 
 class _Lifted:
-    """@weights under construction: equal nodes are one, and every output has a name of its own."""
+    """@weights under construction: equal nodes are merged, and every output has a unique name."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -39,7 +42,7 @@ class _Lifted:
         self.taken: set[str] = set()
 
     def take(self, v: Value, done: dict[Value, Value]) -> Value:
-        """The value of @weights that equals `v` of an entry point, with all that it is made of."""
+        """Copy `v` of an entry point, with everything it depends on, and return the copy."""
         if v not in done:
             if v.node is None:
                 done[v] = self.inputs.get(v.name) or self._input(v)
@@ -59,7 +62,7 @@ class _Lifted:
         done.update(zip(n.results, self.nodes[key].results, strict=True))
 
     def output(self, v: Value, inner: Value) -> str:
-        """The name under which `inner` leaves @weights; the checkpoint's own for a weight that passes through."""
+        """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""
         if inner not in self.names:
             base = inner.name if inner.node is None else f"{_origin(v)}.{v.node.op.name}" if v.node else inner.name
             name, n = base, 1
@@ -73,7 +76,7 @@ class _Lifted:
 
 
 def _origin(v: Value) -> str:
-    """The name of the first weight that a value is made of."""
+    """The name of the first weight that a value depends on."""
     while v.node is not None:
         v = next((o for o in v.node.operands if _has_weight(o)), v.node.operands[0])
     return v.name
@@ -84,13 +87,13 @@ def _has_weight(v: Value) -> bool:
 
 
 def _lift(g: Graph, lifted: _Lifted) -> int:
-    """Move one entry point's weight-only nodes; answers how many left it."""
+    """Move the weight-only nodes of one entry point; return how many there were."""
     known = weight_only(g)
     inside = [n for n in g.nodes if n.results[0] in known]
     read = [v for v in known if any(u.results[0] not in known for u in v.uses) or any(v is o for o in g.outputs)]
     order = {v: i for i, v in enumerate([*g.inputs, *(r for n in g.nodes for r in n.results)])}
     done: dict[Value, Value] = {}
-    read_as: dict[str, Value] = {}  # equal nodes are one output, read under one name
+    read_as: dict[str, Value] = {}  # equal nodes share one output and one name
     inputs = [v for v in g.inputs if not v.weight]
     for v in sorted(read, key=order.__getitem__):
         name = lifted.output(v, lifted.take(v, done))

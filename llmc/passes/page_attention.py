@@ -1,4 +1,4 @@
-"""From a prompt to a serving step: attention over KV pages, device rows for inputs, sampling at the end."""
+"""Turns a prompt graph into a serving step: paged attention, device rows as inputs, and sampling at the end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
 @dataclass(frozen=True)
 class PageAttention(Pass):
-    """Turn @main(tokens, positions, last) -> logits into a step over device rows: ids and positions come from the rows'
-    states, attention appends to a paged KV pool and reads it, and the step ends in a sampled id per row. rows: device
-    rows; max_len: tokens of the longest sequence; page: tokens of a page; tokens: of one step (0: T's bound)."""
+    """Turn @main(tokens, positions, last) -> logits into a step over device rows.
+
+    Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
+    sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
+    tokens: maximum tokens per step (0: the bound of T).
+    """
 
     name: ClassVar[str] = "page-attention"
     rows: int = 16
@@ -34,6 +37,7 @@ class PageAttention(Pass):
     tokens: int = 0
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self._graph(m, g, ctx) for g in list(m.graphs.values()))
 
     def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
@@ -56,6 +60,7 @@ class PageAttention(Pass):
 
 
 def _check(g: Graph) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output."""
     layers: set[int] = set()
     for n in g.nodes:
         if n.op.name != "attention":
@@ -74,7 +79,7 @@ def _check(g: Graph) -> None:
 
 
 class _Rows:
-    """The row states of one graph and the values that every step derives from them."""
+    """The row states of one graph, and the values that every step derives from them."""
 
     def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef]):
         self.g, self.options, self.ops = g, options, ops
@@ -105,7 +110,7 @@ class _Rows:
         }
 
     def attention(self, n: Node) -> Value:
-        """Replace one attention node; answers the newest version of its layer's pool."""
+        """Replace one attention node; return the newest version of its layer's pool."""
         q, k, v, _, *sinks = n.operands
         wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
         if narrow > wide:
@@ -127,7 +132,7 @@ class _Rows:
         return newest
 
     def sample(self, pools: list[Value]) -> None:
-        """Replace the logits by what a step answers: ids and log-probabilities, then every state's new version."""
+        """Replace the logits by the step's outputs: ids and log-probabilities, then the new versions of all states."""
         b = Builder(self.g, self.ops, loc="sample")
         (logits,) = self.g.outputs
         vocab = logits.type.shape[-1]
@@ -146,7 +151,7 @@ class _Rows:
 
 
 def _pad(b: Builder, v: Value, width: int) -> Value:
-    """Zeros behind the last axis, so that values fill a pool made for keys."""
+    """Append zeros to the last axis, so that values fit a pool with the width of the keys."""
     t, heads, narrow = v.type.shape
     zero = b.broadcast(b.constant(0.0, v.type.dtype), shape=[t, heads, D(width) - narrow])
     out: Value = b.concat(v, zero, axis=2)

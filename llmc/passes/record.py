@@ -1,4 +1,4 @@
-"""What every pass of a compile did and nearly did, as data for report/passes.json; it runs no pass."""
+"""Records what every pass of a compile did and nearly did, as data for report/passes.json."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ Census = Counter[tuple[str, str]]
 
 
 def pattern(loc: str) -> str:
-    """The module path with every number in it as a star: "model.layers.3.mlp" -> "model.layers.*.mlp"."""
+    """Replace every number in a module path by a star: "model.layers.3.mlp" -> "model.layers.*.mlp"."""
     return _NUMBER.sub("*", loc)
 
 
 def census(m: Module) -> Census:
-    """How many nodes of each op lie at each module path, numbers as stars."""
+    """Count the nodes by op and module path pattern."""
     return Counter((n.op.name, pattern(n.loc)) for g in m.graphs.values() for n in g.nodes)
 
 
 class Record:
-    """An observer of a pipeline: `data` has one entry a pass, in order, equal for equal compiles.
+    """Observer of a pipeline. `data` has one entry per pass, in order; equal compiles give equal data.
 
-    An entry is {"pass": its text, "changes", "graphs", "nodes", "applied", "missed", "made", "gone"}: rules that
-    applied or nearly did ({"rule", "op", "loc", "count", "first"} and "why"), and ops that are more or fewer than
-    before ({"op", "loc", "count"}). Places whose module paths differ in numbers alone are counted together.
+    An entry is {"pass": its text, "changes", "graphs", "nodes", "applied", "missed", "made", "gone"}. "applied" and
+    "missed" list rules as {"rule", "op", "loc", "count", "first"}, with "why" for misses; "made" and "gone" list ops
+    that became more or fewer as {"op", "loc", "count"}. Module paths that differ only in numbers are counted together.
     """
 
     def __init__(self, m: Module, ctx: Ctx) -> None:
+        """Start recording with the state of `m` before the first pass."""
         self.ctx, self.data = ctx, list[dict[str, Any]]()
         self.before = census(m)
         self.hits: Counter[Place] = Counter(ctx.hits)
         self.misses = len(ctx.misses)
 
     def observe(self, p: Pass, changes: int, m: Module) -> None:
-        """What the pass `p`, which has just run on `m`, did."""
+        """Append the entry of pass `p`, which has just run on `m`."""
         after = census(m)
         self.data.append(
             {
@@ -58,7 +59,7 @@ class Record:
         self.before, self.hits, self.misses = after, Counter(self.ctx.hits), len(self.ctx.misses)
 
     def words(self) -> str:
-        """One line: the passes that changed something, with their changes, and how much nearly matched."""
+        """Summarize in one line: the passes with changes, and the number of near misses."""
         made = [f"{r['pass'].partition('{')[0]} {r['changes']}" for r in self.data if r["changes"]]
         missed = sum(x["count"] for r in self.data for x in r["missed"])
         near = f"; {missed} near misses (llmc report tells why)" if missed else ""
@@ -71,7 +72,7 @@ def _rows(found: Census) -> list[dict[str, Any]]:
 
 
 def _merged(found: Counter[Place]) -> list[dict[str, Any]]:
-    """One row for all places of one rule, op, path pattern and reason, the most frequent first."""
+    """One row per rule, op, path pattern and reason, most frequent first."""
     rows: dict[Place, dict[str, Any]] = {}
     for place, count in found.items():
         key = place._replace(loc=pattern(place.loc))

@@ -1,6 +1,6 @@
-"""Local rewrites as data: a pattern, a small function that builds the replacement, the reason when it nearly fitted.
+"""Local rewrites as data: a pattern, a function that builds the replacement, and a condition with a reason.
 
-Patterns are written with the ops' own names, matched from the root up, in both orders of a commuting op:
+Patterns use the ops' names. They are matched from the root upwards, in both orders for commutative ops:
 
     p = Pat()
     RMS = Rewrite("rms-norm",
@@ -8,8 +8,8 @@ Patterns are written with the ops' own names, matched from the root up, in both 
         lambda b, m: b.rms_norm(m["x"], m["w"], eps=m["eps"]),
         when=lambda m: None if m["w"].type.rank == 1 else f"the weight has rank {m['w'].type.rank}")
 
-`p.x` binds a value (two uses of a name must be the same value, up to widening casts); `p.op(..., attr=...)` wants an
-attribute, or binds it (`eps=p.eps`). The inner nodes of a match may have no readers outside it.
+`p.x` binds a value; if the name occurs again, it must be the same value, up to widening casts. `p.op(..., attr=...)`
+requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match must have no readers outside of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Var:
-    """Any value; called, it is an op over patterns."""
+    """Matches any value and binds it. Calling a Var with patterns makes an Op of that name."""
 
     name: str
 
@@ -38,7 +38,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Op:
-    """A node of one op over patterns; `shared` nodes may have other readers; `bind` names the value."""
+    """Matches a node of one op. `shared` nodes may have other readers; `bind` names the value."""
 
     op: str
     args: tuple[Pattern, ...]
@@ -49,7 +49,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Const:
-    """A scalar constant: of one value, or any, bound under a name (a float)."""
+    """Matches a scalar constant: a given value, or any value, bound as a float."""
 
     name: str = ""
     value: float | None = None
@@ -57,14 +57,14 @@ class Const:
 
 @dataclass(frozen=True)
 class Through:
-    """A pattern below any number of casts among floats of 16 bits and more."""
+    """Matches the inner pattern below any number of casts between floats of at least 16 bits."""
 
     inner: Pattern
 
 
 @dataclass(frozen=True)
 class Either:
-    """The first of several patterns that leads to a whole match."""
+    """Tries several patterns; the first one that leads to a complete match wins."""
 
     options: tuple[Pattern, ...]
 
@@ -73,49 +73,53 @@ Pattern = Var | Op | Const | Through | Either
 
 
 class Pat:
-    """`p.mul(p.x, p.silu(p.y))`: a name called is an op, a name alone is a variable."""
+    """Builds patterns by attribute access: in `p.mul(p.x, p.silu(p.y))`, called names are ops, others variables."""
 
     def __getattr__(self, name: str) -> Var:
         return Var(name)
 
 
 def const(what: str | float) -> Const:
+    """Match a scalar constant of this value, or any constant, bound to this name."""
     return Const(name=what) if isinstance(what, str) else Const(value=float(what))
 
 
 def through(inner: Pattern) -> Through:
+    """Match `inner` below any number of float casts."""
     return Through(inner)
 
 
 def either(*options: Pattern) -> Either:
+    """Match any of several patterns."""
     return Either(options)
 
 
 def shared(op: Op) -> Op:
-    """The same pattern; its value may be read elsewhere, too (it is then computed twice)."""
+    """Return a pattern whose value may have other readers; the value is then computed twice."""
     return Op(op.op, op.args, op.attrs, True, op.bind)
 
 
 def named(name: str, op: Op) -> Op:
-    """The same pattern; its value is bound under a name."""
+    """Return a pattern whose value is bound to a name."""
     return Op(op.op, op.args, op.attrs, op.shared, name)
 
 
 @dataclass
 class Tracker:
-    """The furthest failure: how many nodes fitted before it, and why it failed."""
+    """The furthest failure of a match: the number of nodes matched before it, and its reason."""
 
     depth: int = 0
     why: str = ""
 
     def fail(self, depth: int, why: str) -> None:
+        """Record a failure if it is further than the previous one."""
         if depth > self.depth:
             self.depth, self.why = depth, why
 
 
 @dataclass
 class Match:
-    """What a pattern bound; `m["x"]` is a Value, an attribute, or a float. `root` is the node at its top."""
+    """A successful match. `m["x"]` is a Value, an attribute or a float; `root` is the node at the top."""
 
     root: Node
     bound: Bound
@@ -125,6 +129,7 @@ class Match:
         return self.bound[name]
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return what a name is bound to, or `default`."""
         return self.bound.get(name, default)
 
 
@@ -133,6 +138,7 @@ State = tuple[Bound, tuple[tuple[Node, bool], ...]]
 
 
 def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Yield every extension of state `s` in which pattern `p` matches `v`; failures go to `t`."""
     bound, inner = s
     if isinstance(p, Var):
         if p.name not in bound:
@@ -170,6 +176,7 @@ def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
 
 
 def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Match the op, its attributes, then its operands, in both orders if it commutes."""
     bound, inner = s
     n = v.node
     if n is None or n.op.name != p.op:
@@ -206,7 +213,7 @@ def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker)
 
 
 def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
-    """Why an inner node cannot go away; None where all can."""
+    """Why an inner node cannot be removed; None if all can."""
     nodes = {id(n) for n, _ in inner}
     for n, is_shared in inner:
         if n is root or is_shared:
@@ -221,7 +228,7 @@ def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | 
 
 
 def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
-    """The first match of the pattern at the node, or None and the furthest failure."""
+    """Return the first match at the node, or None, together with the furthest failure."""
     t = Tracker()
     for bound, inner in _match(p, node.results[0], ({}, ()), t):
         if (why := _outside(inner, g, node)) is None:
@@ -231,7 +238,7 @@ def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
 
 
 def size(p: Pattern) -> int:
-    """How many ops a pattern has."""
+    """Number of ops in a pattern."""
     if isinstance(p, Op):
         return 1 + sum(map(size, p.args))
     if isinstance(p, Through):
@@ -240,10 +247,10 @@ def size(p: Pattern) -> int:
 
 
 class Misses(dict[tuple[Node, str], str]):
-    """(node, rule) -> why the rule did not apply there, the last time it was tried."""
+    """(node, rule) -> why the rule did not apply there at the last attempt."""
 
     def tell(self, g: Graph, ctx: Ctx) -> None:
-        """Note what is said of nodes that are still there."""
+        """Record the misses of nodes that still exist in `ctx`."""
         for (n, rule), why in self.items():
             if alive(g, n):
                 ctx.miss(rule, n, why)
@@ -253,9 +260,9 @@ class Misses(dict[tuple[Node, str], str]):
 class Rewrite:
     """A pattern and its replacement.
 
-    build(b, m) answers the value that takes the root's place, built with `b` (a Builder before the root, at its place
-    in the model; where it has none, at that of the first node of the match that has one). when(m) answers None, or the
-    reason not to. near: a failure after that many fitting ops is worth telling (0: half of the pattern).
+    build(b, m) returns the value that replaces the root. `b` is a Builder before the root, with the root's module path,
+    or else that of the first matched node that has one. when(m) returns None, or the reason not to apply. near: a
+    failure after that many matched ops is reported as a near miss (0: half of the pattern).
     """
 
     name: str
@@ -266,9 +273,11 @@ class Rewrite:
 
     @property
     def roots(self) -> tuple[str, ...]:
+        """The names of the ops at which the rule can apply."""
         return (self.pattern.op,)
 
     def attempt(self, g: Graph, node: Node, misses: Misses) -> Callable[[Any], Sequence[Value]] | None:
+        """Match at `node`; return a function that builds the replacement, or None after recording a near miss."""
         m, t = match(self.pattern, node, g)
         near = self.near or max(2, size(self.pattern) // 2)
         if m is None:
@@ -290,13 +299,14 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Simplify:
-    """A rewrite whose pattern is a function: `find(node)` answers None, or what builds the new value with a Builder."""
+    """A rewrite whose pattern is a function: `find(node)` returns None, or a function that builds the new value."""
 
     name: str
     roots: tuple[str, ...]
     find: Callable[[Node], Build | None]
 
     def attempt(self, g: Graph, node: Node, misses: Misses) -> Callable[[Any], Sequence[Value]] | None:
+        """Return a function that builds the replacement, or None."""
         build = self.find(node)
         return None if build is None else lambda b: [build(b)]
 
@@ -305,9 +315,10 @@ Rule = Rewrite | Simplify
 
 
 def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = None, rounds: int = 100) -> int:
-    """Apply rules, the earlier first, until none applies or the fuel is out; answer how often one did.
+    """Apply rules, in order of priority, until none applies or fuel runs out; return the number of rewrites.
 
-    Near misses go to `ctx`, or into `misses`, for a caller that applies rules several times and tells at the end.
+    Near misses are recorded in `ctx`. A caller that applies rules several times passes `misses` and records them
+    itself.
     """
     by_root: dict[str, list[Rule]] = {}
     for r in rules:
@@ -325,6 +336,7 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
 
 
 def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) -> int:
+    """Apply the first matching rule at the node; return the number of rewrites, 0 or 1."""
     if not alive(g, n) or len(n.results) != 1 or not ctx.allows(n):
         return 0
     for r in rules:
@@ -340,12 +352,12 @@ def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) ->
 
 
 def alive(g: Graph, n: Node) -> bool:
-    """False for a node that was erased."""
+    """Whether the node has not been erased."""
     return n.prev is not None or g.nodes.head is n
 
 
 def substitute(g: Graph, n: Node, new: Sequence[Value], rule: str = "") -> None:
-    """Readers of the node's results read `new`; the node and what it alone needed go away."""
+    """Make readers of the node's results read `new`, then erase the node and what only it needed."""
     for old, value in zip(n.results, new, strict=True):
         assert same_type(old.type, value.type), f"{rule}: {old.type} would become {value.type} ({n.loc})"
         if value.node is not None and not value.name and value.node.loc == n.loc:
@@ -355,7 +367,7 @@ def substitute(g: Graph, n: Node, new: Sequence[Value], rule: str = "") -> None:
 
 
 def sweep(g: Graph, n: Node) -> int:
-    """Erase the node if nobody reads it, then its operands' nodes likewise; answer how many went."""
+    """Erase the node if it is unused, then its operands' nodes likewise; return the number of erased nodes."""
     gone, work = 0, [n]
     while work:
         n = work.pop()

@@ -1,4 +1,4 @@
-"""Tables of rotary angles that a model computes itself become `rope_tables`; a front end usually has done so."""
+"""Recognizes cos and sin tables of rotary embeddings. Models traced by our front end usually have the op already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rewrite import Build, Simplify
 
 
 def _angles(v: Value) -> tuple[Value, Value] | None:
-    """(frequencies [h], positions [t]) of a value [t, h] = positions x frequencies, as a product of any form."""
+    """(frequencies [h], positions [t]) if v [t, h] is their outer product, computed in any form, else None."""
     if v.type.rank != 2:
         return None
     turned = made_by(v, "transpose")
@@ -34,13 +34,13 @@ def _angles(v: Value) -> tuple[Value, Value] | None:
 
 
 def _integers(v: Value) -> Value:
-    """Below a cast from integers."""
+    """Strip a cast from integers."""
     n = made_by(v, "cast")
     return n.operands[0] if n and DTYPES[n.operands[0].type.dtype].kind == "i" else v
 
 
 def _table(n: Node) -> Build | None:
-    """cos or sin of angles, spread or not: the spread table is made of the narrow one."""
+    """Match cos or sin of angles. A spread table is built by concatenating the narrow one."""
     (x,), index = n.operands, 0 if n.op.name == "cos" else 1
     spread = made_by(x, "concat")
     if spread and (len(spread.operands) != 2 or core(spread.operands[0]) is not core(spread.operands[1])):

@@ -1,4 +1,4 @@
-"""Simplifications of ops that move elements: no-op moves go, chains become one; nothing is computed differently."""
+"""Rules for ops that move elements: remove moves without effect and merge chains of moves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def _same(v: Value) -> Build:
 
 
 def axis_of(n: Node) -> int:
-    """The node's `axis` attribute, counted from the front of its first operand."""
+    """Return the node's `axis` attribute as a non-negative number."""
     return int(n.attrs["axis"]) % n.operands[0].type.rank
 
 
 def _cast(n: Node) -> Build | None:
+    """Drop casts to the same dtype, fold casts of constants, skip widening casts before casts."""
     (x,), dtype = n.operands, n.attrs["dtype"]
     if x.type.dtype == dtype:
         return _same(x)
@@ -37,6 +38,7 @@ def _cast(n: Node) -> Build | None:
 
 
 def _reshape(n: Node) -> Build | None:
+    """Drop reshapes to the same shape, merge chains of reshapes."""
     (x,), shape = n.operands, n.attrs["shape"]
     if x.type.shape == shape:
         return _same(x)
@@ -50,6 +52,7 @@ def _reshape(n: Node) -> Build | None:
 
 
 def _transpose(n: Node) -> Build | None:
+    """Drop identity permutations, merge chains; moves of size-1 axes become reshapes."""
     (x,), perm = n.operands, n.attrs["perm"]
     if perm == tuple(range(len(perm))):
         return _same(x)
@@ -57,7 +60,7 @@ def _transpose(n: Node) -> Build | None:
         both = tuple(inner.attrs["perm"][p] for p in perm)
         return lambda b: b.transpose(inner.operands[0], perm=both)
     moved = [p for p in perm if x.type.shape[p].const != 1]
-    if moved == sorted(moved):  # only axes of size 1 change places
+    if moved == sorted(moved):  # only axes of size 1 move
         return lambda b: b.reshape(x, shape=n.result.type.shape)
     return None
 
@@ -74,7 +77,7 @@ def _broadcast(n: Node) -> Build | None:
 
 
 def _below_front(v: Value) -> Value | None:
-    """What a reshape that only puts axes of size 1 in front reads; None for any other value."""
+    """The operand of a reshape that only prepends axes of size 1; None for any other value."""
     n = made_by(v, "reshape")
     if n is None:
         return None
@@ -85,7 +88,7 @@ def _below_front(v: Value) -> Value | None:
 
 
 def _operand_broadcasts(n: Node) -> Build | None:
-    """A pointwise op broadcasts by itself: it reads below broadcasts and unit axes in front, where its type stays."""
+    """Let a pointwise op read the operands of broadcasts and of prepended unit axes, if its type stays the same."""
     if not is_pointwise(n):
         return None
     operands = list(n.operands)
@@ -107,6 +110,7 @@ def _operand_broadcasts(n: Node) -> Build | None:
 
 
 def _slice(n: Node) -> Build | None:
+    """Drop full slices, merge chains of slices, slice the parts of a concatenation."""
     (x,), axis = n.operands, axis_of(n)
     start, stop, step = n.attrs["start"], n.attrs["stop"], n.attrs["step"]
     if step == 1 and start == 0 and stop == x.type.shape[axis]:
@@ -123,7 +127,7 @@ def _slice(n: Node) -> Build | None:
 
 
 def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, step: int) -> Build | None:
-    """A slice that lies in one part reads that part; one that takes several whole parts joins those."""
+    """A slice within one part reads that part; a slice of several whole parts concatenates those."""
     edges = [Dim.of(0)]
     for v in parts:
         edges.append(edges[-1] + v.type.shape[axis])
@@ -140,6 +144,7 @@ def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, s
 
 
 def _concat(n: Node) -> Build | None:
+    """Drop trivial parts, rejoin slices of one value, flatten nested concatenations."""
     axis = axis_of(n)
     if len(n.operands) == 1:
         return _same(n.operands[0])
@@ -157,7 +162,7 @@ def _concat(n: Node) -> Build | None:
 
 
 def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:
-    """The value whose consecutive slices the parts are, all of it."""
+    """The value that is completely covered by these consecutive slices, or None."""
     first = made_by(parts[0], "slice")
     if first is None:
         return None
@@ -171,7 +176,7 @@ def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:
 
 
 def _move_narrow(n: Node) -> Build | None:
-    """A move behind a widening cast moves the narrow elements; one before a narrowing cast, likewise."""
+    """Exchange a move and a cast so that the move handles the narrower dtype."""
     (x,) = n.operands
     if n.op.name in ("reshape", "transpose"):
         inner = made_by(x, "cast")
@@ -200,5 +205,5 @@ MOVES = (
 
 
 def broadcast_rule(roots: Sequence[str]) -> Simplify:
-    """The rule that lets pointwise ops (named by `roots`) read below broadcasts."""
+    """Return the rule that lets the ops in `roots` read the operands of broadcasts."""
     return Simplify("operand-broadcast", tuple(roots), _operand_broadcasts)

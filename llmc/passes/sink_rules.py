@@ -1,4 +1,4 @@
-"""Transposes sink below what works on the last axis alone, so that they meet and vanish; no arithmetic changes."""
+"""Rules that sink transposes below ops on the last axis, so that pairs of transposes meet and cancel."""
 
 from __future__ import annotations
 

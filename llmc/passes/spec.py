@@ -1,9 +1,10 @@
-"""The text of a pipeline, read into passes and run; which passes exist is the caller's table.
+"""Parser and runner of pipelines, which are written as text:
 
     canonicalize, fuse-norm, page-attention{rows=8, page=16} | select, pack
     serve, after fuse-norm: my-fuse, before select: other{depth=2}, without fuse-rope
 
-`|` separates as `,` does: by custom, what is before it knows no kernels. A name of a pipeline stands for its passes.
+`|` separates passes as `,` does; by convention it separates target-independent passes from the others. The name of a
+pipeline stands for its passes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _OPTION = re.compile(r"\s*([\w-]+)\s*=\s*(\"[^\"]*\"|\[[^\]]*\]|[^,\s\"]+)\s*(?:
 def parse_pipeline(
     text: str, passes: Mapping[str, type[Pass]], pipelines: Mapping[str, str] | None = None
 ) -> list[Pass]:
-    """The passes that the text names, in order; Diagnostic E420 (unknown name) or E421 (bad option)."""
+    """Parse a pipeline into passes; raises Diagnostic E420 (unknown name) or E421 (bad syntax or option)."""
     named = pipelines or {}
     out: list[Pass] = []
     for item in _split(text):
@@ -50,7 +51,7 @@ def parse_pipeline(
 
 
 def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]) -> Pass:
-    """One pass with options (dashes as underscores)."""
+    """Create a pass with options, whose names may contain dashes; raises Diagnostic E420 or E421."""
     if name not in passes:
         near = get_close_matches(name, list(passes), 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(passes))}"
@@ -72,12 +73,12 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
 
 
 def override(passes: Sequence[Pass], name: str, **options: Any) -> list[Pass]:
-    """The same passes, with options of the one called `name` replaced."""
+    """Return the passes with some options of the pass `name` replaced."""
     return [dataclasses.replace(p, **options) if p.name == name else p for p in passes]
 
 
 def spell_pass(p: Pass) -> str:
-    """The text that `parse_pipeline` reads back as this pass."""
+    """Return the text that `parse_pipeline` parses to this pass."""
     given = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     given = {k: v for k, v in given.items() if v != getattr(type(p), k, None)}
     return p.name + ("{" + ", ".join(f"{k}={_spell(v)}" for k, v in given.items()) + "}" if given else "")
@@ -87,9 +88,9 @@ Observer = Callable[[int, Pass, int, float, Module], None]
 
 
 def run_pipeline(m: Module, passes: Sequence[Pass], ctx: Ctx, observe: Observer | None = None) -> int:
-    """Run passes in order, verifying after each; answer all changes.
+    """Run passes in order and verify the module after each; return the total number of changes.
 
-    `observe(index, pass, changes, seconds, module)` is called after each pass. An error of the verifier names the pass.
+    `observe(index, pass, changes, seconds, module)` is called after each pass. Errors of the verifier name the pass.
     """
     total = 0
     for i, p in enumerate(passes):

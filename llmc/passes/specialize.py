@@ -1,4 +1,4 @@
-"""Entry points: one graph a way of being called, each with the symbols that tell its calls apart."""
+"""Entry points: one graph per kind of call, each with the symbol ranges that distinguish its calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .rewrite import substitute
 
 @dataclass(frozen=True)
 class Specialize(Pass):
-    """Make @step (any rows, any tokens of each) and @decode (one token a row: T is R) of the serving graph @main.
+    """Make @step (any number of tokens per row) and @decode (one token per row: T equals R) from @main.
 
-    decode: the rows at which ranges end that get a graph of their own, [1, 16] for 1, 2 to 16, and more; step: the same
-    in tokens. A range of one number has the number in place of the symbol.
+    decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16, and more. step: the same for
+    tokens. A range of a single number replaces the symbol by that number.
     """
 
     decode: tuple[int, ...] = ()
@@ -27,6 +27,7 @@ class Specialize(Pass):
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         g = m.graphs.get("main")
         if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
             return 0
@@ -45,7 +46,7 @@ class Specialize(Pass):
 
 
 def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(graph name, bounds) of the parts of a symbol's bounds that end at `ends`; the last part has the plain name."""
+    """Yield (graph name, bounds) for the parts of a symbol's range that end at `ends`; the last has the plain name."""
     low, high = bounds
     for end in sorted(e for e in set(ends) if low <= e < high):
         yield f"{name}_{end}", (low, end)
@@ -54,7 +55,7 @@ def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterato
 
 
 def _one_token_a_row(g: Graph) -> int:
-    """Every row's last token is its only one: taking the last tokens takes all, in order."""
+    """Remove selections of each row's last token where every row has only one."""
     done = 0
     for n in g.nodes:
         if n.op.name != "take" or not made_by(n.operands[1], "row_last"):
@@ -66,7 +67,7 @@ def _one_token_a_row(g: Graph) -> int:
 
 
 def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
-    """A copy of the graph with symbols replaced by sizes in types and attributes; types are inferred anew."""
+    """Copy a graph with symbols replaced by sizes in types and attributes; result types are inferred again."""
     out = Graph(name)
     values: dict[Value, Value] = {v: out.input(v.name, v.type.subs(env), v.weight) for v in g.inputs}
     for n in g.nodes:

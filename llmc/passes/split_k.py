@@ -1,4 +1,4 @@
-"""Products of many tokens that have too few tiles for a GPU, in parts of their depth."""
+"""Split-k: divides the depth of products that would have too few tiles to occupy a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from llmc.ir.graph import Builder, Graph, Module, Node
 from .base import Ctx, Pass
 from .rewrite import substitute
 
-TILE = 128  # tokens and weight rows of a large tile
-LEAST = 1024  # columns of a part
-CROWD = 1.1  # rounds of tiles over the multiprocessors: a few more than one do no harm
+TILE = 128  # tokens, and weight rows, of a large tile
+LEAST = 1024  # minimum columns of a part
+CROWD = 1.1  # maximum waves of tiles; slightly more than one does no harm
 WIDE = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
 class SplitK(Pass):
-    """linear and linear_map of one part become linear_split and linear_combine in graphs of more than `above` tokens at
-    most, where their tiles would leave multiprocessors idle. With fewer tokens the weights are what takes the time, and
-    narrow tiles read them well. splits: the parts (0: as many, a power of two, as keep all multiprocessors busy)."""
+    """Split linear, and linear_map with one part, along the depth into linear_split and linear_combine.
+
+    Applies in graphs of more than `above` tokens if the product's tiles would leave multiprocessors idle. With fewer
+    tokens the product is bound by reading weights, which narrow tiles do well. splits: number of parts (0: the largest
+    power of two whose tiles run in one wave).
+    """
 
     name: ClassVar[str] = "split-k"
     splits: int = 0
     above: int = 128
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         done = 0
         for g in m.graphs.values():
             found = [n for n in list(g.nodes) if n.op.name in ("linear", "linear_map") and n.attrs.get("parts", 1) == 1]
@@ -34,14 +38,14 @@ class SplitK(Pass):
         return done
 
     def most(self, m: Module, g: Graph, n: Node) -> int:
-        """The most tokens that a product has."""
+        """Return the maximum number of tokens of a product."""
         tokens = 1
         for d in n.operands[0].type.shape[:-1]:
             tokens *= d.bounds(m.bounds(g))[1]
         return tokens
 
     def split(self, g: Graph, n: Node, tokens: int, ctx: Ctx) -> bool:
-        """Rewrite one node where it pays."""
+        """Rewrite one node if it pays; return whether it did."""
         x, w, *extras = n.operands
         rows, depth = (d.const for d in w.type.shape)
         if tokens <= self.above or not rows or not depth or w.type.format or not ctx.allows(n):
@@ -56,7 +60,7 @@ class SplitK(Pass):
         return True
 
     def choose(self, n: Node, tokens: int, rows: int, depth: int, ctx: Ctx) -> int:
-        """The largest power of two whose tiles do not crowd the multiprocessors."""
+        """Return the largest power of two whose tiles run in about one wave, with parts of at least LEAST columns."""
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
             ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")

@@ -1,4 +1,4 @@
-"""Decode attention in parts, so that a few rows with long histories keep a whole GPU busy."""
+"""Flash-decoding: splits decode attention along the keys, so that a few long rows occupy a whole GPU."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from llmc.ir.graph import Builder, Graph, Module, Node
 from .base import Ctx, Pass
 from .rewrite import substitute
 
-MOST = 64  # parts that one combining program reads at once
+MOST = 64  # maximum number of parts, all read at once by the combining program
 
 
 @dataclass(frozen=True)
 class SplitKv(Pass):
-    """In graphs of one token a row, make paged_attention a paged_attention_split and an attention_combine. How many
-    parts there are is constant, so that one launch list serves any mixture of lengths. splits: the parts (1: leave the
-    op as it is; 0: a power of two that gives every multiprocessor about `fill` programs)."""
+    """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
+
+    The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
+    do not split, 0: a power of two that gives every multiprocessor about `fill` programs).
+    """
 
     name: ClassVar[str] = "split-kv"
     splits: int = 0
     fill: float = 1.5
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
         return sum(self.split(g, n, m.bounds(g), ctx) for g, n in found)
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
-        """Rewrite one node where it pays."""
+        """Rewrite one node if it pays; return whether it did."""
         q, kv, pages, rows, _, positions, *sinks = n.operands
         if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
             return False
@@ -44,7 +47,10 @@ class SplitKv(Pass):
         return True
 
     def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
-        """Programs without parts are rows x key heads; rows are taken to be the geometric mean of their bounds."""
+        """Choose the number of parts.
+
+        Unsplit, there are rows x key heads programs; rows are estimated as the geometric mean of their bounds.
+        """
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
             ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
@@ -55,4 +61,4 @@ class SplitKv(Pass):
         parts = min(self.fill * units / programs, MOST, table)
         if parts >= 2:
             return 1 << int(math.log2(parts))
-        return min(2, table) if programs < 2 * units else 1  # whole rows take long where nothing hides their latency
+        return min(2, table) if programs < 2 * units else 1  # unsplit rows are slow if too few hide latency

@@ -1,4 +1,4 @@
-"""Experts as three ops over pairs in the order of the experts, each of which one launch can do well; no kernel here."""
+"""Splits a mixture of experts into three ops over (token, expert) pairs sorted by expert, one launch each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .rewrite import substitute
 
 @dataclass(frozen=True)
 class SplitMoe(Pass):
-    """moe -> moe_route, moe_up, moe_down and the sum over a token's experts."""
+    """Replace moe by moe_route, moe_up, moe_down and the sum over a token's experts."""
 
     name: ClassVar[str] = "split-moe"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         return sum(self.split(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "moe")
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
-        """Rewrite one node; note why not where it cannot be."""
+        """Rewrite one node, or record why it cannot be split; return whether it was."""
         x, idx, weights, gate_up, down, *biases = n.operands
         k, experts = idx.type.shape[1].const, down.type.shape[0].const
         if not ctx.allows(n):

@@ -1,4 +1,4 @@
-"""A row's draw in two launches: the largest logit of every block by many programs, then one small program a row."""
+"""Splits sampling into two launches: per-block maxima by many programs, then one small program per row."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ def _fixed(m: Match) -> str | None:
 
 @dataclass(frozen=True)
 class SplitSample(Pass):
-    """Make row_block_max and row_sample_blocks of row_penalize, row_mask and row_sample: no penalised logits are
-    written, greedy rows read the raw ones once. Then row_finish of row_sample_blocks, and the row_logprobs and
-    row_commit that read its ids. block: ids of a block, a power of two."""
+    """Split sampling into row_block_max and row_finish.
+
+    First row_penalize, row_mask and row_sample become row_block_max and row_sample_blocks, so that penalized logits are
+    never written and greedy rows read the raw logits once. Then row_sample_blocks and the row_logprobs and row_commit
+    that read its ids become row_finish. block: ids per block, a power of two.
+    """
 
     name: ClassVar[str] = "split-sample"
     block: int = 1024
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         rule = Rewrite("split-sample", _DRAWN, self._build, _fixed, near=2)
         done = sum(apply(g, (rule,), ctx) for g in m.graphs.values())
         drawn = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_sample_blocks"]
@@ -50,7 +54,7 @@ class SplitSample(Pass):
 
 
 def _finish(g: Graph, n: Node, ctx: Ctx) -> int:
-    """Join a row_sample_blocks with the two nodes that alone read its ids, both of the same logits, rows and states."""
+    """Merge a row_sample_blocks with row_logprobs and row_commit, if these alone read it, with the same operands."""
     readers = {r.op.name: r for r in n.result.uses}
     if set(readers) != {"row_logprobs", "row_commit"} or len(n.result.uses) != 2:
         ctx.miss("row-finish", n, "its ids are not read by row_logprobs and row_commit alone")

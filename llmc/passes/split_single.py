@@ -1,4 +1,4 @@
-"""Rows that decode beside prompts get an attention of their own: theirs reads, that of prompts multiplies."""
+"""Gives decoding rows in batches with prompts a separate attention, because theirs is bound by memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from .rewrite import substitute
 
 @dataclass(frozen=True)
 class SplitSingle(Pass):
-    """In graphs of any tokens a row, paged_attention leaves out rows of one token, and a paged_attention_single puts
-    theirs in place."""
+    """Compute single-token rows of mixed batches with paged_attention_single.
+
+    Applies to graphs with any number of tokens per row; paged_attention then skips those rows.
+    """
 
     name: ClassVar[str] = "split-single"
 
     def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
         found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
         return sum(self.split(g, n, ctx) for g, n in found if _several(m, g, n))
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
-        """Rewrite one node, unless every row has one token, or it is split already."""
+        """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""
         q, kv, pages, rows, starts, positions, *sinks = n.operands
         if q.type.shape[0] == rows.type.shape[0] or n.attrs["least"] > 1 or not ctx.allows(n) or not ctx.spend():
             return False
@@ -36,5 +39,5 @@ class SplitSingle(Pass):
 
 
 def _several(m: Module, g: Graph, n: Node) -> bool:
-    """Whether there can be a row beside a prompt."""
+    """Whether a batch can have more than one row."""
     return n.operands[3].type.shape[0].bounds(m.bounds(g))[1] > 1

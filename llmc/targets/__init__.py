@@ -1,1 +1,1 @@
-"""Targets as records: what a machine is, never how code is made for it."""
+"""Targets: records that describe machines."""

@@ -1,4 +1,4 @@
-"""The CPU targets: the machine at hand, two x86-64 levels and a portable one; nothing here compiles."""
+"""The CPU targets: the present machine, two x86-64 levels, and a portable one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PIPELINE = (
     "specialize, select, pack, lift-weights, cse, dce, memory"
 )
 
-# The psABI levels by the names that /proc/cpuinfo uses (abm is LZCNT, pni is SSE3).
+# The x86-64 psABI levels, in the flag names of /proc/cpuinfo (abm is LZCNT, pni is SSE3).
 V2 = frozenset(("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"))
 V3 = V2 | frozenset(("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 V4 = V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
-# Features beyond a level that kernels use, the level each needs, and what the C++ compiler calls it.
+# Optional features that kernels use: the level each one requires, and the C++ compiler's flag.
 EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "avx512_bf16": ("x86-64-v4", "-mavx512bf16"),
@@ -35,6 +35,7 @@ _GIGA = 1e9
 def _record(
     name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int
 ) -> Target:
+    """A CPU target with estimated peaks for that vector width (bytes) and number of threads."""
     f32 = threads * vector / 4 * 2 * 2 * 2.5 * _GIGA  # lanes, two pipes, multiply and add, 2.5 GHz
     bf16 = f32 * (2 if "avx512_bf16" in features else 0.5)
     peaks = {"f32": f32, "bf16": bf16, "f16": f32 / 2, "i8": f32 * 2}
@@ -54,7 +55,7 @@ def _record(
 
 
 def portable() -> Target:
-    """Any machine of the compiling machine's architecture: plain C++, no vector flags."""
+    """Any machine of this architecture: plain C++ without vector flags."""
     machine = platform.machine() or "unknown"
     return _record("cpu:portable", machine, frozenset(), 16, (), 4)
 
@@ -65,12 +66,12 @@ def x86_64_v3() -> Target:
 
 
 def x86_64_v4() -> Target:
-    """AVX-512 (F, BW, CD, DQ, VL) and no more; `cpu:x86-64-v4+avx512_bf16+avx512_vnni` asks for more."""
+    """AVX-512 (F, BW, CD, DQ, VL). Further features are added by name: `cpu:x86-64-v4+avx512_bf16+avx512_vnni`."""
     return _record("cpu:x86-64-v4", "x86-64-v4", V4, 64, ("-march=x86-64-v4", "-mprefer-vector-width=512"), 8)
 
 
 def native() -> Target:
-    """The machine at hand, by /proc/cpuinfo: its level, and those of its extra features that kernels use."""
+    """The present machine according to /proc/cpuinfo: its level, and the optional features that kernels use."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -80,7 +81,7 @@ def native() -> Target:
 
 
 def detect(cpuinfo: str, threads: int) -> Target:
-    """The native target of a machine whose /proc/cpuinfo is `cpuinfo`; the portable one where it has no known level."""
+    """Return the native target for the text of /proc/cpuinfo; the portable one if the level is unknown."""
     line = next((s for s in cpuinfo.splitlines() if s.startswith("flags")), ":")
     have = frozenset(line.partition(":")[2].split())
     if have >= V4:
@@ -117,7 +118,7 @@ TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
 
 
 def parse(name: str, targets: Mapping[str, Callable[[], Target]] = TARGETS) -> Target:
-    """The target of a name such as "cpu:native" or "cpu:x86-64-v4+avx512_bf16"; a Diagnostic names the known ones."""
+    """Return the target of a name such as "cpu:native" or "cpu:x86-64-v4+avx512_bf16"; raises Diagnostic E510."""
     base, *extras = name.split("+")
     if base not in targets:
         raise Diagnostic(

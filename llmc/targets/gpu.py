@@ -1,7 +1,7 @@
-"""The GPU targets: NVIDIA's Ampere, Hopper and Blackwell, AMD's CDNA 3; nothing here detects or compiles.
+"""The GPU targets: NVIDIA Ampere, Hopper and Blackwell, and AMD CDNA 3.
 
-Peaks and bandwidth price nodes for the cost rule alone. For sm_90 they are what simple kernels and libraries reached
-on an H200 (read 4.65 TB/s, bf16 products 795 TFLOP/s); for the others they are the makers' figures, dense.
+Peaks and bandwidth are used only to price nodes. Those of sm_90 were reached by simple kernels and libraries on an H200
+(4.65 TB/s read, 795 TFLOP/s in bf16 products); the others are the vendors' dense figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
     gib: int,
 ) -> Target:  # fmt: skip
-    dependent = "pdl" in features  # rows that decode beside prompts are worth a launch that begins early
+    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB."""
+    dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {"f32": f32 * _TERA, "bf16": bf16 * _TERA, "f16": bf16 * _TERA, "i8": 2 * bf16 * _TERA}
     return Target(
         name=name,
@@ -42,23 +43,23 @@ def _record(
 
 
 def sm_80() -> Target:
-    """A100: 108 multiprocessors, 163 KiB of shared memory a block."""
+    """A100: 108 multiprocessors, 163 KiB of shared memory per block."""
     return _record("cuda:sm_80", "cuda", (), Limits(units=108, shared=163 << 10, l2=40 << 20), 312, 19.5, 1.9, 40)
 
 
 def sm_90() -> Target:
-    """H100, H200: 132 multiprocessors, 227 KiB of shared memory a block, dependent launches."""
+    """H100 and H200: 132 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
     return _record("cuda:sm_90", "cuda", ("pdl",), Limits(units=132, shared=227 << 10, l2=50 << 20), 795, 60, 4.65, 80)
 
 
 def sm_100() -> Target:
-    """B200: 148 multiprocessors, 227 KiB of shared memory a block, dependent launches."""
+    """B200: 148 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
     return _record(
         "cuda:sm_100", "cuda", ("pdl",), Limits(units=148, shared=227 << 10, l2=126 << 20), 2250, 75, 7.7, 180
     )
 
 
 def gfx942() -> Target:
-    """MI300X: 304 compute units of 64-thread waves, 64 KiB of shared memory a block."""
+    """MI300X: 304 compute units with 64-thread waves, 64 KiB of shared memory per block."""
     limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64)
     return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192)

@@ -1,4 +1,4 @@
-"""Every target of ours by name, and finding one by its name; the records are beside this."""
+"""The built-in targets by name."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
 
 
 def parse(name: str, targets: Mapping[str, Callable[[], Target]] = TARGETS) -> Target:
-    """The target of a name such as "cuda:sm_90" or "cpu:x86-64-v4+avx512_bf16"; Diagnostic E510 where it is unknown."""
+    """Return the target of a name such as "cuda:sm_90" or "cpu:x86-64-v4+avx512_bf16"; raises Diagnostic E510."""
     return cpu.parse(name, targets)

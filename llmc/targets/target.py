@@ -1,4 +1,4 @@
-"""What a machine is, as one frozen record; it holds no code and detects nothing (see the records beside it)."""
+"""The record that describes a machine to compile for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that kernels may rely on: threads of a pool, bytes of one core's caches; of a GPU its `units`
-    (multiprocessors), the bytes of shared memory that one block can have, the threads of a warp."""
+    """Sizes that kernels may rely on.
+
+    threads: of the thread pool. l1, l2: cache bytes of one core. units: multiprocessors of a GPU. shared: bytes of
+    shared memory available to one block. warp: threads per warp.
+    """
 
     threads: int = 1
     l1: int = 32 << 10
@@ -23,13 +26,12 @@ class Limits:
 class Target:
     """One machine to compile for.
 
-    `features` are exactly the instruction-set features a binary may use (of CPUs by the names of /proc/cpuinfo); a
-    loader checks them. `peaks` are flop/s by dtype and `bandwidth` byte/s, for the cost rule alone. `pipeline` is the
-    text of the pass pipeline. `languages` are those of kernels that its device can run, the usual one first.
-    `kv_layout` is the shape of one layer's pages, `page_size` the tokens of a page, `vector` the width of a vector
-    register in bytes. `flags` are what the C++ compiler is told about the machine. `rows` and `tokens` of a step are
-    what an artifact allows when nobody says otherwise. `memory`: bytes of the smallest device of the kind that is
-    common, for plans alone; 0 where that is not known.
+    features: the instruction-set features that binaries may use (for CPUs by their names in /proc/cpuinfo); the
+    loader checks them. peaks: flop/s by dtype, and bandwidth: byte/s, both only for cost estimates. pipeline: text
+    of the pass pipeline. languages: those of kernels that the device can run, the usual one first. kv_layout: shape
+    of one layer's pages. page_size: tokens per page. vector: bytes of a vector register. flags: the C++ compiler's
+    flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an artifact. memory:
+    bytes of the smallest common device of the kind, for plans; 0 if unknown.
     """
 
     name: str
@@ -51,5 +53,5 @@ class Target:
     memory: int = 0
 
     def has(self, *features: str) -> bool:
-        """True where binaries for this target may use all the named features."""
+        """Whether binaries for this target may use all of the named features."""
         return self.features.issuperset(features)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import __version__
-from llmc_runtime.device.host import default_threads, free_memory, this_host
 from llmc_runtime.format.manifest import MAJOR, MINOR
+from llmc_runtime.host import default_threads, free_memory, this_host
 
 PACKAGES = (
     "numpy", "tokenizers", "jinja2", "tqdm", "torch", "transformers", "ml_dtypes", "safetensors", "huggingface-hub",

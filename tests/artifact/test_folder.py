@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import Artifact, open_artifact
-from llmc_runtime.device.host import Host, check_target, this_host
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import TargetInfo
+from llmc_runtime.host import Host, check_target, this_host
 
 from llmc.artifact.write import write_artifact
 

@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-only", default=None, metavar="W.N,...", help="send these requests of its workers alone")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`make attacks` runs every attack; other runs draw a quarter of them, each with a sample of its requests."""
+    item.add_marker("drawn")
+
+
 def option(config: pytest.Config, name: str, other: Any) -> Any:
     value = config.getoption(name, None)  # unknown where this folder was not named on the command line
     return other if value is None else value

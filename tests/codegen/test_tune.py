@@ -61,6 +61,7 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     assert [n.choice["kernel"] for n in m.graphs["main"].nodes] == [best.kernel.name] * 2
 
 
+@pytest.mark.drawn
 def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     """Every node of a small model, by the command line; an artifact of it, stopped at once."""
     save_model(LISTED[0], tmp_path / "model")

@@ -15,6 +15,7 @@ from corpus.judge import Case, Outcome, run_all, wrong
 RUN = Path(__file__).parent / "run.py"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("families", ["flips,manifest,truncations", "nonsense,folders,headers", "texts", "configs"])
 def test_a_sample(families: str) -> None:
     names = {"texts": "indexes,tokenizers,templates,links"}.get(families, families)

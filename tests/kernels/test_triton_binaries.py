@@ -81,6 +81,7 @@ def test_no_kernel_is_left_out() -> None:
     assert set(REAL) == set(KERNELS)
 
 
+@pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_kernels_compile() -> None:
     print(f"SEED={SEED}")

@@ -111,6 +111,7 @@ def test_stages_of_one_artifact(made: Made, tmp_path: Path) -> None:
             diff(*wrong)
 
 
+@pytest.mark.drawn
 def test_two_compiles(made: Made, tmp_path: Path) -> None:
     """Other limits and another pipeline: header, graphs, choices, memory are told; the weights are the same."""
     other = tmp_path / "other.llmc"

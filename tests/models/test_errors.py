@@ -108,6 +108,7 @@ def test_architecture(tmp_path: Path) -> None:
     fails("E302", "'factor': inf", do=lambda: trace(config(tmp_path, **rope("linear", factor=math.inf))))
 
 
+@pytest.mark.drawn
 def test_generation_config(tmp_path: Path) -> None:
     config(tmp_path, eos_token_id=[2, 5])
     assert trace(tmp_path).facts.eos_token_ids == (2, 5)
@@ -362,6 +363,7 @@ def test_importing_the_command_line_loads_no_torch() -> None:
     assert out.stdout.strip() == "[]"
 
 
+@pytest.mark.drawn
 def test_nothing_is_printed(saved: Traced) -> None:
     code = (
         "import sys\nfrom llmc.frontend.hf import trace\nfrom llmc.frontend.checkpoint import Checkpoint\n"
@@ -373,6 +375,7 @@ def test_nothing_is_printed(saved: Traced) -> None:
     assert (out.stdout, out.stderr) == ("", "")
 
 
+@pytest.mark.drawn
 def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
     """torch logs the whole graph when a size depends on data, as in these experts."""
     entries = {"model_type": "aria_text", **SMALL, "head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}

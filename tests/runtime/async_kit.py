@@ -1,4 +1,4 @@
-"""AsyncLLM over the simulated device, and how tests wait for it."""
+"""AsyncLLM over the simulated device, and functions with which tests wait for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **options: Any) -> AsyncLLM:
-    """Not started; a step takes `pace` seconds more. A busy machine is no failure unless a test says so."""
+    """Return an AsyncLLM that is not started. Each step takes `pace` additional seconds.
+
+    Timeouts are long, so that a busy machine causes no failures.
+    """
     opening = Open(path, None, None, None, None, None, 0, [], True, "fcfs", True, False, False, None)
     front = Front([sys.executable, "-P", str(PROGRAM), str(pace)], opening, tok)
     calm = {"heartbeat_timeout": 20.0, "restart_delay": 0.0, "say": lambda line: None}
@@ -29,7 +32,7 @@ def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **op
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """What it gives, within a minute."""
+    """Run a coroutine, with a limit of a minute, and return its result."""
 
     async def limited() -> Any:
         return await asyncio.wait_for(work, 60)
@@ -38,12 +41,12 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def prompt_of(rng: random.Random) -> dict[str, Any]:
-    """Token ids, none of which does anything to the engine."""
+    """Return a prompt of random token ids, none of which has a side effect on the engine."""
     return {"prompt_token_ids": [rng.randrange(10, VOCAB) for _ in range(rng.randrange(1, 40))]}
 
 
 async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = LONG, kind: str = "final_only") -> Any:
-    """The last output."""
+    """Return the last output."""
     found: RequestOutput | None = None
     async for output in llm.generate(prompt, params, "r", output_kind=kind):
         found = output
@@ -52,7 +55,7 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = LONG,
 
 
 async def settled(llm: AsyncLLM) -> dict[str, Any]:
-    """The figures when nothing is left to do."""
+    """Return the statistics once all work is done."""
     before = llm._running().pulse
     for _ in range(200):
         await asyncio.sleep(0.05)

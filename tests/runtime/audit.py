@@ -1,4 +1,4 @@
-"""Full audits of a scheduler and a fake device between two steps: slow, so the simulator samples them."""
+"""Full audits of a scheduler and a fake device between two steps. They are slow, so the simulator samples them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.oracle import Expected
 
 
 def audit(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
-    """AssertionError where pages, rows, queues or the device's content are not what the live requests imply."""
+    """Raise AssertionError if pages, rows, queues or the device's state do not follow from the live requests."""
     audit_pages(scheduler.pool, [request.pages for request in scheduler.running])
     audit_prefixes(scheduler)
     audit_queues(scheduler, expected)
@@ -23,7 +23,7 @@ def audit(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expect
 
 
 def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
-    """References are exactly those of the tables; every other page is free, once, and all links agree."""
+    """Check that references match the tables, that every other page is free exactly once, and that all links agree."""
     used = Counter(page for table in tables for page in table)
     assert all(len(set(table)) == len(table) for table in tables), "a table lists a page twice"
     assert pool.refs == [used[page] for page in range(pool.num_pages)], f"references {pool.refs}, tables {tables}"
@@ -38,7 +38,9 @@ def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
 
 
 def audit_prefixes(scheduler: Scheduler) -> None:
-    """What is published is kept, and what is kept is published; private pages are in one table only."""
+    """Check that exactly the pages of the prefix cache are marked as kept, and that other pages are in one table
+    only.
+    """
     held, pool = scheduler.prefix.held(), scheduler.pool
     assert sorted(held) == [page for page in range(pool.num_pages) if pool.kept[page]], "kept pages are not those held"
     assert {digest for digest, _ in held.values()} == set(scheduler.prefix._page), "digests"
@@ -53,7 +55,9 @@ def audit_prefixes(scheduler: Scheduler) -> None:
 
 
 def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
-    """Every live request is in one queue, in order, with a row where it runs and nothing where it waits."""
+    """Check that every live request is in one queue, in order, with a row if it runs and without resources if it
+    waits.
+    """
     running, waiting, config = scheduler.running, list(scheduler.waiting), scheduler.config
     audit_tenants(scheduler)
     parked = [r for r in scheduler.requests.values() if r.status is Status.PARKED]
@@ -79,7 +83,9 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
 
 
 def audit_tenants(scheduler: Scheduler) -> None:
-    """Each live request is counted by its tenant, each waiting one is in its queue, in order, and the heap has each."""
+    """Check that tenants count their live requests, that their queues are in order, and that the heap lists each of
+    them.
+    """
     waiting = scheduler.waiting
     live = Counter(request.tenant for request in scheduler.requests.values())
     assert {name: tenant.live for name, tenant in waiting.tenants.items() if tenant.live} == live, "tenants' requests"
@@ -94,8 +100,9 @@ def audit_tenants(scheduler: Scheduler) -> None:
 
 
 def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
-    """Rows on the device are what the host believes once the steps under way, but for an open one, have run, and all
-    their KV is that of the true prefix, as far as the host knows it."""
+    """Check that the device's rows agree with the host once all steps in flight, except an open one, have run, and that
+    their KV is that of the true prefix, as far as the host knows it.
+    """
     device.catch_up()
     size = device.page_size
     late = next((step for step, _ in scheduler._under_way if step.open), Step())

@@ -1,4 +1,4 @@
-"""Bugs for the simulator to find: each takes a method that is right and gives one that is wrong."""
+"""Bugs for the simulator to detect. Each function takes a correct method and returns a faulty one."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def steps_that_overtake(right: Any) -> Any:
 def tokens_that_come_late(right: Any) -> Any:
     def launch(self: FakeExecutor, step: Step) -> int:
         ticket = right(self, step)
-        if len(self._queue) > 1:  # the newer step runs on what the row held before
+        if len(self._queue) > 1:  # the newer step runs on the row's previous content
             for work in self._queue[0].work:
                 row = self.rows[work.row]
                 if work.emit and row is not None:
@@ -326,7 +326,7 @@ def tokens_that_come_late(right: Any) -> Any:
     return launch
 
 
-# What only steps under way can break, at this depth.
+# Bugs that only appear with steps in flight, and the depth at which they do.
 OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (Scheduler, "rollback", rollback_of_the_newest_step, 2),
     (Scheduler, "_go_on", work_behind_the_last_token, 2),

@@ -1,4 +1,4 @@
-"""Artifacts that several tests of the runtime open: hand-made toys, written once a session."""
+"""Handmade artifacts shared by tests of the runtime, written once per session."""
 
 from __future__ import annotations
 

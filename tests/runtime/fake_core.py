@@ -1,7 +1,7 @@
 """An engine process over the simulated device, for tests: `fake_core.py SECONDS_A_STEP PARENT FOLDER HEARTBEAT`.
 
-A request whose prompt begins with one of these ids does something to it: 1 ends the process, 2 hangs the step, 3 makes
-the executor fail.
+A prompt that begins with one of these ids triggers a failure: 1 kills the process, 2 hangs the step, and 3 makes the
+executor raise an exception.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CRASH, HANG, FAIL = 1, 2, 3
 
 
 class Mischief:
-    """The simulated device at a pace; some prompts end it."""
+    """The simulated device with a minimum time per step; some prompts make it fail."""
 
     def __init__(self, inner: FakeExecutor, pace: float) -> None:
         self.inner, self.pace = inner, pace
@@ -49,14 +49,14 @@ class Mischief:
 
 
 def build(pace: float, depth: int = 2) -> Engine:
-    """An engine over the simulated device."""
+    """Return an engine over the simulated device."""
     config = SchedulerConfig(PAGES, PAGE, LENGTH, ROWS, TOKENS, VOCAB, eos_token_ids=(VOCAB - 1,))
     fake = FakeExecutor(ROWS, PAGES, PAGE, VOCAB, LENGTH, TOKENS, depth, random.Random(3))
     return Engine(Scheduler(config, lambda: 11), Mischief(fake, pace))
 
 
 def grammars() -> Grammars:
-    """Those of the byte-level tokenizer of the tests."""
+    """Return the grammars of the tests' byte-level tokenizer."""
     sys.path.append(str(Path(__file__).parents[1]))
     import textkit
 
@@ -65,13 +65,13 @@ def grammars() -> Grammars:
 
 
 def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
-    """What the engine process is given; the path "missing" does not open."""
+    """Return the engine process's function for opening an artifact; the path "missing" fails."""
 
     def open_fake(wanted: Open, say: Callable[[str], None]) -> Session:
         say(f"opening {wanted.path}")
         if wanted.path == "missing":
             raise LlmcError("E101", "artifact 'missing' does not exist", "give another")
-        if wanted.path != "ok" and os.path.exists(wanted.path):  # it opens once
+        if wanted.path != "ok" and os.path.exists(wanted.path):  # it can be opened only once
             raise LlmcError("E106", f"{wanted.path} was opened before", "give another")
         if wanted.path != "ok":
             open(wanted.path, "w").close()

@@ -1,4 +1,4 @@
-"""How the model of each server of `parrots` writes calls: the same two, in each family's form."""
+"""The same two calls in the format of each model family, for the servers of `parrots`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 CALL = {"city": "Köln", "days": [1, 2]}
 DUMPED = json.dumps(CALL, ensure_ascii=False)
-# server: how its model writes two calls, and the reasoning in front of them
+# server: two calls as its model writes them, and the reasoning before them
 WRITTEN: Mapping[str, tuple[str, str]] = {
     "hermes": (
         '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>\n'

@@ -1,4 +1,4 @@
-"""A guide of a grammar process followed token by token, for tests that have no engine."""
+"""Follows a guide of a grammar process token by token, for tests without an engine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from llmc_runtime.sched.structured import StructuredOutputsParams
 
 
 class Followed:
-    """One output of a grammar, waited for after each token."""
+    """One output of a grammar. Every operation waits for its result."""
 
     def __init__(self, grammars: Grammars, guide: GrammarGuide) -> None:
         self._grammars, self.guide = grammars, guide
 
     @classmethod
     def of(cls, grammars: Grammars, wanted: StructuredOutputsParams) -> Followed:
-        """An output of this form, at its beginning."""
+        """Start an output in this format."""
         (guide,) = grammars.wait(grammars.open(wanted))
         return cls(grammars, guide)
 
     def mask(self) -> bytes:
-        """What may come next, empty where the text has ended. LlmcError where it cannot go on."""
+        """Return the next mask, empty if the text has ended. Raises LlmcError if it cannot continue."""
         self.guide.start()
         while self.guide.pending:
             self._grammars.pump(0.05)
@@ -28,6 +28,6 @@ class Followed:
         return mask
 
     def accept(self, token: int) -> bool:
-        """Follow a token: whether the text has ended with it."""
+        """Accept a token, and return whether the text has ended with it."""
         self.guide.accept(token)
         return self.mask() == b""

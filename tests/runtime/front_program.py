@@ -1,5 +1,8 @@
-"""A program with an AsyncLLM, for tests that end it: it prints the engine's process id when its request runs, and the
-number of tokens when that has ended. `front_program.py MAX_TOKENS`; SIGTERM drains."""
+"""A program with an AsyncLLM, for tests that kill it: `front_program.py MAX_TOKENS`.
+
+It prints the engine's process id once its request runs, and the number of tokens once that has ended. SIGTERM drains
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A guide for simulations: what the next token may be is a hash of the output so far; now and then it ends or fails,
-and masks may come late.
+"""A guide for simulations: the next mask is a hash of the output. It sometimes ends or fails, and masks may be late.
 
-`allowed` computes the same from the whole output, without any of the runtime's own guides.
+`allowed` computes the same from the whole output, without the runtime's own guides.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ END, FAIL = 23, 61  # one output in so many ends the request, or fails it
 
 
 class Wandering:
-    """A Guide: id i is allowed where (i + state) % 3 is not 0; the state is a hash of the output. `delay` gives the
-    number of times that each mask is asked for before it is known."""
+    """A Guide that allows id i if (i + state) % 3 is not 0; the state is a hash of the output.
+
+    `delay` returns how often each mask is requested before it is available.
+    """
 
     def __init__(self, vocab_size: int, delay: Callable[[], int] = lambda: 0) -> None:
         self.vocab_size, self.state, self._delay = vocab_size, 0, delay
@@ -25,7 +26,7 @@ class Wandering:
         self.begun = False
 
     def mask(self) -> bytes | None:
-        """Two thirds of the vocabulary."""
+        """Return a mask of two thirds of the vocabulary."""
         assert not self.closed
         if self.left:
             self.left -= 1
@@ -35,35 +36,35 @@ class Wandering:
         return b"" if self.begun and self.state % END == 0 else wander(self.state % 3, self.vocab_size)
 
     def accept(self, token: int) -> None:
-        """Follows a token."""
+        """Accept a token."""
         assert not self.left and not self.closed, "its mask was not known"
         self.state, self.left, self.begun = follow(self.state, token), self._delay(), True
 
     def close(self) -> None:
-        """It has ended, once."""
+        """Release the output; may be called once."""
         assert not self.closed
         self.closed = True
 
 
 def follow(state: int, token: int) -> int:
-    """The state after a token."""
+    """Return the state after a token."""
     return hash((state, token)) & 0xFFFF
 
 
 @lru_cache(maxsize=64)
 def wander(residue: int, vocab_size: int) -> bytes:
-    """The mask of a state with this residue."""
+    """Return the mask of states with this residue."""
     return bits({i for i in range(vocab_size) if (i + residue) % 3}, vocab_size)
 
 
 def bits(ids: Iterable[int], vocab_size: int) -> bytes:
-    """A mask, by another way than the runtime's."""
+    """Return a mask, computed independently of the runtime."""
     value = sum(1 << i for i in set(ids))
     return value.to_bytes(-(-vocab_size // 32) * 4, "little")
 
 
 def state_of(output: Sequence[int]) -> int:
-    """The guide's state after an output."""
+    """Return the guide's state after an output."""
     state = 0
     for token in output:
         state = follow(state, token)
@@ -71,13 +72,13 @@ def state_of(output: Sequence[int]) -> int:
 
 
 def ends(output: Sequence[int]) -> str | None:
-    """How a Wandering guide ends a request after this output, or None."""
+    """Return how a Wandering guide ends a request after this output, or None."""
     state = state_of(output)
     return "error" if state % FAIL == 0 else "stop" if state % END == 0 else None
 
 
 def allowed(request: Request, guided: bool, output: Sequence[int], vocab_size: int) -> bytes:
-    """The mask of the token behind `output`; empty where nothing restricts it."""
+    """Return the mask of the token after `output`; empty if there is no restriction."""
     wanted, words = request.params.allowed_token_ids, [list(word) for word in request.bad_words]
     if not guided and wanted is None and not words:
         return b""

@@ -1,7 +1,7 @@
-"""A device for artifacts compiled for a Triton target: their kernels' texts run in Triton's CPU interpreter. No GPU.
+"""A device for artifacts of Triton targets that runs their kernels in Triton's CPU interpreter, without a GPU.
 
-It follows the calling convention "cuda-1" (pointers in the order of the arguments, then the sizes) and pads decode
-steps to the sizes of device graphs, so that a tiny model can be tried from end to end. Everything else is the CPU's.
+It follows the calling convention "cuda-1" (pointers in the order of the arguments, then the sizes), and pads decode
+steps to the sizes of device graphs, so that a tiny model can be tested end to end. Otherwise it equals the CPU device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from llmc.codegen.triton.toolchain import load_entry
 
 
 class InterpretDevice(CpuDevice):
-    """`launches` tells (op, loc) of what has run; poisoned arenas show kernels that count on zeros."""
+    """The interpreting device. `launches` records (op, loc) of executed launches.
+
+    The arena is filled with garbage, to detect kernels that rely on zeros.
+    """
 
     name = "interpret"
     replays = True
@@ -64,7 +67,7 @@ class InterpretDevice(CpuDevice):
 
 
 def tensor(b: Buffer, address: int, env: dict[str, int]) -> torch.Tensor:
-    """The device's bytes as a tensor of the buffer's dtype, one axis; it keeps nothing alive."""
+    """View the device's bytes as a one-dimensional tensor of the buffer's dtype, without keeping them alive."""
     nbytes = b.bytes(env)
     if not nbytes:
         return torch.empty(0, dtype=_TORCH[b.dtype])

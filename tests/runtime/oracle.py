@@ -1,4 +1,4 @@
-"""What a request must answer, computed from its true prefix alone: no scheduler, no pages, no batch."""
+"""The expected output of a request, computed from its true prefix alone, without scheduler, pages or batches."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.runtime.guides import allowed, ends
 
 
 class Expected:
-    """The answer of one request on the fake device, token by token."""
+    """The expected output of one request on the fake device, token by token."""
 
     __slots__ = ("chain", "config", "guided", "late", "num_prompt", "request", "tokens")
 
     def __init__(self, request: Request, config: SchedulerConfig, guided: bool = False) -> None:
         """`guided`: the request was added with a Wandering guide."""
         self.request, self.config, self.guided = request, config, guided
-        self.late: str | None = None  # how its guide has ended it, where that comes in a delta of its own
+        self.late: str | None = None  # the finish reason from its guide, if it arrives in a separate delta
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.chain = list(accumulate(self.tokens, link, initial=ROOT))  # one more than tokens: chain[0] is the root
 
     def next(self) -> tuple[int, str | None, int | None]:
-        """The next token, and the finish and stop reasons if it is the last."""
+        """Return the next token, and the finish and stop reasons if it is the last one."""
         chain, length, request = self.chain, len(self.tokens), self.request
         head = chain[length]
         earlier = chain[head % length + 1]
@@ -36,7 +36,7 @@ class Expected:
         return (token, *self._finish(token))
 
     def scores(self) -> list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] | None:
-        """What is told of the prompt's tokens with the first new one."""
+        """Return the scores of the prompt's tokens, which arrive with the first new token."""
         most = self.request.params.prompt_logprobs
         if most is None or len(self.tokens) != self.num_prompt + 1:
             return None
@@ -56,11 +56,11 @@ class Expected:
         return (ends(self.tokens[self.num_prompt :]) if self.guided else None), None
 
     def ended_by_guide(self, finish: str | None) -> bool:
-        """Whether nothing but the guide says that the sequence ends here, as `finish` says."""
+        """Return whether only the guide ends the sequence here, with the reason `finish`."""
         return self.guided and finish in ("stop", "error") and ends(self.tokens[self.num_prompt :]) == finish
 
     def longest(self) -> int:
-        """Tokens that the sequence may have at most."""
+        """Return the maximum number of tokens of the sequence."""
         config, asked = self.config, self.request.params.max_tokens
         room = min(config.max_model_len, config.num_pages * config.page_size + 1)
         return room if asked is None else min(room, self.num_prompt + asked)

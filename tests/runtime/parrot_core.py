@@ -1,7 +1,7 @@
-"""An engine process whose model repeats what it is told to: the tokens of the prompt behind its last <|user|>, up to
-the next <|assistant|>, then the end token. Where a mask forbids one, the simulated device's own choice stands.
+"""An engine process whose model repeats a script from its prompt: `parrot_core.py PACE PARENT FOLDER HEARTBEAT`.
 
-`parrot_core.py PACE PARENT FOLDER HEARTBEAT`.
+The script consists of the tokens between the prompt's last <|user|> and the next <|assistant|>, followed by the end
+token. If a mask excludes a token, the simulated device's own choice is used.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def tokenizer() -> Tokenizer:
-    """Bytes and a few merges; marks of every family are special tokens but for <tool_call>, which is an added one."""
+    """Return a tokenizer of bytes and a few merges. Every family's marks are special tokens, except the added
+    <tool_call>.
+    """
     backend = textkit.byte_level(bos=True)
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     return Tokenizer(backend, NAMES, {})
 
 
 class Parrot(FakeExecutor):
-    """The simulated device, saying what it was told."""
+    """The simulated device, generating the script."""
 
     def __init__(self, tok: Tokenizer, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -70,7 +72,7 @@ class Parrot(FakeExecutor):
 
 
 def opener() -> Callable[[Open, Callable[[str], None]], Session]:
-    """What the engine process is given."""
+    """Return the engine process's function for opening an artifact."""
     tok = tokenizer()
     vocab, end = tok.vocab_size, tok.eos_token_id or 0
     config = SchedulerConfig(2048, 16, 8192, 16, 512, vocab, eos_token_ids=(end,))

@@ -1,5 +1,6 @@
-"""Servers over one engine whose model says what it is told to (see parrot_core), one for each way of marking calls and
-reasoning: the first part of a path names which."""
+"""Servers over one engine whose model repeats scripts (see parrot_core), one server for each format of calls and
+reasoning. The first part of a request's path selects the server.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.runtime.parrot_core import tokenizer
 FOLDER = Path(__file__).parent / "chat_templates"
 PROGRAM = Path(__file__).with_name("parrot_core.py")
 TOK = tokenizer()
-# name: the template, and the parsers where they are not left to be found
+# name: the template, and the parsers unless they are detected
 SERVERS: Mapping[str, tuple[str, str, str]] = {
     "hermes": ("qwen2.5", "auto", "none"),
     "llama": ("llama3", "auto", "none"),
@@ -45,18 +46,18 @@ SERVERS: Mapping[str, tuple[str, str, str]] = {
 
 
 def say(text: str) -> dict[str, str]:
-    """A message that makes the parrot say `text`, special tokens and all."""
+    """Return a message that makes the parrot generate `text`, including special tokens."""
     return {"role": "user", "content": f"<|user|>{text}<|assistant|>"}
 
 
 def template(name: str) -> str:
-    """The text of a chat template."""
+    """Return the text of a chat template."""
     return (FOLDER / f"{name}.jinja").read_text()
 
 
 @contextmanager
 def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
-    """The address, behind which the name of a server is to follow, and the servers."""
+    """Yield the address, to which a server's name is appended, and the servers."""
     listening = socket.create_server(("127.0.0.1", 0))
     there, stop, found = threading.Event(), list[uvicorn.Server](), dict[str, Serving]()
 

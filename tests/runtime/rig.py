@@ -1,4 +1,4 @@
-"""A scheduler, the fake device and the oracle behind one engine, for tests that drive steps by hand."""
+"""An engine with a scheduler, the fake device and the oracle, for tests that execute single steps."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
 
 class OneByOne:
-    """An executor of depth 1 out of a method `run`."""
+    """An executor of depth 1, implemented by a method `run`."""
 
     depth = 1
 
     def launch(self, step: Any) -> Any:
-        """Nothing happens yet."""
+        """Return the step as its ticket, without running it."""
         return step
 
     def wait(self, ticket: Any) -> Any:
-        """Everything happens now."""
+        """Run the step."""
         return self.run(ticket)
 
     def settle(self) -> None:
-        """Nothing is ever left."""
+        """Do nothing, as no step is ever in flight."""
 
     def run(self, step: Any) -> Any:
-        """The step's output."""
+        """Return the step's output."""
         raise NotImplementedError
 
 
 class Rig:
-    """An engine whose every plan is recorded and every token checked; the executor's side goes through it."""
+    """An engine whose plans are recorded and whose tokens are checked. It is the executor in front of the fake
+    device.
+    """
 
     def __init__(self, depth: int = 1, **sizes: Any) -> None:
         defaults: dict[str, Any] = {
@@ -65,19 +67,19 @@ class Rig:
         return self.device.launch(step)
 
     def guide(self, ticket: Any, masks: Any) -> None:
-        """Pass it on."""
+        """Pass the masks on."""
         self.device.guide(ticket, masks)
 
     def wait(self, ticket: Any) -> StepOutput:
-        """Pass it on."""
+        """Pass the call on."""
         return self.device.wait(ticket)
 
     def settle(self) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self.device.settle()
 
     def add(self, name: str, prompt: int | list[int], priority: int = 0, salt: str = "", **params: Any) -> Request:
-        """Queue a request; an int makes a prompt of that length that nobody shares."""
+        """Queue a request. An integer `prompt` is the length of a unique prompt."""
         if isinstance(prompt, int):
             start = 100 * len(name) + sum(map(ord, name))
             prompt = [(start + 3 * i) % self.config.vocab_size for i in range(prompt)]
@@ -92,7 +94,7 @@ class Rig:
         del self.expected[name]
 
     def step(self) -> dict[str, RequestDelta]:
-        """One step, checked against the oracle and audited; the deltas by request."""
+        """Run a step, check it against the oracle, and audit the state. Returns the deltas by request."""
         deltas = {delta.id: delta for delta in self.engine.step()}
         assert self.engine.error is None, str(self.engine.error)
         for name, delta in deltas.items():
@@ -104,7 +106,7 @@ class Rig:
         return deltas
 
     def drain(self) -> list[str]:
-        """Step until idle; the requests in the order in which they ended."""
+        """Run steps until idle. Returns the requests in the order in which they ended."""
         ended = []
         while self.engine.has_work():
             ended += [name for name, delta in self.step().items() if delta.finish_reason]
@@ -112,14 +114,14 @@ class Rig:
         return ended
 
     def counts(self) -> dict[str, int]:
-        """Tokens that the last plan gave to each request that still runs."""
+        """Return the number of tokens that the last plan assigned to each request that still runs."""
         rows = {request.row: request.id for request in self.scheduler.running}
         return {rows[work.row]: work.num_tokens for work in self.plans[-1].work if work.row in rows}
 
     def running(self) -> list[str]:
-        """Names, in order."""
+        """Return the names of the running requests, in order."""
         return [request.id for request in self.scheduler.running]
 
     def waiting(self) -> list[str]:
-        """Names, in order."""
+        """Return the names of the waiting requests, in order."""
         return [request.id for request in self.scheduler.waiting]

@@ -1,4 +1,4 @@
-"""A server over the simulated device, its engine in a process, for tests with real clients; no model."""
+"""A server over the simulated device with its engine in a process, for tests with real clients, without a model."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": 
 
 
 def in_process(tok: Tokenizer | None = TOK) -> LLM:
-    """The same model in this process, step by step."""
+    """Return the same model in this process."""
     return LLM.over(build(0.0, depth=1), tok)
 
 
 class Quick(Wire):
-    """It waits a moment only."""
+    """A connection with short timeouts."""
 
     head_seconds, write_seconds = 0.5, 1.0
 
 
 @dataclass
 class Served:
-    """A server that listens, and the loop it runs in."""
+    """A running server and its event loop."""
 
     url: str
     serving: Serving
@@ -51,11 +51,11 @@ class Served:
     loop: asyncio.AbstractEventLoop
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What `work` gives, run in the server's loop."""
+        """Run a coroutine in the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def rest(self) -> dict[str, Any]:
-        """The engine's figures once nothing is left to do."""
+        """Return the engine's statistics once all work is done."""
         stats: dict[str, Any] = self.run(settled(self.llm))
         assert not self.serving.admission.open_sequences and not self.serving.admission.open_tokens
         return stats
@@ -68,7 +68,7 @@ def served(
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
     key_scope: str = "all", **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
-    """A server in a thread, on a port of its own; `options` are the engine's."""
+    """Run a server in a thread, on a free port; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
     there, found, stop = threading.Event(), list[Served](), list[uvicorn.Server]()
 

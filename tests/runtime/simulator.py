@@ -1,9 +1,9 @@
-"""The simulator: millions of scheduler steps on the fake device, under invariants; any seed replays.
+"""The simulator: millions of scheduler steps on the fake device, under invariants. Every seed can be replayed.
 
     python -m tests.runtime.simulator --steps 1000000 --jobs 2 [--seed N] [--depth N]
 
-A run is a row of episodes; an episode is one world (sizes, load, faults) drawn from its own seed, ended at idle. A
-failure prints the command that replays its episode.
+A run is a sequence of episodes. An episode is one world (sizes, load, faults) generated from its own seed, and ends
+when idle. A failure prints the command that replays its episode.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.runtime.shares import WEIGHT, Shares
 from tests.runtime.world import draw_world
 
 EPISODE = 1500  # steps with arrivals
-AUDIT_EVERY = 20  # steps between full audits, on average
+AUDIT_EVERY = 20  # mean number of steps between full audits
 
 
 class SimulationFailure(AssertionError):
-    """An invariant broke in the episode of this seed."""
+    """An invariant was violated in the episode with this seed."""
 
     def __init__(self, seed: int, step: int, cause: BaseException, depth: int | None = None) -> None:
         super().__init__(seed, step, cause, depth)
@@ -50,17 +50,17 @@ class SimulationFailure(AssertionError):
 
 
 class Interrupt(BaseException):
-    """Stands for Ctrl-C."""
+    """Simulates Ctrl-C."""
 
 
 class Watch:
-    """Looks at every plan on its way to the device, and aborts requests while the device runs."""
+    """Checks every plan on its way to the device, and aborts requests while the device runs."""
 
     def __init__(self, episode: Episode, inner: Any) -> None:
         self.episode, self.inner, self.depth, self.settle = episode, inner, inner.depth, inner.settle
 
     def launch(self, step: Any) -> Any:
-        """What every plan promises."""
+        """Check the guarantees of every plan."""
         episode = self.episode
         config, scheduler = episode.world.config, episode.engine.scheduler
         scheduled = rows = 0
@@ -70,8 +70,8 @@ class Watch:
         assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
         assert rows <= config.max_num_seqs, f"{rows} rows of logits in a step"
         assert all(r.num_total <= r.limit for r in scheduler.running), "work behind the last token"
-        # No starvation: the first in line runs in every step, unless its last token is under way by length, and under
-        # fcfs it is the oldest request alive.
+        # No starvation: the first in line runs in every step, unless its last token by length is in flight; and under
+        # fcfs it is the oldest live request.
         for request in scheduler.running:
             if any(work.row == request.row for work in step.work):
                 break
@@ -86,7 +86,7 @@ class Watch:
         return self.inner.launch(step)
 
     def guide(self, ticket: Any, masks: Any) -> None:
-        """Masks of an open step, before or after which somebody may lose interest."""
+        """Pass the masks of an open step on; a request may be aborted before or after."""
         episode = self.episode
         when = episode.world.rng.randrange(8 * episode.world.abort_every)
         if when == 0:
@@ -96,7 +96,7 @@ class Watch:
             episode.abort()
 
     def wait(self, ticket: Any) -> Any:
-        """An output, before or after which somebody may lose interest."""
+        """Wait for an output; a request may be aborted before or after."""
         episode = self.episode
         when = episode.world.rng.randrange(8 * episode.world.abort_every)
         if when == 0:
@@ -108,7 +108,7 @@ class Watch:
 
 
 class Episode:
-    """One world from its first request to idle."""
+    """One world, from its first request until it is idle."""
 
     def __init__(self, seed: int, depth: int | None = None) -> None:
         self.seed, self.world = seed, draw_world(seed)
@@ -116,7 +116,7 @@ class Episode:
         config, rng = self.world.config, self.world.rng
         self.expected: dict[str, Expected] = {}  # live requests, in order of arrival
         self.deadline: dict[str, int] = {}
-        self.backlog = 0  # tokens that live requests may still ask for
+        self.backlog = 0  # tokens that live requests may still require
         self.backlogs: Counter[str] = Counter()  # the same by tenant
         self.shares = Shares()
         self.steps = self.submitted = 0
@@ -131,7 +131,7 @@ class Episode:
         self.engine = Engine(Scheduler(config, lambda: rng.randrange(1 << 64)), Watch(self, executor), grace=0.0)
 
     def run(self, most: int = EPISODE) -> None:
-        """At most about `most` steps with arrivals, then the drain. SimulationFailure where an invariant breaks."""
+        """Run about `most` steps with arrivals, then drain. Raises SimulationFailure if an invariant is violated."""
         rng, engine = self.world.rng, self.engine
         target = 1
         try:
@@ -155,7 +155,7 @@ class Episode:
             raise SimulationFailure(self.seed, self.steps, cause, self.depth if self.forced else None) from cause
 
     def submit(self) -> None:
-        """One more request; now and then first one that must be refused."""
+        """Submit a request; sometimes also one that must be rejected."""
         self.submitted += 1
         if self.world.rng.randrange(40) == 0:
             try:
@@ -175,19 +175,22 @@ class Episode:
             self.deadline[request.id] = self.steps + self.patience(request.tenant)
 
     def look(self) -> None:
-        """Under fcfs, two tenants that both wait get the same."""
+        """Check, under fcfs, that waiting tenants get equal service."""
         if self.world.config.policy == "fcfs":
             self.shares.look(self.engine.scheduler)
 
     def patience(self, tenant: str) -> int:
-        """Steps within which the tenant's last request has to end under fcfs. Alone, every step brings the oldest one
-        forward; with others, each of them may get as much service as this tenant's backlog, and the bound."""
+        """Return the number of steps within which the tenant's last request has to end under fcfs.
+
+        With a single tenant, every step advances the oldest request. With several, each of the others may get as much
+        service as this tenant's backlog and the bound.
+        """
         if self.world.tenants == 1:
             return self.backlog + self.depth - 1
         return 2 * self.world.tenants * (WEIGHT * self.backlogs[tenant] + self.shares.bound)
 
     def abort(self) -> None:
-        """End some live request; it must be gone."""
+        """Abort a random live request and check that it is gone."""
         live = [name for name in self.expected if name in self.engine.scheduler.requests]
         if live:
             name = self.world.rng.choice(live)
@@ -197,7 +200,7 @@ class Episode:
             self.look()
 
     def step(self) -> None:
-        """One engine step and its checks."""
+        """Run an engine step and check it."""
         self.steps += 1
         try:
             deltas = self.engine.step()
@@ -212,7 +215,7 @@ class Episode:
             audit(self.engine.scheduler, self.device, self.expected)
 
     def check(self, delta: RequestDelta) -> None:
-        """The token and the end are those of the oracle."""
+        """Check that the token and the end agree with the oracle."""
         expected = self.expected.get(delta.id)
         assert expected is not None, f"{delta.id} answered after its end"
         if expected.late is not None:
@@ -237,7 +240,7 @@ class Episode:
         self.check_end(delta, expected, finish)
 
     def check_end(self, delta: RequestDelta, expected: Expected, finish: str | None) -> None:
-        """What has to hold where a request ends."""
+        """Check the conditions that hold when a request ends."""
         assert (delta.error is not None) == (finish == "error"), f"{delta.id}: {delta.error}"
         if finish is not None:
             if self.world.config.policy == "fcfs" and self.world.kind == "calm" and not self.world.late_masks:
@@ -247,7 +250,7 @@ class Episode:
             self.end(delta.id, finish)
 
     def end(self, name: str, reason: str) -> None:
-        """`name` ended, for the first and only time."""
+        """Record that a request ended; this happens once per request."""
         expected = self.expected.pop(name)
         self.backlog -= expected.longest()
         self.backlogs[expected.request.tenant] -= expected.longest()
@@ -255,7 +258,7 @@ class Episode:
         self.ended[reason] += 1
 
     def check_failure(self, deltas: list[RequestDelta]) -> None:
-        """The device is gone: every live request is told once, and nothing more is accepted."""
+        """Check that a device failure is reported once to every live request, and that no new one is accepted."""
         assert self.world.kind == "failure" and "the device is gone" in str(self.engine.error), str(self.engine.error)
         assert [delta.id for delta in deltas] == list(self.expected), "who was told of the end"
         for delta in deltas:
@@ -269,7 +272,7 @@ class Episode:
             raise AssertionError("a dead engine accepted a request")
 
     def check_idle(self) -> None:
-        """Nothing is alive, so nothing is held and everything was counted."""
+        """Check that everything is released and counted when there are no requests."""
         scheduler = self.engine.scheduler
         assert not self.engine.has_work() and not self.expected and not self.backlog
         assert scheduler.pool.num_used == 0 and not any(self.engine.stats().values()), self.engine.stats()
@@ -283,7 +286,7 @@ class Episode:
 
 
 def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | None = None) -> FakeExecutor:
-    """The fake device of that size."""
+    """Return a fake device of this size."""
     return FakeExecutor(
         config.max_num_seqs,
         config.num_pages,
@@ -297,9 +300,9 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
 
 
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
-    """Episodes of seed, seed + stride, ... until so many steps are done; what happened, in numbers.
+    """Run episodes with the seeds seed, seed + stride, ... until `steps` steps are done, and return statistics.
 
-    `depth`: most steps under way, in every episode (None: as each world draws it).
+    `depth` sets the maximum number of steps in flight in every episode; None: random in each world.
     """
     total: Counter[str] = Counter()
     while total["steps"] < steps:
@@ -311,7 +314,7 @@ def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -
 
 
 def summary(episode: Episode) -> Counter[str]:
-    """One episode in numbers."""
+    """Return the statistics of an episode."""
     counters = episode.engine.counters
     return Counter(
         episodes=1,
@@ -330,7 +333,7 @@ def summary(episode: Episode) -> Counter[str]:
 
 
 def run(seed: int, steps: int, jobs: int, depth: int | None) -> Iterator[Counter[str]]:
-    """The totals of each job; SimulationFailure of the first that fails."""
+    """Yield the statistics of each job. Raises the first SimulationFailure."""
     if jobs == 1:
         yield simulate(seed, steps, depth=depth)
         return
@@ -340,7 +343,7 @@ def run(seed: int, steps: int, jobs: int, depth: int | None) -> Iterator[Counter
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Simulate the scheduler on a fake device, under invariants.")
     parser.add_argument("--steps", type=int, default=100_000, help="scheduler steps in all (default 100000)")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first episode (default: drawn)")

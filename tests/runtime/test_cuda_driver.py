@@ -21,6 +21,7 @@ def has_driver() -> bool:
     return True
 
 
+@pytest.mark.drawn
 def test_on_a_driver_without_a_gpu() -> None:
     if importlib.util.find_spec("cuda") is None:
         pytest.skip("cuda-bindings is not installed")

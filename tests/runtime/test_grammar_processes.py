@@ -13,7 +13,7 @@ import psutil
 import pytest
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.core.loop import Loop
-from llmc_runtime.grammar import Grammars, client, limits, workers
+from llmc_runtime.grammar import Grammars, client, limits, process, workers
 from llmc_runtime.grammar.lanes import Lanes
 
 from tests.runtime.followed import Followed
@@ -32,7 +32,8 @@ def regex(text: str = FORM) -> StructuredOutputsParams:
 
 
 @pytest.fixture
-def grammars() -> Iterator[Grammars]:
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
+    monkeypatch.setattr(process, "NICE", 0)  # other tests keep the processor busy
     made = Grammars(TOK, TOK.vocab_size, [END])
     yield made
     made.close()

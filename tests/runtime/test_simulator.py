@@ -43,11 +43,13 @@ def name(bug: Any) -> str:
     return inner.__name__
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("owner", "method", "bug"), BUGS, ids=[name(bug) for _, _, bug in BUGS])
 def test_a_bug_is_seen(owner: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     see(owner, method, bug, None, monkeypatch)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("owner", "method", "bug", "depth"), OVERLAPS, ids=[bug[2].__name__ for bug in OVERLAPS])
 def test_a_bug_of_overlap_is_seen(
     owner: type, method: str, bug: Any, depth: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""What this package offers llmc, as names and places; none of the places is imported before somebody names it."""
+"""The extension: maps names to the places that implement them, which are imported on first use."""
 
 from llmc import Extension
 

@@ -1,4 +1,4 @@
-"""The kernel for CPUs, in C++: threads share the rows."""
+"""The CPU kernel in C++; the threads share the rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmc.targets.target import Target
 
 
 class TakeNorm(CppKernel):
-    """take_norm, f32, bf16 or f16."""
+    """take_norm for f32, bf16 and f16."""
 
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")  # scalar() reads a float of any dtype, put() rounds one
 

@@ -1,4 +1,4 @@
-"""The pass that finds the op in a model; it knows no kernel."""
+"""The pass that fuses rms_norm and take into the op."""
 
 from __future__ import annotations
 

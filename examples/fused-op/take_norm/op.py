@@ -1,4 +1,4 @@
-"""The op: its type rule, attributes, reference, price and documentation, and operands to try it on; no kernel."""
+"""The op: type rule, attributes, reference, cost, documentation and example operands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def _example(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
     example=_example,
 )
 def take_norm(x: Any, rows: Any, w: Any, *, eps: float) -> Any:
-    """rms_norm(take(x, rows), w): the rows of x by index, normed; a negative index gives a row of zeros."""
+    """rms_norm(take(x, rows), w): normalizes rows of x selected by index; a negative index yields a row of zeros."""
     taken = np.where((rows >= 0)[..., None], x[np.maximum(rows, 0)], 0)
     return taken / np.sqrt(np.mean(taken * taken, -1, keepdims=True) + eps) * w

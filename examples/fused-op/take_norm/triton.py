@@ -1,4 +1,4 @@
-"""The kernel for GPUs, in Triton: a program a row that is wanted."""
+"""The GPU kernel in Triton, with one program per selected row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, element
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-WIDEST = 16384  # elements of a row that a program holds in registers
+WIDEST = 16384  # maximum elements of a row that a program keeps in registers
 
 
 class TakeNorm(TritonKernel):
-    """take_norm of rows of at most 16384 elements, f32, bf16 or f16."""
+    """take_norm for f32, bf16 and f16, with rows of up to 16384 elements."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         x = node.operands[0].type

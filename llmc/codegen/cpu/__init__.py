@@ -1,1 +1,1 @@
-"""Kernels of the CPU targets, as generated C++; the table of them is `llmc.codegen.cpu.table`."""
+"""The CPU back end: kernels as generated C++, listed in `llmc.codegen.cpu.table`."""

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: the constants of a node handed to the template in llmc_attention.h."""
+"""Paged attention on the CPU: instantiates the C++ template in llmc_attention.h with the constants of a node."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ MAX_HEAD = 512
 
 
 def heads(node: Node) -> tuple[int | None, ...]:
-    """(query heads, key heads, tokens of a page, head size); None where a size is not constant."""
+    """Return (query heads, key heads, tokens per page, head size); None for a size that is not constant."""
     q, kv = node.operands[0].type, node.operands[1].type
     return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2]))
 
 
 class PagedAttention(CppKernel):
-    """Ragged prefill chunks and decodes in one launch, grouped heads together, online softmax."""
+    """Flash attention for any mix of prompt chunks and decoding rows, processing the heads of a group together."""
 
     headers = ("llmc_attention.h",)
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]
         if bad := next((t for t in floats if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
@@ -40,13 +41,15 @@ class PagedAttention(CppKernel):
         return f"head size {d} is above {MAX_HEAD}" if d > MAX_HEAD else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the tile sizes to use, derived from the target's registers and caches."""
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
-        size = heads(node)[3] or 0  # tiles of queries, keys and values stay in L2
+        size = heads(node)[3] or 0  # tiles of queries, keys and values fit L2
         br, kt = (192, 256) if size <= 128 else (192, 128) if size <= 256 else (96, 64)
         return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
         s, d = schedule, heads(node)[3] or 1
         q, kv = node.operands[0].type, node.operands[1].type
         dp = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
@@ -59,6 +62,7 @@ class PagedAttention(CppKernel):
         return D(sum(-(-n // 64) * 64 for n in parts))
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        """Return the definitions that precede the kernel function."""
         h, g, page, d = heads(node)
         s, a = schedule, node.attrs
         q, kv, sinks = (_ctype(node, i) for i in (0, 1, 6))
@@ -74,6 +78,7 @@ class PagedAttention(CppKernel):
         )
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         types: list[Type] = [v.type for v in node.operands]
         sinks = "x6" if len(types) > 6 else "nullptr"
         tokens, count, table = sizes(types[0].shape[0]), sizes(types[3].shape[0]), sizes(types[2].shape[1])

@@ -1,4 +1,4 @@
-"""What the C++ emitters share: dtypes, dynamic sizes, headers inlined into one self-contained text; no kernel."""
+"""The base class of C++ kernels, and what their emitters share: dtypes and inlining of headers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def _header(packages: tuple[str, ...], name: str) -> str:
 
 
 def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
-    """Replace every `#include "x.h"` by the header's text, each header once, between lines that name it. Headers are
-    files of the packages named, the first that has one."""
+    """Replace every `#include "x.h"` by the header's text between marker lines, each header once.
+
+    A header is searched for in `packages`, in order. Raises FileNotFoundError.
+    """
     done: set[str] = set()
 
     def expand(m: re.Match[str]) -> str:
@@ -56,41 +58,44 @@ def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
 
 
 def without_headers(text: str) -> str:
-    """The text with inlined headers taken out again: what golden files hold."""
+    """Undo `inline_headers`, for golden files."""
     return re.sub(r"^// ---- ([\w.]+)\n.*?^// ---- end of \1\n", r'#include "\1"\n', text, flags=re.M | re.S)
 
 
 def ctype(t: Type) -> str:
+    """Return the C++ type of the elements."""
     return CTYPES[t.dtype]
 
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
-    """Why a CPU kernel cannot hold the node's values, or None."""
+    """Return why a CPU kernel does not support the node's values, or None."""
     return refused(node, dtypes)
 
 
 class CppKernel(Kernel):
-    """A kernel in C++: `body` gives the function's text, the rest of the unit is the same for all."""
+    """Base class of C++ kernels: `body` returns the statements of the kernel function; the rest is common."""
 
     headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
-    packages: ClassVar[tuple[str, ...]] = (OURS,)  # where the headers are; a package of one's own comes first
+    packages: ClassVar[tuple[str, ...]] = (OURS,)  # packages to search for headers; an extension puts its own first
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         return unsupported(node)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """The statements of the entry; `ctx`, `args` and `sizes` are in scope."""
+        """Return the statements of the kernel function, in which `ctx`, `args` and `sizes` are in scope."""
         raise NotImplementedError
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        """Text before the entry function."""
+        """Return the definitions that precede the kernel function."""
         return ""
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Bytes of scratch a thread needs."""
+        """Return the scratch memory that each thread needs, in bytes."""
         return D(0)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """Return the complete, self-contained C++ source."""
         sizes = Sizes()
         body = self.body(node, schedule, target, sizes).rstrip()
         helpers = self.helpers(node, schedule, target)
@@ -107,11 +112,12 @@ class CppKernel(Kernel):
 
 
 def uses_namespace(headers: Sequence[str]) -> bool:
+    """Whether one of the headers declares the namespace llmc."""
     return any(h != "llmc_abi.h" for h in headers)
 
 
 def pointers(node: Node) -> str:
-    """`x0, x1, ...` for operands and `y0, ...` for results, typed."""
+    """Declare typed pointers x0, x1, ... to the operands and y0, ... to the results."""
     lines = [f"const {ctype(v.type)}* x{i} = (const {ctype(v.type)}*)args[{i}];" for i, v in enumerate(node.operands)]
     n = len(node.operands)
     lines += [f"{ctype(v.type)}* y{i} = ({ctype(v.type)}*)args[{n + i}];" for i, v in enumerate(node.results)]
@@ -119,7 +125,7 @@ def pointers(node: Node) -> str:
 
 
 def product_text(dims: Sequence[Dim], sizes: Sizes) -> str:
-    """The product of sizes, as a C++ expression."""
+    """Print the product of sizes as a C++ expression."""
     total = D(1)
     for d in dims:
         total = total * d

@@ -1,4 +1,4 @@
-"""Matrix products with a generated epilogue over weights packed in panels; the loops are in llmc_linear.h."""
+"""Matrix products with generated epilogues over packed weights. The loops are in llmc_linear.h."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llmc.targets.target import Target
 
 MAX_PARTS = 4
 PACK = "run the pass `pack` behind `select`"
-_PANEL_BYTES = 256 << 10  # of a panel kept in L2 while rows pass over it
-_COPY_BYTES = 512 << 10  # of converted rows
+_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in L2 while rows pass over it
+_COPY_BYTES = 512 << 10  # bytes of converted rows
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a product node computes, whether its weight is packed already or not."""
+    """The computation of a product node, whether or not its weight is packed yet."""
 
     node: Node
     parts: int
@@ -36,6 +36,7 @@ class Problem:
 
     @staticmethod
     def of(node: Node) -> Problem:
+        """Read the problem from a node."""
         x, w = node.operands[0].type, node.operands[1].type
         parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
         n = node.attrs["n"] if node.op.name == "packed_linear" else (w.shape[0].divide(parts) or w.shape[0])
@@ -43,36 +44,41 @@ class Problem:
 
     @property
     def x(self) -> Type:
+        """The type of the left operand."""
         return self.node.operands[0].type
 
     @property
     def w(self) -> Type:
+        """The type of the weight, packed or not."""
         return self.node.operands[1].type
 
     @property
     def out(self) -> Type:
+        """The type of the result."""
         return self.node.results[0].type
 
     @property
     def extras(self) -> list[Type]:
+        """The types of the epilogue's further operands."""
         return [v.type for v in self.node.operands[2:]]
 
     @property
     def pair(self) -> int:
+        """Adjacent columns stored side by side in a panel: 2 for bf16, to match the dot-product instruction."""
         return 2 if self.w.dtype == "bf16" else 1
 
     def dp(self, target: Target) -> bool:
-        """True where two bf16 products and their sum are one instruction."""
+        """Whether the target multiplies and adds pairs of bf16 in one instruction."""
         return self.x.dtype == self.w.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
 
 
 def is_weight(v: Value) -> bool:
-    """True where the value depends on weights alone."""
+    """Whether the value depends only on weights."""
     return v.weight if v.node is None else all(map(is_weight, v.node.operands))
 
 
 def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
-    """(1 where the extra has rows, 1 where it has columns) against out [*b, n]; None where only some rows broadcast."""
+    """Return whether (0 or 1) an extra has rows and columns of out [*b, n]; None if it broadcasts over some rows."""
     if not extra.rank:
         return 0, 0
     lead = [D(1)] * (out.rank - extra.rank) + list(extra.shape[:-1])
@@ -83,11 +89,12 @@ def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
 
 
 class Linear(CppKernel):
-    """linear, linear_map and packed_linear: any number of rows, from one vector (memory bound) to a prompt."""
+    """linear, linear_map and packed_linear for any number of rows, from one (memory-bound) to a prompt."""
 
     headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         if why := unsupported(node, FLOATS):
             return why
         p = Problem.of(node)
@@ -106,6 +113,7 @@ class Linear(CppKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the tile sizes to use, derived from the target's registers and caches."""
         p, lanes = Problem.of(node), target.vector // 4
         if node.op.name == "packed_linear":
             rows = p.w.shape[2].const or 0
@@ -120,19 +128,23 @@ class Linear(CppKernel):
         return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        """Return the packed layout of the weight, unless it is packed already."""
         if node.op.name == "packed_linear":
             return {}
         p = Problem.of(node)
         return {1: f"pack_panel{{rows={schedule['rows']}, pair={p.pair}, parts={p.parts}}}"}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        """Replace the node by one that reads a packed weight."""
         pack_node(g, node, schedule, target, ops)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
         p = Problem.of(node)
         return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
         p, s = Problem.of(node), schedule
         k = p.k.const or 1
         padded = -(-k // p.pair) * p.pair
@@ -142,6 +154,7 @@ class Linear(CppKernel):
         return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """Return the complete, self-contained C++ source."""
         if node.op.name != "packed_linear":
             raise Diagnostic(
                 "E430", f"{node.op.name} reached code generation with its weight not packed", PACK, loc=node.loc
@@ -149,6 +162,7 @@ class Linear(CppKernel):
         return super().emit(node, schedule, target)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        """Return the definitions that precede the kernel function."""
         p, s = Problem.of(node), schedule
         config = (
             f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.w.dtype]} W;\n"
@@ -161,6 +175,7 @@ class Linear(CppKernel):
         return config + epilogue(p, s["rows"] // p.parts) + check
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         p = Problem.of(node)
         members = ", ".join(["y0", *(f"x{i + 2}" for i in range(len(p.extras)))])
         rows = product_text(p.x.shape[:-1], sizes)
@@ -168,7 +183,7 @@ class Linear(CppKernel):
 
 
 def epilogue(p: Problem, stride: int) -> str:
-    """The struct whose `put` turns accumulators (parts lie `stride` floats apart) and extras into outputs."""
+    """Return the C++ struct whose `put` computes outputs from accumulators, `stride` floats apart, and extras."""
     dag, lines = Dag(), []
     names: dict[int, tuple[str, str]] = {}
     root = dag.add(parse_expr(p.body))
@@ -193,7 +208,7 @@ def epilogue(p: Problem, stride: int) -> str:
 
 
 def _argument(p: Problem, j: int, stride: int) -> str:
-    """Argument j of the body: accumulators first, then extras."""
+    """Operand j of the body: accumulators first, then extras."""
     if j < p.parts:
         return f"vload(c + {j * stride})" if j else "vload(c)"
     rows, columns = extra_strides(p.extras[j - p.parts], p.out) or (0, 0)
@@ -202,7 +217,7 @@ def _argument(p: Problem, j: int, stride: int) -> str:
 
 
 def pack_node(g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> Node:
-    """Replace a linear or linear_map by packed_linear over pack_panel of its weight; it keeps the choice."""
+    """Replace a linear or linear_map by packed_linear over pack_panel of its weight, keeping the kernel choice."""
     p = Problem.of(node)
     layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}
     packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result

@@ -1,10 +1,10 @@
-// llmc_attention.h: causal attention of ragged query spans over the pages of a KV pool. Not a softmax kernel for
-// dense tensors, and it appends nothing to the pool.
+// Causal flash attention of ragged query spans over the pages of a KV pool.
 //
-// A unit of work is a block of query rows (token, head of one group) against the keys they may see. Keys and values go
-// tile by tile (KT tokens) into panels, as weights do in llmc_linear.h, so both products run on the same tile kernel;
-// the softmax is online, in base 2. Units are dealt to threads in order, by rows x keys.
-// Invariants: pages beyond a row's last position are never read; every element of the result is written once.
+// A unit of work is a block of query rows (token, head of one group) against the keys visible to it. Keys and values
+// are copied tile by tile (KT tokens) into panels, as weights are in llmc_linear.h, so that both products use the same
+// tile kernel. The softmax is online, in base 2. Units are assigned to threads in order, balanced by rows x keys.
+//
+// Invariants: pages after a row's last position are never read; every element of the result is written exactly once.
 #ifndef LLMC_ATTENTION_H
 #define LLMC_ATTENTION_H
 #include "llmc_abi.h"
@@ -23,7 +23,7 @@ struct attention_args {
 };
 
 #if defined(LLMC_AVX512)
-// 16 x 16 words: to[j * stride + i] = from[i][j]; columns from `n` on read as 0.
+// Transposes 16 x 16 words: to[j * stride + i] = from[i][j]. Columns from `n` on are read as 0.
 LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uint32_t* to, int64_t stride) {
   __m512i a[16], b[16];
   __mmask16 keep = (__mmask16)((1u << n) - 1u);
@@ -61,8 +61,8 @@ LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uin
 }
 #endif
 
-// C: Q, KV (storage), H, G, D, PAGE, NV, MR, BR (rows of a block), KT (tokens of a tile), WINDOW (0: none),
-// SCALE, SOFTCAP (0: none), S (storage of the sinks).
+// Members of C: Q, KV (storage types), H, G, D, PAGE, NV, MR, BR (rows per block), KT (tokens per tile), WINDOW (0:
+// none), SCALE, SOFTCAP (0: none), S (storage type of the sinks).
 template <class C> struct attend {
   typedef typename C::Q Q;
   typedef typename C::KV KV;
@@ -83,7 +83,7 @@ template <class C> struct attend {
   A *q, *p, *kp, *vp;
   float *o, *s, *top, *sum;
   int32_t* pos;
-  const KV** row;  // the keys of a tile; the values lie G * PAGE * D behind
+  const KV** row;  // the keys of a tile; the values are G * PAGE * D elements further
   KV* zero;
 
   explicit attend(const attention_args* args, char* m) : a(args) {
@@ -198,7 +198,7 @@ template <class C> struct attend {
     return x * (C::SCALE * LOG2E);
   }
 
-  // Row r of the block, line i of the tile: logits in s become weights in p; what was summed so far is rescaled.
+  // Softmax of row r of the block, line i of the tile: turns logits in s into weights in p, and rescales earlier sums.
   template <bool MASK> LLMC_METHOD void soften(int64_t r, int64_t i, int64_t k0, int64_t cols) const {
     vf best = splat(-1e30f), total = {};
     int32_t last = pos[r] - (int32_t)k0, first = C::WINDOW ? last - (int32_t)C::WINDOW + 1 : -2147483647;
@@ -230,7 +230,7 @@ template <class C> struct attend {
         }
   }
 
-  // Lines r0 .. r0 + n - 1 of the block against the packed tile of `keys` tokens from k0 on.
+  // Processes lines r0 .. r0 + n - 1 of the block against the packed tile of `keys` tokens starting at k0.
   LLMC_METHOD void tile_rows(int64_t r0, int64_t n, int64_t k0, int64_t keys) const {
     int32_t least = pos[r0], most = pos[r0];
     for (int64_t r = r0 + 1; r < r0 + n; r++) {
@@ -286,7 +286,7 @@ template <class C> struct attend {
   }
 
   // ---- the step ----
-  // Calls fn(span, group, first flat row, rows, cost) for every unit, in one order on every thread.
+  // Calls fn(span, group, first flat row, rows, cost) for every unit, in the same order on every thread.
   template <class F> LLMC_METHOD void units(int64_t size, F fn) const {
     for (int64_t i = 0; i < a->count; i++) {
       int64_t flat = (int64_t)(a->starts[i + 1] - a->starts[i]) * HG;
@@ -301,7 +301,7 @@ template <class C> struct attend {
         }
     }
   }
-  LLMC_METHOD void clear(int64_t from, int64_t to) const {  // tokens of nobody
+  LLMC_METHOD void clear(int64_t from, int64_t to) const {  // zero padding tokens
     if (from < to) memset((char*)a->out + from * C::H * D * sizeof(Q), 0, (size_t)((to - from) * C::H * D * sizeof(Q)));
   }
   LLMC_METHOD void run(int64_t tid, int64_t threads) const {

@@ -1,4 +1,4 @@
-// Scalar primitives over whatever C++ types the operands have (int64_t, float, bool); vectors have their own.
+// Scalar primitives for operands of any C++ type (int64_t, float, bool). llmc_math.h has those for vectors.
 #ifndef LLMC_ELEMENT_H
 #define LLMC_ELEMENT_H
 namespace llmc {

@@ -1,4 +1,4 @@
-// Appending keys and values to KV pages, converting to the pool's dtype; a slot of -1 is padding.
+// Appends keys and values to KV pages, converting to the pool's dtype. A slot of -1 is padding.
 #ifndef LLMC_KV_H
 #define LLMC_KV_H
 #include "llmc_abi.h"

@@ -1,10 +1,10 @@
-// llmc_linear.h: y = epilogue(x @ w.T) with w packed in panels, for any number of rows of x. Not a pool: each thread
-// computes its own share of the output and writes nothing else.
+// y = epilogue(x @ w.T) with w packed in panels, for any number of rows of x. Each thread computes a part of the
+// output.
 //
-// A panel holds R = NV * VN accumulators: [k / PAIR][R][PAIR], zero past the matrix. With PARTS = 2 its first half are
-// rows of the first block of w and its second half the same rows of the second, so that both accumulators of an output
-// lie in one tile. Decode (few rows) streams each panel once, front to back; prefill keeps a panel (or KC of its depth)
-// in the L2 cache and passes tiles of at most MR rows of x over it.
+// A panel holds R = NV * VN accumulators as [k / PAIR][R][PAIR], padded with zeros. With PARTS = 2, its first half has
+// rows of the first block of w and its second half the same rows of the second block, so that both accumulators of an
+// output are in one tile. Decoding (few rows) streams every panel once, front to back. With many rows, a panel (or KC
+// of its depth) stays in the L2 cache while tiles of at most MR rows of x pass over it.
 #ifndef LLMC_LINEAR_H
 #define LLMC_LINEAR_H
 #include "llmc_abi.h"
@@ -17,7 +17,7 @@ template <class X, class W> struct pair_math { static constexpr bool dp = false;
 template <> struct pair_math<bf16, bf16> { static constexpr bool dp = true; };
 #endif
 
-// One vector of the panel at depth step k: W as float, element j of the pair.
+// Loads one vector of the panel at one depth step as float; j selects the element of the pair.
 LLMC_INLINE vf panel_load(const float* p, int) { return vload(p); }
 LLMC_INLINE vf panel_load(const f16* p, int) { return vload(p); }
 LLMC_INLINE vf panel_load(const bf16* p, int j) {
@@ -26,11 +26,11 @@ LLMC_INLINE vf panel_load(const bf16* p, int j) {
   return j ? as_f(v & 0xffff0000u) : as_f(v << 16);
 }
 
-// Where to fetch ahead of need: two lines at `at`, which moves on by `step` bytes every step of the tile. One row of x
-// fetches nothing: there the hardware alone keeps up with memory, and more requests only disturb it.
+// Software prefetch of two cache lines at `at`, which advances by `step` bytes per depth step of the tile. With one row
+// of x nothing is prefetched: the hardware prefetcher keeps up with memory, and more requests slow it down.
 struct ahead { const char* at; int64_t step; };
 
-// c[MR][NV * VN] (+)= x[MR][steps * PAIR] @ panel.T; x rows lie ldx elements apart.
+// c[MR][NV * VN] (+)= x[MR][steps * PAIR] @ panel.T; consecutive rows of x are ldx elements apart.
 template <int MR, int NV, int PAIR, class X, class W> struct tile {
   static __attribute__((noinline)) void run(const W* w, const X* x, int64_t ldx, int64_t steps, float* c, bool more,
                                             ahead soon) {
@@ -95,7 +95,7 @@ LLMC_INLINE void run_tile(int64_t rows, const W* w, const X* x, int64_t ldx, int
   tile<MR, NV, PAIR, X, W>::run(w, x, ldx, steps, c, more, soon);
 }
 
-// Rows of x as the tile wants them: bf16 (dp) or float, K padded with zeros to a multiple of PAIR.
+// Copies rows of x in the form that the tile reads: bf16 (dp) or float, K padded with zeros to a multiple of PAIR.
 LLMC_INLINE void copy_row(bf16* to, const bf16* from, int64_t k, int64_t padded) {
   memcpy((void*)to, (const void*)from, (size_t)k * 2);
   for (; k < padded; k++) to[k].u = 0;
@@ -110,8 +110,9 @@ template <class X> LLMC_INLINE void copy_row(float* to, const X* from, int64_t k
 template <bool DP> struct tile_input { typedef float type; };
 template <> struct tile_input<true> { typedef bf16 type; };
 
-// C: X, W (storage of x and w), K, N (outputs), NV, PAIR, PARTS, MR, MB (tiles of rows a block), KC (depth a block).
-// E: put(m, n, count, c): the outputs m, n .. n + count - 1 from accumulators at c, c + R / PARTS, ...
+// Members of C: X, W (storage types), K, N (outputs), NV, PAIR, PARTS, MR, MB (row tiles per block), KC (depth per
+// block). E has put(m, n, count, c), which writes the outputs (m, n .. n + count - 1) from accumulators at c, c + R /
+// PARTS, ...
 template <class C, class E> struct product {
   typedef typename C::X X;
   typedef typename C::W W;
@@ -121,7 +122,7 @@ template <class C, class E> struct product {
   static constexpr int64_t KP = (C::K + C::PAIR - 1) / C::PAIR * C::PAIR;
   static constexpr int64_t PANELS = (C::N + S - 1) / S;
   static constexpr int64_t DEPTHS = (C::K + C::KC - 1) / C::KC;
-  static constexpr int64_t CROWS = DEPTHS > 1 ? C::MB * C::MR : C::MR;  // rows of partial sums kept
+  static constexpr int64_t CROWS = DEPTHS > 1 ? C::MB * C::MR : C::MR;  // rows of partial sums
   static constexpr bool direct = sizeof(X) == sizeof(A) && C::K == KP;
   static constexpr int64_t SCRATCH = CROWS * R * 4 + (direct ? 0 : C::MB * C::MR * KP * (int64_t)sizeof(A));
 
@@ -142,8 +143,8 @@ template <class C, class E> struct product {
       }
   }
 
-  // What tile t of n fetches ahead: alone it runs LEAD bytes before itself; else each brings in its share of what
-  // follows this stretch of the panel.
+  // What tile t of n prefetches: a single tile runs LEAD bytes ahead of itself; otherwise each fetches its share of
+  // what follows this stretch of the panel.
   static LLMC_METHOD ahead next(const W* from, int64_t steps, int64_t t, int64_t n) {
     constexpr int64_t STEP = R * C::PAIR * sizeof(W), LEAD = 8192;
     if (n == 1) return ahead{(const char*)from + LEAD, STEP};
@@ -151,7 +152,7 @@ template <class C, class E> struct product {
     return ahead{(const char*)from + steps * STEP + t * steps * step, step};
   }
 
-  // Panel p times the tiles t0 .. t1 - 1, whose rows start at `a`.
+  // Multiplies panel p by the tiles t0 .. t1 - 1, whose rows start at `a`.
   LLMC_METHOD void panel(int64_t p, int64_t t0, int64_t t1, const A* a) const {
     for (int64_t d = 0; d < DEPTHS; d++) {
       int64_t s0 = KP / C::PAIR * d / DEPTHS, s1 = KP / C::PAIR * (d + 1) / DEPTHS;
@@ -189,10 +190,10 @@ static void linear(const llmc_ctx* ctx, const typename C::X* x, int64_t rows, co
   q.tiles = (rows + C::MR - 1) / C::MR;
   if (rows == 0) return;
   int64_t blocks = (q.tiles + C::MB - 1) / C::MB, lo, hi;
-  if (blocks == 1 || P::PANELS >= 16 * (int64_t)ctx->nthreads) {  // by panels: every thread its own weights
+  if (blocks == 1 || P::PANELS >= 16 * (int64_t)ctx->nthreads) {  // split by panels: each thread reads its own weights
     llmc_split(ctx, P::PANELS, 1, &lo, &hi);
     for (int64_t b = 0; b < blocks && lo < hi; b++) q.block(b, blocks, lo, hi);
-  } else {  // few panels: by (block of rows, panel)
+  } else {  // few panels: split by (row block, panel)
     llmc_split(ctx, blocks * P::PANELS, 1, &lo, &hi);
     while (lo < hi) {
       int64_t b = lo / P::PANELS, end = (b + 1) * P::PANELS < hi ? (b + 1) * P::PANELS : hi;

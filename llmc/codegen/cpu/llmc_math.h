@@ -1,6 +1,6 @@
-// llmc_math.h: elementary functions on vectors of float, and on one float through the same code (lane 0), so that
-// tails and whole vectors agree bit for bit. Not a libm: errors stay within about 3 ulp (erf 8), infinities and the
-// subnormal results of exp are right, NaN in gives NaN out, the sign of a zero, errno and flags are not kept.
+// Elementary functions on vectors of float, and on single floats by the same code (lane 0), so that tails and whole
+// vectors agree bit for bit. Errors are within about 3 ulp (erf: 8). Infinities, NaN and the subnormal results of exp
+// are handled; the sign of zero, errno and floating-point flags are not.
 #ifndef LLMC_MATH_H
 #define LLMC_MATH_H
 #include <math.h>
@@ -10,10 +10,10 @@ namespace llmc {
 
 LLMC_INLINE vf m_abs(vf x) { return as_f(as_i(x) & 0x7fffffff); }
 LLMC_INLINE vf m_copysign(vf m, vf s) { return as_f((as_i(m) & 0x7fffffff) | (as_i(s) & (int32_t)0x80000000)); }
-LLMC_INLINE vf m_max(vf a, vf b) { return ((a > b) | (a != a)) ? a : b; }  // NaN wins, as in numpy
+LLMC_INLINE vf m_max(vf a, vf b) { return ((a > b) | (a != a)) ? a : b; }  // propagates NaN, as numpy does
 LLMC_INLINE vf m_min(vf a, vf b) { return ((a < b) | (a != a)) ? a : b; }
 
-LLMC_INLINE vf m_rint(vf x) {  // to nearest, ties to even
+LLMC_INLINE vf m_rint(vf x) {  // round to nearest, ties to even
 #if defined(LLMC_AVX512)
   return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(LLMC_AVX2)
@@ -108,7 +108,7 @@ LLMC_INLINE vf m_log(vf x) {
   y = x == 0.0f ? splat(-INFINITY) : y;
   return (x < 0.0f) | (x != x) ? splat(NAN) : y;
 }
-// x * P(x^2)/Q(x^2) on [-4, 4]; beyond it erf rounds to 1.
+// erf(x) is x * P(x^2) / Q(x^2) on [-4, 4], and rounds to 1 beyond.
 LLMC_INLINE vf m_erf(vf x) {
   vf c = x > 4.0f ? splat(4.0f) : x;
   c = c < -4.0f ? splat(-4.0f) : c;
@@ -125,7 +125,7 @@ LLMC_INLINE vf m_erf(vf x) {
   q = fma(q, z, splat(-1.42647390514189e-02f));
   return c * p / q;
 }
-// sin and cos share a reduction to |r| <= pi/4 done in double: right to float accuracy up to |x| = 1e6.
+// sin and cos share a reduction to |r| <= pi/4 in double precision, accurate to a float up to |x| = 1e6.
 struct sincos_parts { vf r; vi q; };
 LLMC_INLINE sincos_parts sincos_reduce(vf x) {
   float f[VN], r[VN];

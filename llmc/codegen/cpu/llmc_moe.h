@@ -1,5 +1,5 @@
-// Mixture of experts, plain: every thread takes a part of the tokens, groups it by expert and streams only the experts
-// that it needs, each weight row against several tokens at once.
+// Mixture of experts over unpacked weights. Each thread takes part of the tokens, groups them by expert, and reads only
+// the experts it needs, applying each weight row to several tokens at once.
 #ifndef LLMC_MOE_H
 #define LLMC_MOE_H
 #include "llmc_abi.h"
@@ -7,7 +7,7 @@
 #include "llmc_store.h"
 namespace llmc {
 constexpr int64_t GROUP = 8;  // tokens that share one pass over an expert's weights
-// out[j] = w . x[j] for m <= GROUP vectors of f32 at a stride.
+// out[j] = dot(w, x[j]) for m <= GROUP f32 vectors, `stride` elements apart.
 template <class W>
 LLMC_INLINE void dots(float* out, const W* w, const float* x, int64_t stride, int64_t m, int64_t n) {
   vf acc[GROUP];
@@ -20,7 +20,7 @@ LLMC_INLINE void dots(float* out, const W* w, const float* x, int64_t stride, in
   for (int64_t j = 0; j < m; j++) out[j] = hsum(acc[j]);
 }
 static inline int64_t padded(int64_t n) { return (n + VN - 1) / VN * VN; }
-// bg [experts, 2 * inner] and bd [experts, d]: added to the products of gate_up and of down; null where there are none.
+// bg [experts, 2 * inner] and bd [experts, d] are the biases of gate_up and down, or null.
 template <class T, class I, class F, class W, class B, class Body>
 static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, const F* weights, const W* gate_up,
                        const W* down, const B* bg, const B* bd, int64_t t, int64_t k, int64_t d, int64_t inner,

@@ -1,11 +1,11 @@
-// Plain products and attention over a whole prompt: right and simple; the fast ones work on packed weights and pages.
+// Simple products and prompt attention. The fast versions use packed weights and pages.
 #ifndef LLMC_PLAIN_H
 #define LLMC_PLAIN_H
 #include "llmc_abi.h"
 #include "llmc_math.h"
 #include "llmc_store.h"
 namespace llmc {
-// y[b] = a[b] c[b]; tiles of 4 rows and 2 vectors of columns.
+// y[b] = a[b] @ c[b], in tiles of 4 rows and 2 vectors of columns.
 template <class T, class C>
 static inline void matmul(const llmc_ctx* ctx, T* y, const T* a, const C* c, int64_t batch, int64_t m, int64_t k,
                           int64_t n) {
@@ -50,7 +50,7 @@ struct Attention {
   int64_t window;
   bool causal;
 };
-// A sequence starts wherever a position does not follow its predecessor by one.
+// A sequence starts wherever a position is not its predecessor plus one.
 template <class T, class I, class S>
 static inline void attention(const llmc_ctx* ctx, T* y, const T* q, const T* k, const T* v, const I* pos, const S* sinks,
                              const Attention& at) {

@@ -1,8 +1,11 @@
-// A thread pool that runs a list of launches. Every launch is cut into as many parts as there are threads; a thread
-// takes the next part that nobody has, so one whose core is taken away holds up no more than the part it is in. Where a
-// launch reads what others write, threads wait for all parts so far: they spin shortly, then offer their core to others
-// (waking a sleeper costs more than most launches), and sleep after about a millisecond.
-// One step at a time: the caller of llmc_run is one of the threads, and can do all of it alone.
+// A thread pool that runs a list of launches.
+//
+// Every launch is cut into as many parts as there are threads, and a thread takes the next free part. A thread that is
+// preempted therefore delays only the part it works on. If a launch depends on earlier ones, threads wait for all parts
+// so far: they spin briefly, then yield (waking a sleeping thread takes longer than most launches), and sleep after
+// about a millisecond.
+//
+// Only one step runs at a time. The caller of llmc_run is one of the threads and can complete the step alone.
 #ifndef LLMC_POOL_H
 #define LLMC_POOL_H
 #include <errno.h>
@@ -25,7 +28,7 @@ struct llmc_launch {
 struct llmc_step {
   const llmc_launch* launches;
   int count;
-  const int32_t* args;  // buffer indices, all launches one after another
+  const int32_t* args;  // buffer indices of all launches, concatenated
   int nargs;
   void (*sizes)(const int64_t* symbols, int64_t* out);
 };
@@ -35,13 +38,13 @@ struct llmc_thread {
   llmc_ctx ctx;
   llmc_pool* pool;
   pthread_t id;
-  int spin;        // how many times a wait looks before it yields
-  long preempted;  // times the system took the core away, so far
+  int spin;        // iterations that a wait spins before it yields
+  long preempted;  // involuntary context switches so far
 };
 struct llmc_pool {
-  llmc_word done, sleepers;  // finished parts of this step; threads that sleep until there are more
-  llmc_word job, waiters;    // changes when a step begins; threads that sleep until then
-  uint64_t serial;           // twice the number of the step; odd while the next one is being put in place
+  llmc_word done, sleepers;  // finished parts of this step; threads that sleep until it changes
+  llmc_word job, waiters;    // changes when a step begins; threads that sleep until it changes
+  uint64_t serial;           // twice the step number; odd while the next step is being set up
   int n, started;
   bool quit;
   llmc_thread* threads;
@@ -50,7 +53,7 @@ struct llmc_pool {
   int64_t* ns;  // where thread 0 records nanoseconds per launch, or null
   void* args[LLMC_MAX_ARGS];
   int64_t sizes[LLMC_MAX_SIZES];
-  uint64_t taken[LLMC_MAX_LAUNCHES];  // parts of a launch that are taken, counted over all steps: n of them a step
+  uint64_t taken[LLMC_MAX_LAUNCHES];  // parts taken of each launch, counted over all steps (n per step)
 };
 
 inline void llmc_relax() {
@@ -60,8 +63,8 @@ inline void llmc_relax() {
 }
 inline uint32_t llmc_get(const llmc_word& w) { return __atomic_load_n(&w.v, __ATOMIC_SEQ_CST); }
 inline uint32_t llmc_add(llmc_word& w, uint32_t x) { return __atomic_add_fetch(&w.v, x, __ATOMIC_SEQ_CST); }
-// Waits until w differs from `old`. Lost wake-ups cannot be: the sleeper counts itself before the kernel re-reads w,
-// the waker changes w before it reads the count.
+// Sleeps until w differs from `old`. No wake-up is lost: the sleeper increments the count before the kernel reads w
+// again, and the waker changes w before it reads the count.
 inline void llmc_sleep(llmc_word& w, llmc_word& count, uint32_t old) {
   llmc_add(count, 1);
   while (llmc_get(w) == old) syscall(SYS_futex, &w.v, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
@@ -83,8 +86,9 @@ inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int spin) {
   }
   if (llmc_get(w) == old) llmc_sleep(w, count, old);
 }
-// Spinning pays where every thread has a core to itself: after a step in which the system took this one's away, its
-// barriers sleep soon (others need the core, perhaps the very thread that is waited for); otherwise they spin longer.
+// Adapts the spin time. Spinning pays only if every thread has its own core: after a step in which this thread was
+// preempted, its waits sleep sooner, since others need the core, perhaps the very thread it waits for; otherwise they
+// spin longer.
 inline void llmc_learn(llmc_thread* t) {
   rusage u;
   if (getrusage(RUSAGE_THREAD, &u)) return;
@@ -94,8 +98,8 @@ inline void llmc_learn(llmc_thread* t) {
 }
 inline uint64_t llmc_serial(const llmc_pool* p) { return __atomic_load_n(&p->serial, __ATOMIC_SEQ_CST); }
 inline void llmc_turn(llmc_pool* p) { __atomic_store_n(&p->serial, p->serial + 1, __ATOMIC_SEQ_CST); }
-// The next part of launch i in step `serial`; n where all are taken. A thread that is late, in a step that is over,
-// takes nothing: the count is past that step's parts.
+// Returns the next part of launch i in step `serial`, or n if all are taken. A thread that still works on a finished
+// step takes nothing, because the counter is already past that step's parts.
 inline int llmc_take(llmc_pool* p, int i, uint64_t serial) {
   uint64_t first = serial / 2 * (uint64_t)p->n, have = __atomic_load_n(&p->taken[i], __ATOMIC_SEQ_CST);
   for (;;) {
@@ -105,7 +109,7 @@ inline int llmc_take(llmc_pool* p, int i, uint64_t serial) {
       return (int)(next - first);
   }
 }
-// Waits until `parts` are finished in step `serial`, or that step is over.
+// Waits until `parts` parts of step `serial` are finished, or the step is over.
 inline void llmc_until(llmc_pool* p, llmc_thread* t, uint32_t parts, uint64_t serial) {
   for (;;) {
     uint32_t d = llmc_get(p->done);
@@ -122,7 +126,7 @@ void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
   const llmc_step* s = __atomic_load_n(&p->step, __ATOMIC_SEQ_CST);
   void* const* kernels = __atomic_load_n(&p->kernels, __ATOMIC_SEQ_CST);
   int64_t* ns = __atomic_load_n(&p->ns, __ATOMIC_SEQ_CST);
-  if (serial % 2 || llmc_serial(p) != serial) return;  // what was read may belong to another step
+  if (serial % 2 || llmc_serial(p) != serial) return;  // the values read may belong to another step
   bool each = ns != nullptr;
   if (t != p->threads) ns = nullptr;
   int64_t last = ns ? llmc_now() : 0;
@@ -163,7 +167,7 @@ int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const*
   __atomic_store_n(&p->kernels, kernels, __ATOMIC_SEQ_CST);
   __atomic_store_n(&p->ns, ns, __ATOMIC_SEQ_CST);
   __atomic_store_n(&p->done.v, 0u - 1, __ATOMIC_SEQ_CST);
-  llmc_signal(p->done, p->sleepers);  // to 0: whoever still waits for the last step looks up
+  llmc_signal(p->done, p->sleepers);  // back to 0; wakes threads that still wait for the last step
   llmc_turn(p);
   if (p->n > 1) llmc_signal(p->job, p->waiters);
   llmc_work(p, &p->threads[0], p->serial);
@@ -184,7 +188,7 @@ LLMC_EXPORT void llmc_close(void* pool) {
   free(p->threads);
   free(p);
 }
-// A pool of `nthreads` threads, the caller's included; null where memory or threads are refused.
+// Creates a pool of `nthreads` threads including the caller; returns null if memory or threads are unavailable.
 LLMC_EXPORT void* llmc_open(int nthreads) {
   void* mem = nullptr;
   if (nthreads < 1 || posix_memalign(&mem, 64, sizeof(llmc_pool))) return nullptr;
@@ -193,7 +197,7 @@ LLMC_EXPORT void* llmc_open(int nthreads) {
   p->n = nthreads;
   p->started = 1;
   if (!(p->threads = (llmc_thread*)calloc(nthreads, sizeof(llmc_thread)))) return free(p), nullptr;
-  sigset_t all, old;  // signals are the caller's business
+  sigset_t all, old;  // signals are delivered to the caller's threads only
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
   bool good = true;

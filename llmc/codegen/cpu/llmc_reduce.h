@@ -1,5 +1,5 @@
-// Reductions, scans and selections along one axis: x is [outer, n, inner]. Plain loops; the last axis of float values
-// has a vectorised generator of its own. Accumulators are double for floats and int64 for integers.
+// Reductions, cumulative sums and top-k along one axis of x [outer, n, inner], as plain loops; `rows.py` vectorizes
+// float reductions of the last axis. Accumulators are double for floats and int64 for integers.
 #ifndef LLMC_REDUCE_H
 #define LLMC_REDUCE_H
 #include "llmc_abi.h"
@@ -72,11 +72,11 @@ static inline void softmax(const llmc_ctx* ctx, T* y, const T* x, int64_t outer,
     for (int64_t j = 0; j < n; j++) put(y + at + j * inner, (float)(m_exp(scalar(x[at + j * inner]) - top) / total));
   }
 }
-// The k largest of a row, largest first, the lower index first among equals: insertion into a sorted list; most of
-// a long row is passed over four vectors at a time.
+// The k largest elements of a row in descending order, lower index first among equals, by insertion into a sorted list.
+// Most of a long row is skipped four vectors at a time.
 template <class T, class I>
 static inline void top_of_row(const T* x, int64_t n, int64_t k, float* value, I* index) {
-  int64_t have = 0, look = 0;  // from `look` on, a block is compared as vectors before its elements are
+  int64_t have = 0, look = 0;  // from `look` on, a block is first compared as vectors
   for (int64_t j = 0; j < n; j++) {
     if (have == k && j >= look && j + 4 * VN <= n) {
       vf least = splat(value[k - 1]);

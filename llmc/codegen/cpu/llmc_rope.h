@@ -1,4 +1,4 @@
-// Rotary embedding: the tables of an angle a frequency, and the rotation of the first 2h elements of every head.
+// Rotary embedding: cos and sin tables, and the rotation of the first 2h elements of every head.
 #ifndef LLMC_ROPE_H
 #define LLMC_ROPE_H
 #include "llmc_abi.h"

@@ -1,5 +1,5 @@
-// Penalties, masks, the draw and log-probabilities of rows of logits. The draw sorts no more than the ids that share
-// the first bits of the threshold's probability; it depends on (logits, parameters, seed, position) alone.
+// Penalties, masks, sampling and log-probabilities of rows of logits. Sampling sorts only the ids in the histogram
+// bucket of the threshold, and its result depends only on (logits, parameters, seed, position).
 #ifndef LLMC_SAMPLE_H
 #define LLMC_SAMPLE_H
 #include <math.h>
@@ -10,7 +10,7 @@
 namespace llmc {
 enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
 enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN, WANT_LOGPROBS, NUM_BIASES, MASKED };
-static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // of an entry's tokens
+static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // after the last token
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
@@ -70,7 +70,7 @@ static inline uint64_t mix64(uint64_t z) {  // splitmix64 (Steele, Lea, Flood 20
 static inline double uniform(uint64_t seed, uint64_t position) {
   return (double)(mix64(mix64(seed) ^ position) >> 11) * 0x1p-53;
 }
-static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest index of the largest
+static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest index among the largest
   vf top = splat(-INFINITY);
   for (int64_t j = 0; j + VN <= n; j += VN) top = m_max(vload(x + j), top);
   float best = hmax_nan(top);
@@ -79,8 +79,8 @@ static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest ind
     if (x[j] == best || x[j] != x[j]) return j;
   return 0;
 }
-struct Pick { float e; int32_t id; };                  // unnormalised probability
-struct Cut { float e; int32_t id; };                   // kept: larger, or equal with an id not above
+struct Pick { float e; int32_t id; };                  // an id and its unnormalized probability
+struct Cut { float e; int32_t id; };                   // threshold: keeps larger e, and equal e up to this id
 struct Mass { double sum; int64_t count; };
 static inline bool kept(Cut c, float e, int64_t id) { return e > c.e || (e == c.e && id <= c.id); }
 static inline bool before(Pick a, Pick b) { return a.e > b.e || (a.e == b.e && a.id < b.id); }
@@ -92,7 +92,7 @@ static inline void sift(Pick* p, int64_t i, int64_t n) {
     p[i] = p[c], p[c] = t;
   }
 }
-static inline void sort_picks(Pick* p, int64_t n) {  // heap sort, largest first: the heap's root comes last
+static inline void sort_picks(Pick* p, int64_t n) {  // heap sort in descending order
   for (int64_t i = n / 2 - 1; i >= 0; i--) sift(p, i, n);
   for (int64_t m = n - 1; m > 0; m--) {
     Pick t = p[0];
@@ -100,18 +100,18 @@ static inline void sort_picks(Pick* p, int64_t n) {  // heap sort, largest first
     sift(p, 0, m);
   }
 }
-constexpr int BUCKETS = 2048;  // by the first bits of e in [0, 1], which order as e does
+constexpr int BUCKETS = 2048;  // histogram by the leading bits of e in [0, 1], in the order of e
 static inline int bucket(float e) { return (int)(f_bits(e) >> 19); }
 
-// One row's draw: e is scratch for v floats, hist for BUCKETS masses, picks for v picks.
+// Samples one row. e is scratch for v floats, hist for BUCKETS masses, picks for v picks.
 struct Draw {
   const float* e;
   int64_t v;
   Mass* hist;
   Pick* picks;
-  Cut cut;  // what stays so far
+  Cut cut;  // the ids kept so far
 
-  // Sums per bucket of what the cut keeps.
+  // Computes the mass of the kept ids per bucket.
   void measure() {
     for (int b = 0; b < BUCKETS; b++) hist[b] = Mass{0.0, 0};
     for (int64_t j = 0; j < v; j++)

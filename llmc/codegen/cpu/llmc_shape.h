@@ -1,9 +1,9 @@
-// Moving elements: copies of row segments, strided copies, rows by index. T is any storage type, by size alone.
+// Moves elements: copies of row segments, strided copies, rows by index. T is any type of the element's size.
 #ifndef LLMC_SHAPE_H
 #define LLMC_SHAPE_H
 #include "llmc_abi.h"
 namespace llmc {
-// rows segments of `bytes` bytes each; threads cut the whole at multiples of 4 KiB, across segments.
+// Copies `rows` segments of `bytes` bytes; threads split the total at multiples of 4 KiB, across segments.
 static inline void copy_rows(const llmc_ctx* ctx, char* dst, int64_t dst_step, const char* src, int64_t src_step,
                              int64_t rows, int64_t bytes) {
   int64_t lo, hi;
@@ -14,7 +14,7 @@ static inline void copy_rows(const llmc_ctx* ctx, char* dst, int64_t dst_step, c
     lo += n;
   }
 }
-// y dense over `size`; element (i0, i1, ...) is x[sum of i * step].
+// Writes y densely over `size`; element (i0, i1, ...) is x[sum of i * step].
 template <class T, int RANK>
 static inline void copy_strided(const llmc_ctx* ctx, T* y, const T* x, const int64_t* size, const int64_t* step) {
   int64_t rows = 1, lo, hi, n = size[RANK - 1], s = step[RANK - 1];
@@ -32,7 +32,7 @@ static inline void copy_strided(const llmc_ctx* ctx, T* y, const T* x, const int
     else for (int64_t j = 0; j < n; j++) to[j] = from[j * s];
   }
 }
-// y[i] = x[idx[i]], rows of `bytes` bytes; zeros where the index is negative.
+// y[i] = x[idx[i]] for rows of `bytes` bytes; zeros if the index is negative.
 template <class I>
 static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const I* idx, int64_t count, int64_t bytes) {
   int64_t lo, hi;
@@ -44,7 +44,7 @@ static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const 
     lo += n;
   }
 }
-// y[i] = row idx[i] of a weight in panels [.., DEPTH, ROWS, PAIR], K elements; zeros where the index is negative.
+// y[i] = row idx[i] of a weight in panels [.., DEPTH, ROWS, PAIR] with K elements; zeros if the index is negative.
 template <class T, class I, int64_t K, int64_t DEPTH, int ROWS, int PAIR>
 static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t count) {
   int64_t lo, hi;

@@ -1,14 +1,13 @@
-// llmc_simd.h: vectors of float of the widest size the compile flags allow, with loads and stores of every
-// storage type. Not an algorithm: no kernel lives here. One source for AVX-512, AVX2+FMA and plain C++
-// (GCC vector extensions); intrinsics appear only where the extension has no spelling.
-// Invariant: vload(p, n) and vstore(p, v, n) touch exactly n elements; 0 <= n <= VN.
+// Vectors of float in the widest size that the compile flags allow, with loads and stores of every storage type. One
+// source for AVX-512, AVX2+FMA and plain C++ (GCC vector extensions); intrinsics are used only where the extensions
+// have no equivalent. Invariant: vload(p, n) and vstore(p, v, n) touch exactly n elements, 0 <= n <= VN.
 #ifndef LLMC_SIMD_H
 #define LLMC_SIMD_H
 #include <stdint.h>
 #include <string.h>
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"
-#pragma GCC diagnostic ignored "-Wuninitialized"        // false alarms inside immintrin.h of gcc 12
+#pragma GCC diagnostic ignored "-Wuninitialized"        // false positives inside immintrin.h of gcc 12
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -67,7 +66,7 @@ LLMC_INLINE vi lanes() {  // 0, 1, 2, ...
 LLMC_INLINE vi to_int(vf v) { return __builtin_convertvector(v, vi); }  // truncates
 LLMC_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 
-// a * b + c: one rounding where the machine has it.
+// a * b + c, fused if the machine supports it.
 LLMC_INLINE vf fma(vf a, vf b, vf c) {
 #if defined(LLMC_AVX512)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -78,7 +77,7 @@ LLMC_INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 LLMC_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }  // mask lanes are 0 or -1
-LLMC_INLINE vf fast_max(vf a, vf b) { return a > b ? a : b; }         // b where either is NaN
+LLMC_INLINE vf fast_max(vf a, vf b) { return a > b ? a : b; }         // b if either is NaN
 LLMC_INLINE vf fast_min(vf a, vf b) { return a < b ? a : b; }
 
 // ---- scalar storage conversions (round to nearest, ties to even; NaN stays NaN) ----
@@ -89,7 +88,7 @@ LLMC_INLINE float widen(bf16 x) { return bits_f((uint32_t)x.u << 16); }
 LLMC_INLINE float widen(f16 x) {
   uint32_t s = (uint32_t)(x.u & 0x8000u) << 16, m = x.u & 0x7fffu;
   if (m >= 0x7c00u) return bits_f(s | 0x7f800000u | ((m & 0x3ffu) << 13));
-  float f = bits_f(m << 13) * bits_f(0x77800000u);  // times 2^112: also right for subnormals
+  float f = bits_f(m << 13) * bits_f(0x77800000u);  // times 2^112, which also handles subnormals
   return bits_f(f_bits(f) | s);
 }
 LLMC_INLINE void narrow(float* p, float x) { *p = x; }
@@ -189,7 +188,7 @@ LLMC_INLINE vf vload(const f16* p, int n) { return vload16(p, n); }
 LLMC_INLINE void vstore(bf16* p, vf v, int n) { vstore16(p, v, n); }
 LLMC_INLINE void vstore(f16* p, vf v, int n) { vstore16(p, v, n); }
 
-// ---- across lanes (a fixed tree: the result does not depend on the thread) ----
+// ---- across lanes (in a fixed tree, so that results do not depend on the thread) ----
 LLMC_INLINE float hsum(vf v) {
   float t[VN];
   memcpy(t, &v, sizeof v);

@@ -1,5 +1,5 @@
-// Device rows: laying out a step, reading histories, committing tokens.
-// Small integer work; a row of -1 is padding, reads nothing and writes nothing.
+// Device rows: laying out a step, reading histories, committing tokens. A row of -1 is padding and is neither read nor
+// written.
 #ifndef LLMC_STATE_H
 #define LLMC_STATE_H
 #include "llmc_abi.h"
@@ -8,7 +8,7 @@ static inline void row_spans(const llmc_ctx* ctx, int32_t* starts, int32_t* toke
                              const int32_t* rows, const int32_t* qlens, const int32_t* length, int64_t r, int64_t t) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < t; i++) token_row[i] = positions[i] = -1;
-  int32_t at = 0, first = 0;  // first: where the tokens of the entry's row begin
+  int32_t at = 0, first = 0;  // first: offset of the first token of the entry's row
   for (int64_t i = 0; i < r; i++) {
     starts[i] = at;
     if (!i || rows[i] != rows[i - 1]) first = at;

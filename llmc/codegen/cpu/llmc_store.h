@@ -1,5 +1,5 @@
-// Loads and stores that llmc_simd.h lacks: integers and bools as float lanes, a lane count as an argument, scalars of
-// any storage dtype. Not arithmetic.
+// Loads and stores in addition to llmc_simd.h: integers and bools as float lanes, run-time lane counts, and scalars of
+// any storage dtype.
 #ifndef LLMC_STORE_H
 #define LLMC_STORE_H
 #include "llmc_simd.h"
@@ -32,7 +32,7 @@ LLMC_INLINE void set(b8* p, vf v, Part m) {
   for (int i = 0; i < m.n; i++) p[i].u = v[i] != 0.0f;
 }
 LLMC_INLINE void set(b8* p, vf v, Full) { set(p, v, Part{VN}); }
-// v with the lanes that do not exist replaced.
+// Returns v with the missing lanes replaced.
 LLMC_INLINE vf keep(vf v, float other, Full) { return v; }
 LLMC_INLINE vf keep(vf v, float other, Part m) { return lanes() < splat_i(m.n) ? v : splat(other); }
 LLMC_INLINE vf as_float(vi mask) { return mask ? splat(1.0f) : splat(0.0f); }
@@ -48,7 +48,7 @@ LLMC_INLINE bool any(vi mask) {  // whether a lane of the mask is set
   return t != 0;
 #endif
 }
-LLMC_INLINE float hmax_nan(vf v) {  // NaN in any lane gives NaN
+LLMC_INLINE float hmax_nan(vf v) {  // propagates NaN
   float t = v[0];
   for (int i = 1; i < VN; i++) t = v[i] > t || v[i] != v[i] ? v[i] : t;
   return t;

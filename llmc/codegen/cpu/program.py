@@ -1,4 +1,4 @@
-"""The step unit: launch tables and the thread pool as one C++ text; it holds no kernel and no model data."""
+"""Generates the step unit: launch tables and the thread pool as one C++ text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.ir.dim import Dim
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """What one launch needs to be called: buffer indices, sizes, and whether all threads meet behind it."""
+    """How to call one launch: buffer indices, sizes, and whether all threads wait after it."""
 
     args: tuple[int, ...]
     sizes: tuple[Dim, ...]
@@ -21,7 +21,7 @@ class LaunchTable:
 
 @dataclass(frozen=True)
 class StepTable:
-    """One program's launches; `symbols` in the order in which the step takes their values."""
+    """The launches of one program; `symbols` is the order in which the step function takes their values."""
 
     name: str
     symbols: tuple[str, ...]
@@ -30,13 +30,17 @@ class StepTable:
 
     @property
     def entry(self) -> str:
+        """The name of the step function."""
         return f"llmc_run_{self.name}"
 
 
 def step_unit(steps: Sequence[StepTable]) -> str:
-    """The C++ text with `llmc_open(nthreads)`, `llmc_close(pool)` and, for each step,
-    `int llmc_run_NAME(pool, kernels, buffers, symbols)`: kernels has one function a launch, in order. The like-named
-    `llmc_profile_NAME` takes one more pointer: nanoseconds of each launch."""
+    """Return the C++ text of the step unit.
+
+    It exports `llmc_open(nthreads)`, `llmc_close(pool)` and, for each program, `int llmc_run_NAME(pool, kernels,
+    buffers, symbols)`, where kernels has one function per launch, in order. `llmc_profile_NAME` takes one more pointer,
+    to which it writes the nanoseconds of each launch.
+    """
     plans = [_Plan(s) for s in steps]
     head = [
         "// The step functions of one artifact: launches in order on a pool of threads.",
@@ -52,7 +56,7 @@ def step_unit(steps: Sequence[StepTable]) -> str:
 
 
 class _Plan:
-    """The tables of one step: equal size lists are stored once."""
+    """The tables of one step; equal size lists are stored once."""
 
     def __init__(self, step: StepTable):
         self.step = step
@@ -68,6 +72,7 @@ class _Plan:
             self.args += x.args
 
     def text(self) -> str:
+        """Return the C++ text of the tables and the step functions."""
         n, entry = self.step.name, self.step.entry
         symbols = {s: f"s[{i}]" for i, s in enumerate(self.step.symbols)}
         sizes = "".join(f"  z[{i}] = {size_text(d, symbols)};\n" for i, d in enumerate(self.sizes))
@@ -88,13 +93,13 @@ class _Plan:
 
 
 def size_text(d: Dim, symbols: dict[str, str]) -> str:
-    """Size text as a C++ expression."""
+    """Print a size as a C++ expression."""
     names = {**symbols, "ceil": "llmc_ceil"}
     return re.sub(r"[A-Za-z_]\w*", lambda m: names[m[0]], str(d))
 
 
 def _wrap(text: str) -> str:
-    """Long initialisers over several lines."""
+    """Break a long initializer into lines."""
     lines = [""]
     for item in text.split(", "):
         if len(lines[-1]) + len(item) > 110:

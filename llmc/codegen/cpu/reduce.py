@@ -1,4 +1,4 @@
-"""Reductions, softmax, scans and selections along any axis; float reductions of the last axis go by row programs."""
+"""Reductions, softmax, cumulative sums and top-k along any axis. Float reductions of the last axis are row programs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from llmc.targets.target import Target
 
 
 class Reduce(CppKernel):
-    """One thread a result element, one loop over the axis."""
+    """One result element per thread at a time, with a loop over the axis."""
 
     headers = ("llmc_abi.h", "llmc_reduce.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         floats_only = node.op.name in ("softmax", "topk", "mean")
         return unsupported(node, FLOATS if node.op.name == "softmax" else (*FLOATS, *INTS)) or (
             "its operand is not a float" if floats_only and node.operands[0].type.dtype not in FLOATS else None
         )
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
         return D(node.attrs["k"] * 4) if node.op.name == "topk" else D(0)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         x = node.operands[0].type
         a = node.attrs.get("axis", -1) % x.rank
         outer, n, inner = sizes(product(x.shape[:a])), sizes(x.shape[a]), sizes(product(x.shape[a + 1 :]))

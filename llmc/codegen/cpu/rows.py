@@ -1,7 +1,6 @@
-"""Pointwise and last-axis reduction groups as row programs: norms, softmax, `fused`; one generator for all of them.
+"""Generates C++ for row programs (see `rowspace`): pointwise groups, norms, softmax and `fused`.
 
-A row is the last axis after merging axes that every value treats alike. Reductions split the row program into passes;
-a costly value that two passes need is kept in scratch.
+Reductions split a row program into passes over the row; expensive values that two passes need are kept in scratch.
 """
 
 from __future__ import annotations
@@ -20,49 +19,59 @@ FOLD = {"row_sum": ("0.0f", "s{0} + {1}", "hsum"), "row_max": ("-INFINITY", "m_m
 
 
 class Rows(CppKernel):
-    """Float groups, vectorised along the row; threads take rows (or parts of the one row where nothing is reduced)."""
+    """Float groups, vectorized along the row. Threads divide the rows, or the single row if nothing is reduced."""
 
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")
 
     def claims(self, node: Node) -> bool:
+        """Whether the node is a row program."""
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         return unsupported(node, (*FLOATS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
         return same_layout(node)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
         p = RowProgram(node, expressions(node) or [])
         return (p.space.row * 4 + 64) * len(p.cached)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.has[p.count :])
         return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
 
 
 class Elements(CppKernel):
-    """Any dtype, one element at a time: integer and bool arithmetic, casts to and from integers."""
+    """Groups of any dtype, one element at a time: integer and bool arithmetic, casts to and from integers."""
 
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h", "llmc_element.h")
 
     def claims(self, node: Node) -> bool:
+        """Whether the node is a row program."""
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         if any(x.fn.startswith("row_") for e in expressions(node) or [] for x in walk(e)):
             return "it reduces rows, which this kernel computes for no dtype"
         return unsupported(node, (*FLOATS, *INTS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
         return same_layout(node)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: object) -> float:
+        """Estimate the time: about four times that of the vectorized kernel."""
         return 4 * super().cost_us(node, schedule, target, env)  # type: ignore[arg-type]
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and all(h[-1] for h in p.space.has[p.count :])
         names: dict[int, tuple[str, str]] = {}
@@ -84,7 +93,7 @@ class Elements(CppKernel):
 
 
 def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
-    """The loops around a row's text: this thread's rows, and each value's pointer to its part of the row."""
+    """Return the loops around a row's text: this thread's rows, and pointers to each value's part of the row."""
     sp = p.space
     lines = [pointers(p.node), f"const int64_t n = {sizes(sp.row)};", "int64_t lo, hi;"]
     values = [*(("q", "x", i) for i in range(p.count)), *(("r", "y", i) for i in range(len(p.node.results)))]
@@ -101,6 +110,7 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
 
 
 def _indices(sp: Space, sizes: Sizes) -> list[str]:
+    """Statements that compute the outer indices i0, i1, ... from the flat row number."""
     if len(sp.outer) == 1:
         return ["const int64_t i0 = row;"]
     lines, rest = [], "row"
@@ -115,7 +125,7 @@ def _indices(sp: Space, sizes: Sizes) -> list[str]:
 
 
 def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
-    """The passes over one row, vector by vector, and the stores of results that are one number a row."""
+    """The passes over one row, and the stores of results that are constant along the row."""
     names: dict[int, tuple[str, str]] = {}
     lines: list[str] = []
     for slot, i in enumerate(p.cached):
@@ -135,7 +145,7 @@ def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
 
 
 def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> list[str]:
-    """Statements for everything that is one number a row and known before pass `level`."""
+    """Statements for the values that are constant along the row and known before pass `level`."""
     lines = []
     for i in p.dag.below(p.roots):
         fn, args = p.dag.nodes[i]
@@ -152,7 +162,7 @@ def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> li
 
 
 def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], k: int, flat: bool) -> list[str]:
-    """One sweep over the row: fold the reductions of this level, or store the results that vary."""
+    """One pass over the row: accumulate the reductions of this level, or store results."""
     local = dict(names)
     inner: list[str] = []
     for i in p.work(targets):
@@ -193,7 +203,7 @@ def _fold(fn: str) -> tuple[str, str, str]:
 
 
 def _hidden(p: RowProgram, i: int, targets: list[int], k: int) -> bool:
-    """True where a node is needed only by values that this pass reads back from scratch."""
+    """Whether a node is needed only by values that this pass reads back from scratch."""
     roots = [p.dag.operands(t)[0] if p.reduction(t) else t for t in targets]
     stop = lambda x: not p.varies[x] or p.cached.get(x, k) < k  # noqa: E731
     return i not in p.dag.below(roots, stop=stop)

@@ -1,4 +1,4 @@
-"""Kernels that move elements: transpose, slice, concat, take, gather, iota, and the copy that a reshape may need."""
+"""Kernels that move elements: transpose, slice, concat, take, gather, iota, and reshapes that must copy."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from llmc.targets.target import Target
 
 
 def item(node: Node, operand: int = 0) -> int:
-    """Bytes of one element of an operand."""
+    """Return the bytes of one element of an operand."""
     return DTYPES[node.operands[operand].type.dtype].bits // 8
 
 
 def raw(node: Node) -> str:
-    """An integer type as wide as the elements: moving them needs no more."""
+    """Return the unsigned C++ type with the width of an element, sufficient for moving it."""
     return {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}[item(node)]
 
 
 class Copy(CppKernel):
-    """A reshape that cannot be an alias: its bytes."""
+    """A reshape that cannot be an alias: copies all bytes."""
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         n = sizes(node.operands[0].type.nbytes)
         return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
 
 
 def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
-    """A copy of the result's space from steps over the operand; axes that lie behind one another are merged."""
+    """Return a strided copy from operand 0 to the dense result, merging contiguous axes."""
     axes = merged(node.result.type.shape, step)
     t = raw(node)
     return "\n".join(
@@ -46,7 +47,7 @@ def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
 
 
 def steps(node: Node) -> list[Dim]:
-    """Elements between neighbours along each axis of operand 0."""
+    """Return the strides of operand 0 in elements."""
     shape = node.operands[0].type.shape
     return [product(shape[i + 1 :]) for i in range(len(shape))]
 
@@ -57,16 +58,18 @@ class Transpose(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         step = steps(node)
         return strided(node, [step[p] for p in node.attrs["perm"]], D(0), sizes)
 
 
 class Slice(CppKernel):
-    """A range with a step along one axis."""
+    """A range, possibly with a step, along one axis."""
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         step = steps(node)
         axis = node.attrs["axis"] % len(step)
         start = node.attrs["start"] * step[axis]
@@ -75,11 +78,12 @@ class Slice(CppKernel):
 
 
 class Concat(CppKernel):
-    """The operands' segments, one after the other along an axis."""
+    """Concatenation along one axis."""
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         shape = node.result.type.shape
         axis = node.attrs["axis"] % len(shape)
         row = sizes(product(shape[axis:]) * item(node))
@@ -94,16 +98,18 @@ class Concat(CppKernel):
 
 
 class Take(CppKernel):
-    """Rows by index: embeddings and last tokens."""
+    """Rows by index: embeddings, last tokens."""
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
         if node.operands[1].type.dtype not in INTS:
             return f"the index has dtype {node.operands[1].type.dtype}"
         return unsupported(node)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         x, idx = (v.type for v in node.operands)
         count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
         i = ctype(idx)
@@ -111,9 +117,10 @@ class Take(CppKernel):
 
 
 class PackedTake(Take):
-    """Rows by index of a weight in panels."""
+    """Rows by index of a packed weight."""
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         wp, idx = (v.type for v in node.operands)
         t, i = raw(node), ctype(idx)
         shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
@@ -127,6 +134,7 @@ class Gather(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         x, idx = (v.type for v in node.operands)
         a = node.attrs["axis"] % x.rank
         outer, n, k, inner = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
@@ -136,11 +144,12 @@ class Gather(CppKernel):
 
 
 class Iota(CppKernel):
-    """0, 1, 2, ..."""
+    """The integers 0, 1, 2, ..."""
 
     headers = ("llmc_abi.h", "llmc_store.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
         n = sizes(node.result.type.shape[0])
         split = f"int64_t lo, hi;\nllmc_split(ctx, {n}, 64, &lo, &hi);"
         return f"{pointers(node)}\n{split}\nfor (int64_t i = lo; i < hi; i++) put(y0 + i, i);"

@@ -1,4 +1,4 @@
-"""The names of the CPU kernels and where they live; nothing is imported until a name is read."""
+"""The CPU kernels by name. A kernel's module is imported when its name is first looked up."""
 
 from __future__ import annotations
 

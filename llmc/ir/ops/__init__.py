@@ -1,4 +1,4 @@
-"""The op set: every op that is declared in this package, by name. An extension adds its own to a copy."""
+"""The built-in op set: all ops declared in this package, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import attention, linear, moe, norm, packed, pointwise, reduce, rope, sam
 
 
 def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
-    """An immutable name -> op mapping; ValueError where two ops share a name."""
+    """Return an immutable mapping from names to ops; raises ValueError if two ops share a name."""
     out: dict[str, OpDef] = {}
     for o in (o for group in groups for o in group):
         if out.setdefault(o.name, o) is not o:

@@ -1,6 +1,8 @@
-"""Attention is one op with attributes, over a prompt (`attention`) or over pages of a KV pool (`paged_attention`),
-whole or in parts that are combined afterwards (`paged_attention_split`, `attention_combine`); rows of one token may be
-left to an op of their own (`paged_attention_single`)."""
+"""Attention over packed prompts (`attention`) or over the pages of a KV pool (`paged_attention`).
+
+Paged attention can be split along the keys and combined afterwards (`paged_attention_split`, `attention_combine`), and
+rows with a single token can be computed by a separate op (`paged_attention_single`).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from ..opdef import OpDef, op
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sinks: Any) -> Any:
-    """One query block: q [t, h, d], k [n, g, d], v [n, g, e], mask [t, n] (True: visible) -> [t, h, e].
+    """Softmax attention: q [t, h, d], k [n, g, d], v [n, g, e], mask [t, n] (True: visible) -> [t, h, e].
 
-    A sink is one more logit per head that takes part in the softmax and has no value."""
+    `sinks` [h] adds one logit per head to the softmax's denominator; it contributes no value.
+    """
     s = _scores(q, k, scale, softcap)
     v = np.repeat(v, q.shape[1] // v.shape[1], 1)
     s = np.where(mask[None], s, -np.inf)
@@ -35,7 +38,7 @@ def _scores(q: Any, k: Any, scale: float, softcap: float) -> Any:
 
 
 def visible(q_pos: Any, k_pos: Any, causal: bool, window: int) -> Any:
-    """[t, n] mask: keys not after the query when causal, and after query - window when there is a window."""
+    """Return the mask [t, n] of keys visible to each query, under causality and a sliding window (0: none)."""
     mask = np.ones((len(q_pos), len(k_pos)), bool)
     if causal:
         mask &= k_pos[None] <= q_pos[:, None]
@@ -59,8 +62,11 @@ def attention(
     q: Any, k: Any, v: Any, pos: Any, sinks: Any = None, *, layer: int, scale: float, causal: bool = True,
     window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Attention over packed prompts: a sequence starts wherever a position does not follow its predecessor by one, and
-    tokens see only their own sequence. h is a multiple of g (grouped queries); a window counts the query's position."""
+    """Grouped-query attention over packed prompts; h is a multiple of g.
+
+    A sequence starts wherever a position is not its predecessor plus one, and tokens attend only within their sequence.
+    A window counts the query's own position.
+    """
     starts = np.concatenate([[True], np.diff(pos) != 1])
     segment = np.cumsum(starts)
     mask = visible(pos, pos, causal, window) & (segment[:, None] == segment[None])
@@ -88,10 +94,12 @@ def paged_attention(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
     window: int = 0, softcap: float = 0.0, least: int = 1,
 ) -> Any:  # fmt: skip
-    """Causal attention of row i's tokens starts[i] .. starts[i+1] over the pages of its device row. A token at position
-    p sees positions 0 .. p (p - window + 1 .. p with a window), its own included: append first. Rows of -1 and tokens
-    at position -1 are padding; their result is zero, as is that of rows of fewer than `least` tokens. The cost takes
-    every page of the pool to be in use."""
+    """Causal attention of each row's tokens starts[i] .. starts[i+1] over the KV pages of its device row.
+
+    A token at position p attends to positions 0 .. p, or p - window + 1 .. p with a window. Its own key and value must
+    have been appended already. The result is zero for padding (rows of -1, tokens at position -1) and for rows with
+    fewer than `least` tokens. The cost assumes that every page of the pool is in use.
+    """
     some = np.diff(starts) >= least
     return _over_pages(np.zeros_like(q), some, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
 
@@ -100,7 +108,7 @@ def _over_pages(
     out: Any, some: Any, q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any,
     scale: float, window: int, softcap: float,
 ) -> Any:  # fmt: skip
-    """`out` with the attention of `some` rows in it."""
+    """Write the attention of the rows selected by `some` into `out`, and return it."""
     page = kv.shape[3]
     for i, row in enumerate(rows):
         span = np.s_[starts[i] : starts[i + 1]]
@@ -129,8 +137,10 @@ def paged_attention_single(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, *, scale: float,
     window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
-    """y, with the attention of rows that have one token, and are not -1, in that token's place: what paged_attention of
-    `least` 2 has left out. Rows that decode beside prompts then need no tiles of many queries."""
+    """Copy y, and overwrite the tokens of rows that have exactly one token with their attention.
+
+    This completes paged_attention with least=2: decoding rows in a batch with prompts need no tiles of many queries.
+    """
     return _over_pages(
         y.copy(), np.diff(starts) == 1, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap
     )
@@ -155,9 +165,12 @@ def paged_attention_split(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, *, scale: float, splits: int, window: int = 0,
     softcap: float = 0.0,
 ) -> Any:  # fmt: skip
-    """paged_attention of one token a row (token i is row i's), each row's visible pages dealt out to `splits` parts: n
-    pages, ceil(n / splits) consecutive ones a part. A part's softmax is its own; lse is the natural logarithm of its
-    sum of exponentials. A part without pages, and every part of padding, has zeros and an lse of -inf."""
+    """paged_attention of one token per row, with each row's visible pages divided among `splits` parts.
+
+    Of n pages, each part takes ceil(n / splits) consecutive ones. Each part has its own softmax; lse is the natural
+    logarithm of its sum of exponentials. Parts without pages, and all parts of padding rows, are zero with an lse of
+    -inf.
+    """
     (t, h, d), page = q.shape, kv.shape[3]
     partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
@@ -187,8 +200,10 @@ def _combine_example(rng: Any) -> Any:
     example=_combine_example,
 )  # fmt: skip
 def attention_combine(partial: Any, lse: Any, sinks: Any = None, *, dtype: str) -> Any:
-    """The parts of paged_attention_split as one softmax: each weighs exp(lse); a sink is one more weight per head that
-    has no value. Zero where no part has any weight."""
+    """Combine the parts of paged_attention_split into one softmax, each weighted by exp(lse).
+
+    A sink adds one weight per head without a value. The result is zero if all weights are zero.
+    """
     top = np.max(lse, -1, initial=-1e30)
     if sinks is not None:
         top = np.maximum(top, sinks)

@@ -1,4 +1,4 @@
-"""What op declarations share: broadcasting, axes and the numpy spelling of scalar primitives; it declares no op."""
+"""Helpers of the op declarations: broadcasting, promotion, axes, and numpy functions for the scalar primitives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NUMPY: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def broadcast_shapes(shapes: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
-    """numpy's rule over Dims: trailing axes are equal, or one of them is 1."""
+    """Broadcast shapes by numpy's rule: trailing axes are equal, or one of them is 1. Raises Mismatch."""
     rank = max((len(s) for s in shapes), default=0)
     out: list[Dim] = []
     for i in range(rank):
@@ -57,7 +57,7 @@ def broadcast_shapes(shapes: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
 
 
 def promoted(types: Sequence[Type]) -> str:
-    """torch's rule: among operands of the highest kind, those with axes decide before rank-0 ones."""
+    """Promote dtypes by torch's rule: among operands of the highest kind, those with axes precede scalars."""
     kinds = {t.dtype: "bif".index(_kind(t.dtype)) for t in types}
     top = max(kinds.values())
     best = [t for t in types if kinds[t.dtype] == top]
@@ -75,13 +75,14 @@ def _kind(dtype: str) -> str:
 
 
 def axis_of(rank: int, axis: int) -> int:
+    """Normalize a possibly negative axis; raises Mismatch if it is out of range."""
     if not -rank <= axis < rank:
         raise Mismatch(f"axis {axis} of a rank-{rank} value")
     return axis % rank
 
 
 def expr_shape(e: E, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Shape of an expression over broadcast operands; a row reduction leaves 1 on the last axis."""
+    """Return the shape of an expression over broadcast operands. A row reduction leaves a last axis of size 1."""
     if e.fn == "arg":
         if e.args[0] >= len(shapes):
             raise Mismatch(f"the body reads a{e.args[0]}, but there are {len(shapes)} operands")

@@ -1,4 +1,4 @@
-"""Products. Quantised weights belong to the type: there is no quantised product op."""
+"""Matrix products. Quantised weights are a matter of the operand's type; there is no separate op for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _linear_example(rng: Any) -> Any:
     example=_linear_example,
 )
 def linear(x: Any, w: Any) -> Any:
-    """x @ w.T; a quantised w is dequantised by its format first."""
+    """x @ w.T. A quantised w is dequantised first, as its format says."""
     return x @ w.T
 
 
 @op("(a: f[*b, m, k], c: f[*b, k, n]) -> a[*b, m, n]", flops="2*b*m*k*n", oracle="torch.matmul")
 def matmul(a: Any, c: Any) -> Any:
-    """Batched matrix product over equal leading axes."""
+    """Batched matrix product; the leading axes must be equal."""
     return a @ c
 
 
@@ -45,7 +45,7 @@ def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
 
 
 def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
-    """The result of an epilogue over so many accumulators of its shape, and the extras; raises Mismatch."""
+    """Check an epilogue over that many accumulators and the extras, and return its result types; raises Mismatch."""
     check_epilogue(parse_expr(body), accumulators + len(extras))
     for e in extras:
         if broadcast_shapes([result.shape, e.shape]) != result.shape:
@@ -54,7 +54,7 @@ def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result:
 
 
 def check_epilogue(body: Any, arity: int) -> None:
-    """An epilogue is pointwise over its accumulators and extras; raises Mismatch."""
+    """Raise Mismatch unless the body is pointwise over `arity` operands: an epilogue sees one tile, not a whole row."""
     for e in walk(body):
         if e.fn.startswith("row_"):
             raise Mismatch(f"{e.fn} in an epilogue: it sees one tile, not the row")
@@ -63,6 +63,7 @@ def check_epilogue(body: Any, arity: int) -> None:
 
 
 def split_parts(acc: Any, parts: int) -> list[Any]:
+    """Split an accumulator [..., parts * n] into its parts."""
     return np.split(acc, parts, axis=-1)
 
 
@@ -78,9 +79,12 @@ def _linear_map_example(rng: Any) -> Any:
     example=_linear_map_example,
 )  # fmt: skip
 def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str = "") -> Any:
-    """A product with a pointwise epilogue: the `parts` equal row blocks of w give accumulators a0 .. a{parts-1} of
-    shape [*b, n], the extras (broadcast to it) follow as a{parts} ..; result = body, rounded once. Gate and up with
-    SiLU are parts=2, body "mul(mul(a0, sigmoid(a0)), a1)"; a residual is parts=1, body "add(a0, a1)"."""
+    """A product with a pointwise epilogue.
+
+    The `parts` equal row blocks of w give accumulators a0 .. a{parts-1} of shape [*b, n]; the extras, broadcast to that
+    shape, follow as a{parts} and so on. The result is the body, rounded once to dtype (x's if empty). Gate and up
+    projection with SiLU: parts=2, body "mul(mul(a0, sigmoid(a0)), a1)". Residual: parts=1, body "add(a0, a1)".
+    """
     return evaluate(parse_expr(body), NUMPY, [*split_parts(x @ w.T, parts), *extras])
 
 
@@ -98,8 +102,11 @@ def _norm_linear_example(rng: Any) -> Any:
 def norm_linear(
     x: Any, w: Any, gain: Any, *extras: Any, eps: float, parts: int = 1, body: str = "a0", dtype: str = ""
 ) -> Any:
-    """linear_map of rms_norm(x, gain), the norm unrounded: each accumulator is sum(w * gain * x) / sqrt(mean(x^2) +
-    eps), so that a product can begin before the norm's sum is known."""
+    """linear_map of rms_norm(x, gain), with the norm unrounded.
+
+    Each accumulator is sum(w * gain * x) / sqrt(mean(x^2) + eps), so that the product can start before the norm's sum
+    is complete.
+    """
     rms = np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
     return evaluate(parse_expr(body), NUMPY, [*split_parts((x * gain) @ w.T / rms, parts), *extras])
 
@@ -120,8 +127,7 @@ def _linear_split_example(rng: Any) -> Any:
     example=_linear_split_example,
 )  # fmt: skip
 def linear_split(x: Any, w: Any, *, splits: int) -> Any:
-    """linear in parts of its depth, the first axis of the result: part i has the i-th k / splits columns of both
-    factors alone. Their sum is the product."""
+    """linear with k divided into `splits` equal parts, one partial product each; their sum is the product."""
     return np.stack([a @ b.T for a, b in zip(np.split(x, splits, -1), np.split(w, splits, -1), strict=True)])
 
 
@@ -139,11 +145,12 @@ def _linear_combine_example(rng: Any) -> Any:
     example=_linear_combine_example,
 )  # fmt: skip
 def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
-    """The parts of linear_split added in their order, and the epilogue of linear_map over the sum a0 and the extras."""
+    """Sum the parts of linear_split in order, and apply the epilogue of linear_map to the sum a0 and the extras."""
     return evaluate(parse_expr(body), NUMPY, [partial.sum(0), *extras])
 
 
 def rows_of(w: Type, parts: int) -> Dim | None:
+    """The number of rows of each part, or None if the rows of `w` are not divisible."""
     return w.shape[0].divide(parts)
 
 

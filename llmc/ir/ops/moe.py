@@ -1,8 +1,9 @@
-"""Mixture of experts: the experts are one op, or three that work on the pairs of a token and an expert in the order of
-the experts (`moe_route`, `moe_up`, `moe_down`); choosing the experts is ordinary ops before them.
+"""Mixture of experts, as one op (`moe`) or as three (`moe_route`, `moe_up`, `moe_down`).
 
-What an expert does between its products is the attribute `body`: a scalar expression of the gate's value a0 and of up's
-value a1, as in `fused`. Biases are one row an expert, of both products or of none."""
+The three work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts. The attribute
+`body` is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1.
+Biases have one row per expert; either both products have one or neither.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SWIGLU = "mul(mul(a0, sigmoid(a0)), a1)"
 
 
 def gate(text: str) -> E:
-    """The expression of a `body`; Mismatch where the text is none, or is not one of a0 and a1 alone."""
+    """Parse a `body`; raises Mismatch if it is malformed or is not a pointwise expression of a0 and a1."""
     try:
         e = parse_expr(text)
     except ValueError as error:
@@ -57,7 +58,10 @@ def moe(
     x: Any, idx: Any, weights: Any, gate_up: Any, down: Any, gate_bias: Any = None, down_bias: Any = None, *,
     body: str = SWIGLU,
 ) -> Any:  # fmt: skip
-    """Sum over a token's k experts of weight * down(body(gate(x), up(x))); the first i rows of gate_up are the gate."""
+    """Sum of weight * down(body(gate(x), up(x))) over each token's k experts.
+
+    The first i rows of gate_up are the gate.
+    """
     out = np.zeros_like(x)
     for expert in np.unique(idx):
         t, j = np.nonzero(idx == expert)
@@ -68,7 +72,7 @@ def moe(
 
 
 def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
-    """What goes into an expert's second product, for rows x."""
+    """The input of an expert's second product, for rows x."""
     a0, a1 = np.split(x @ gate_up[expert].T + (0 if bias is None else bias[expert]), 2, axis=-1)
     return evaluate(gate(body), NUMPY, [a0, a1])
 
@@ -85,7 +89,7 @@ def _route_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op("(idx: i[t, k]) -> idx[...], idx[...]", infer=_route_type, example=_route_example)
 def moe_route(idx: Any, *, experts: int) -> Any:
-    """The pairs t*k+j of token t and its j-th expert, expert by expert, tokens in order; where each expert's begin."""
+    """Sort the pairs t*k+j (token t, its j-th expert) by expert, stably; return the order and each expert's start."""
     flat = idx.reshape(-1)
     order = np.argsort(flat, kind="stable")
     return order, np.searchsorted(flat[order], np.arange(experts + 1))
@@ -116,7 +120,7 @@ def _up_example(rng: Any) -> Any:
 def moe_up(
     x: Any, order: Any, starts: Any, gate_up: Any, bias: Any = None, *, k: int, body: str = SWIGLU
 ) -> Any:  # fmt: skip
-    """body(gate(x), up(x)) of every pair, in `order`; token order[r] // k is the pair's. See moe_route."""
+    """body(gate(x), up(x)) for every pair, in the order of moe_route; order[r] belongs to token order[r] // k."""
     out = np.zeros((len(order), gate_up.shape[1] // 2), x.dtype)
     for expert in range(len(gate_up)):
         r = slice(starts[expert], starts[expert + 1])
@@ -143,7 +147,7 @@ def _down_example(rng: Any) -> Any:
     infer=_down_type, flops="2*p*d*i", example=_down_example,
 )  # fmt: skip
 def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:
-    """weight * down(h) of every pair, put where the pair's token and place are (f32)."""
+    """weight * down(h) for every pair, scattered to the pair's token and position k (f32)."""
     out = np.zeros((len(order), down.shape[1]), h.dtype)
     for expert, w in enumerate(down):
         r = slice(starts[expert], starts[expert + 1])

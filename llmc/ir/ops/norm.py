@@ -1,4 +1,4 @@
-"""Normalisations over the last axis."""
+"""Normalizations over the last axis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rms_norm(x: Any, w: Any, *, eps: float) -> Any:
     example=_drawn(2),
 )
 def layer_norm(x: Any, w: Any, b: Any, *, eps: float) -> Any:
-    """(x - mean) / sqrt(var + eps) * w + b, var being the biased variance (Ba et al. 2016, arXiv 1607.06450)."""
+    """(x - mean) / sqrt(var + eps) * w + b, with the biased variance (Ba et al. 2016, arXiv 1607.06450)."""
     centred = x - np.mean(x, -1, keepdims=True)
     return centred / np.sqrt(np.mean(centred * centred, -1, keepdims=True) + eps) * w + b
 

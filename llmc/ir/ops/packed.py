@@ -1,7 +1,9 @@
-"""Weights in the order a kernel reads them, and the product that reads them; which layout is best is the kernel's
-business. A panel holds `rows` accumulators of the product, `pair` neighbouring columns of w side by side:
-[panels, ceil(k, pair), rows, pair], zero past the matrix. With several parts (row blocks of w that one epilogue
-joins) a panel holds rows / parts of each."""
+"""Weights repacked in the order in which a kernel reads them, and products over packed weights.
+
+The kernel that will read the weight chooses the layout. A panel holds `rows` accumulators of the product and stores
+`pair` neighbouring columns of w side by side: [panels, ceil(k, pair), rows, pair], padded with zeros. If one epilogue
+joins several parts (row blocks of w), a panel holds rows / parts rows of each.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from .linear import check_epilogue
 
 
 def panel_shape(m: Dim, k: Dim, rows: int, pair: int, parts: int) -> tuple[Dim, ...]:
-    """The packed shape of a weight [m, k]; Mismatch where the rows do not divide into the parts."""
+    """Return the packed shape of a weight [m, k]; raises Mismatch if the rows cannot be divided into the parts."""
     if min(rows, pair, parts) < 1 or rows % parts:
         raise Mismatch(f"rows={rows}, pair={pair}, parts={parts}: rows must be a positive multiple of parts")
     n = m.divide(parts)
@@ -38,28 +40,31 @@ def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     example=lambda rng: ([rng.standard_normal((14, 5)).astype(np.float32)], {"rows": 8, "pair": 2, "parts": 2}),
 )  # fmt: skip
 def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
-    """w [m, k] in panels: result[p, j, i, q] = w[block * (m / parts) + p * s + i % s, j * pair + q], s = rows / parts,
-    block = i // s; zero beyond the block's rows and beyond k. Byte moves alone: any dtype, no rounding."""
+    """Pack w [m, k] into panels, padding with zeros.
+
+    result[p, j, i, q] = w[block * (m / parts) + p * s + i % s, j * pair + q] with s = rows / parts and block = i // s,
+    and zero beyond the block's rows and beyond k. Elements are moved, not converted, so any dtype works.
+    """
     m, k = w.shape
     n, s = m // parts, rows // parts
     panels, depth = -(-n // s), -(-k // pair)
     out = np.zeros((panels, depth, parts, s, pair), w.dtype)
     split = w.reshape(parts, n, k)
-    step = max(1, (4 << 20) // max(1, out[:1].nbytes))  # panels at a time: stay in the cache
+    step = max(1, (4 << 20) // max(1, out[:1].nbytes))  # number of panels whose copy fits the cache
     for p in range(0, panels, step):
         q = min(p + step, panels)
         block = np.zeros((parts, (q - p) * s, depth * pair), w.dtype)
         held = split[:, p * s : q * s]
         block[:, : held.shape[1], :k] = held
         to = out[p:q]
-        if pair > 1 and pair * w.itemsize in (4, 8):  # move a pair as one word
+        if pair > 1 and pair * w.itemsize in (4, 8):  # move each pair as one word
             block, to = (a.view(f"u{pair * w.itemsize}") for a in (block, to))
         to[:] = block.reshape(parts, q - p, s, depth, -1).transpose(1, 3, 0, 2, 4)
     return out.reshape(panels, depth, rows, pair)
 
 
 def unpack_panel(wp: Any, n: Any, k: int, parts: int) -> Any:
-    """The inverse of pack_panel for parts of n rows: [parts * n, k]."""
+    """Invert pack_panel for parts of n rows: returns [parts * n, k]."""
     panels, depth, rows, pair = wp.shape
     w = wp.reshape(panels, depth, parts, rows // parts, pair).transpose(2, 0, 3, 1, 4)
     return w.reshape(parts, panels * (rows // parts), depth * pair)[:, :n, :k].reshape(parts * n, k)
@@ -90,8 +95,11 @@ def _packed_example(rng: Any) -> Any:
     flops="2*b*k*n*parts", example=_packed_example,
 )  # fmt: skip
 def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: str = "a0", dtype: str = "") -> Any:
-    """linear_map over a weight in panels (see pack_panel): n outputs, accumulators a0 .. a{parts-1}, then the extras;
-    the result is the body, rounded once to dtype (x's when empty)."""
+    """linear_map over a packed weight (see pack_panel) with n outputs.
+
+    The body's operands are the accumulators a0 .. a{parts-1}, then the extras; the result is rounded once to dtype (x's
+    if empty).
+    """
     acc = x @ unpack_panel(wp, n, x.shape[-1], parts).T
     return evaluate(parse_expr(body), NUMPY, [*np.split(acc, parts, axis=-1), *extras])
 
@@ -112,8 +120,10 @@ def _take_example(rng: Any) -> Any:
     example=_take_example,
 )  # fmt: skip
 def packed_take(wp: Any, idx: Any, *, k: int) -> Any:
-    """take over a weight in panels of one part: a tied embedding shares the layout of the head. A negative index gives
-    a row of zeros."""
+    """take over a packed weight of one part, so that a tied embedding can share the layout of the output projection.
+
+    A negative index gives a row of zeros.
+    """
     rows = wp.shape[2]
     i = np.maximum(idx, 0)
     found = wp[i // rows, :, i % rows].reshape(*idx.shape, -1)[..., :k]

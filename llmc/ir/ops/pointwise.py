@@ -1,4 +1,7 @@
-"""Pointwise ops, each its scalar expression, with numpy broadcasting and torch's promotion; casts and constants."""
+"""Pointwise ops, each declared by its scalar expression; casts, constants, broadcasts and fused groups.
+
+Shapes broadcast as in numpy, and dtypes promote as in torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def pointwise(
 ) -> OpDef:
     """Declare a pointwise op by a Python function of scalar expressions.
 
-    kinds: the dtype class of each operand; out: "bool", or "" for the promoted dtype.
+    kinds: the dtype class of each operand. out: "bool", or "" for the promoted dtype.
     """
     arity = fn.__code__.co_argcount
     e = trace(fn, arity)
@@ -152,14 +155,14 @@ def constant(*, value: float, dtype: str) -> Any:
 
 @op("(x: t[*s]) -> dtype[*s]", infer=_cast_type, example=lambda rng: ([rng.standard_normal((3, 5))], {"dtype": "i32"}))
 def cast(x: Any, *, dtype: str) -> Any:
-    """x in another dtype: floats round to nearest even, float to integer truncates."""
+    """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
     kind = DTYPES[dtype].kind
     return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else (x != 0) if kind == "b" else x
 
 
 @op("() -> dtype[size]", example=lambda rng: ([], {"size": 7, "dtype": "i64"}))
 def iota(*, size: Dim, dtype: str) -> Any:
-    """0, 1, 2, ... size - 1."""
+    """The integers 0, 1, ..., size - 1."""
     return np.arange(int(size))
 
 
@@ -181,14 +184,17 @@ def _fused_example(rng: Any) -> Any:
 
 @op("(xs*: t[...]) -> f32[]", infer=_fused_types, flops="out", example=_fused_example)
 def fused(*xs: Any, body: Strs, dtypes: Strs) -> Any:
-    """A group of pointwise and last-axis reduction ops as one: each body is a scalar expression over the broadcast
-    operands a0, a1 ...; one result per body, rounded once to its dtype."""
+    """A group of pointwise and last-axis reduction ops as one node.
+
+    Each body is a scalar expression over the broadcast operands a0, a1, ...; each gives one result, rounded once to its
+    dtype.
+    """
     with np.errstate(all="ignore"):
         return tuple(np.asarray(evaluate(parse_expr(b), NUMPY, xs)) for b in body)
 
 
 def scalar_of(node_op: OpDef, attrs: Mapping[str, Any]) -> E | None:
-    """The expression of a pointwise or row op; None for any other op."""
+    """Return the scalar expression of a pointwise or row op, or None for any other op."""
     return node_op.scalar(attrs) if node_op.scalar else None
 
 
@@ -200,7 +206,7 @@ def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
 
 @op("(x: t[*s]) -> x[...]", infer=_broadcast_type, example=lambda rng: ([rng.random((3, 1))], {"shape": [2, 3, 5]}))
 def broadcast(x: Any, *, shape: Shape) -> Any:
-    """x repeated along new and size-1 axes."""
+    """Repeat x along new axes and axes of size 1."""
     return np.broadcast_to(x, tuple(map(int, shape)))
 
 

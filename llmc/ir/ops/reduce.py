@@ -1,4 +1,4 @@
-"""Reductions, softmax, scans and selections along one axis."""
+"""Reductions, softmax, cumulative sums and top-k along one axis."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def mean(x: Any, *, axis: int, keepdim: bool = False) -> Any:
 
 @op("(x: t[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.amax", example=_example)
 def amax(x: Any, *, axis: int, keepdim: bool = False) -> Any:
-    """Largest over one axis."""
+    """Maximum over one axis."""
     return np.max(x, axis, keepdims=keepdim)
 
 
 @op("(x: t[*s]) -> x[...]", infer=_reduced(), flops="s", oracle="torch.amin", example=_example)
 def amin(x: Any, *, axis: int, keepdim: bool = False) -> Any:
-    """Smallest over one axis."""
+    """Minimum over one axis."""
     return np.min(x, axis, keepdims=keepdim)
 
 
 @op("(x: t[*s]) -> i64[...]", infer=_reduced("i64"), flops="s", oracle="torch.argmax", example=_example)
 def argmax(x: Any, *, axis: int, keepdim: bool = False) -> Any:
-    """Index of the largest over one axis; the first of equals."""
+    """Index of the maximum over one axis; the first one among equals."""
     return np.argmax(x, axis, keepdims=keepdim)
 
 
@@ -81,7 +81,7 @@ def softmax(x: Any, *, axis: int = -1) -> Any:
 
 @op("(x: t[*s]) -> x[*s]", infer=_same, flops="s", oracle="torch.cumsum", example=_example)
 def cumsum(x: Any, *, axis: int) -> Any:
-    """Running sum along one axis."""
+    """Cumulative sum along one axis."""
     return np.cumsum(x, axis)
 
 
@@ -99,7 +99,7 @@ def _topk_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     oracle="torch.topk", example=lambda rng: ([rng.standard_normal((3, 9)).astype(np.float32)], {"k": 4}),
 )  # fmt: skip
 def topk(x: Any, *, k: int) -> Any:
-    """The k largest along the last axis, largest first, the lower index first among equals."""
+    """The k largest elements along the last axis in descending order; the lower index comes first among equals."""
     idx = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     return np.take_along_axis(x, idx, -1), idx
 

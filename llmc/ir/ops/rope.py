@@ -1,5 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables, the rotation, and the rotation
-within all that lies between a layer's product of queries, keys and values and its attention."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): angle tables, the rotation, and a fused op.
+
+The fused op, `rope_append`, covers everything between a layer's QKV product and its attention.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def _tables_example(rng: Any) -> Any:
 
 @op("(inv_freq: f[h], pos: i[t]) -> (cos: dtype[t, h], sin: dtype[t, h])", flops="4*t*h", example=_tables_example)
 def rope_tables(inv_freq: Any, pos: Any, *, scaling: float, dtype: str) -> Any:
-    """cos and sin of pos * inv_freq (radians, one column a frequency), times the scaling of YaRN-like types."""
+    """cos and sin of pos * inv_freq (radians, one column per frequency), times an attention scaling factor (YaRN)."""
     angle = pos[:, None].astype(inv_freq.dtype) * inv_freq
     return np.cos(angle) * scaling, np.sin(angle) * scaling
 
@@ -45,8 +47,10 @@ def _rope_example(rng: Any) -> Any:
     example=_rope_example,
 )
 def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
-    """Rotate the first 2h elements of every head by the position's angles; the rest pass through. Pairs are (i, i + h),
-    or (2i, 2i + 1) when interleaved."""
+    """Rotate the first 2h elements of every head by the position's angles; the rest pass through.
+
+    The pairs are (i, i + h), or (2i, 2i + 1) if interleaved.
+    """
     h = cos.shape[-1]
     c, s = cos[:, None, :], sin[:, None, :]
     out = np.array(x)
@@ -91,9 +95,12 @@ def rope_append(
     x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, *, heads: int,
     dtype: str, eps: float = 0.0, interleaved: bool = False,
 ) -> Any:  # fmt: skip
-    """From a product's queries, keys and values, one head behind another: heads of queries and of keys are normed
-    (rms_norm with gains qw, kw), and rotated (rope); then keys and values go to their slots of the pool (kv_append)
-    and queries are the result. What has no operand is left out. Every step rounds to `dtype`, as the ops would."""
+    """Normalize and rotate the queries and keys of a QKV product, and append keys and values to the KV pool.
+
+    Returns the queries. x holds the query heads, then the key heads, then the value heads. The norm is rms_norm with
+    gains qw and kw, the rotation is rope, the append is kv_append; norm and rotation are skipped if their operands are
+    absent. Every step rounds to `dtype`, as the separate ops would.
+    """
     g, d = kv.shape[2], kv.shape[4]
     y = np.ascontiguousarray(x.reshape(len(x), -1, d))
     q, k, v = y[:, :heads], y[:, heads : heads + g], y[:, heads + g :]
@@ -105,7 +112,7 @@ def rope_append(
 
 
 def _round(x: Any, dtype: str) -> Any:
-    """As the interpreter stores the result of an op; computing in float64 rounds nothing."""
+    """Round as the interpreter rounds an op's result; float64 (exact mode) is not rounded."""
     return x if x.dtype == np.float64 else x.astype(DTYPES[dtype].np).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Sampling in the graph: penalties, masks, the draw and log-probabilities; a step answers ids, not logits."""
+"""Sampling inside the graph: penalties, masks, random draw and log-probabilities. A step returns ids, not logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) alone: splitmix64 (Steele, Lea, Flood 2014) of both."""
+    """A number in [0, 1) determined by (seed, position): splitmix64 (Steele, Lea, Flood 2014) applied to both."""
     z = _mix(_mix(seed & _MASK64) ^ (position & _MASK64))
     return float(z >> 11) * 2.0**-53
 
@@ -47,7 +47,7 @@ def _iparams(rng: Any, rows: int) -> Any:
 
 
 def _states(rng: Any, rows: int, v: int) -> dict[str, Any]:
-    """The states of `rows` rows that sampling over v ids reads."""
+    """Random row states for `rows` rows and a vocabulary of v ids."""
     i32 = np.int32
     words = (rows, -(-v // 32))
     stops = np.full((rows, 32), -1, i32)
@@ -66,7 +66,7 @@ def _states(rng: Any, rows: int, v: int) -> dict[str, Any]:
 
 
 def _entries(rng: Any) -> dict[str, Any]:
-    """Three entries over 41 ids: two rows of three, and padding."""
+    """Random operands of a step with three entries over 41 ids: two of three device rows, and padding."""
     i32 = np.int32
     return {
         "logits": rng.standard_normal((3, 41)).astype(np.float32) * 3,
@@ -102,9 +102,12 @@ def _example(names: tuple[str, ...]) -> Any:
 def row_penalize(
     logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any
 ) -> Any:
-    """logit_bias (the row's first iparams[row, 6] ids, ascending, and their biases), then repetition (Keskar et al.
-    2019, arXiv 1909.05858; over prompt and output), frequency and presence penalties (output alone). `seen` is a bitmap
-    of the prompt's ids, bit id % 32 of word id // 32."""
+    """Apply logit_bias, then the repetition, frequency and presence penalties.
+
+    The biases are the row's first iparams[row, 6] ids, in ascending order. The repetition penalty (Keskar et al. 2019,
+    arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's ids: bit
+    id % 32 of word id // 32.
+    """
     out = np.array(logits)
     v = out.shape[1]
     for i, row in enumerate(rows):
@@ -121,7 +124,7 @@ def row_penalize(
 
 
 def _bits(words: Any, v: int) -> Any:
-    """The first v bits of a bitmap."""
+    """The first v bits of a bitmap, as bools."""
     return (words[np.arange(v) // 32].view(np.uint32) >> (np.arange(v) % 32).astype(np.uint32)) & 1 != 0
 
 
@@ -130,8 +133,11 @@ def _bits(words: Any, v: int) -> Any:
     " stops: state i32[m, s], allowed: state i32[m, w]) -> f32[r, v]", bytes="8*r*v", example=_example(_MASKED),
 )  # fmt: skip
 def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
-    """min_tokens: the row's stop ids (-1: none) are -inf until its length reaches min_len. Where iparams[row, 7] is not
-    0, so are ids that `allowed` lacks (bit id % 32 of word id // 32)."""
+    """Set logits of forbidden ids to -inf.
+
+    The row's stop ids (-1: none) are forbidden until its length reaches min_len. If iparams[row, 7] is not 0, so are
+    all ids that are not in the bitmap `allowed` (bit id % 32 of word id // 32).
+    """
     out = np.array(logits)
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row >= 0 and end < iparams[row, 4]:
@@ -142,8 +148,11 @@ def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, 
 
 
 def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
-    """(probabilities, which ids stay) for one row of logits: temperature, then min_p, top_k, top_p (Holtzman et al.
-    2020, arXiv 1904.09751). Among equals the lower id is the larger."""
+    """Return the probabilities of one row of logits, and a mask of the ids that the filters keep.
+
+    Applied in this order: temperature, min_p, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751). Among equal
+    probabilities, the lower id ranks first.
+    """
     temperature, top_p, min_p = (np.float64(f) for f in fparams[:3])
     p = np.exp((np.float64(x) - np.max(x)) / temperature)
     p /= p.sum()
@@ -166,9 +175,12 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
     example=_example(_SAMPLED),
 )  # fmt: skip
 def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any, fparams: Any, iparams: Any) -> Any:
-    """One id an entry. Inside the prompt (iparams[row, 3] tokens): the prompt's next. Temperature 0: the largest logit,
-    the lowest id among equals. Otherwise the ids that temperature, min_p, top_k and top_p keep, in id order, are drawn
-    from by inverting their cumulative probability at uniform(seed, position of the new token). Padding rows give 0."""
+    """Choose one id per entry.
+
+    Within the prompt (iparams[row, 3] tokens) it is the prompt's next token. With temperature 0 it is the largest
+    logit, the lowest id among equals. Otherwise the ids kept by temperature, min_p, top_k and top_p are sampled in id
+    order by inverting their cumulative probability at uniform(seed, position of the new token). Padding rows give 0.
+    """
     out = np.zeros(len(rows), np.int32)
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row < 0:
@@ -209,8 +221,11 @@ def row_block_max(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
     counts: Any, bias_ids: Any, biases: Any, allowed: Any, *, block: int,
 ) -> Any:  # fmt: skip
-    """The first part of row_sample over row_mask over row_penalize. Of each block of ids: the largest logit, its
-    lowest id, and in rows with a temperature the sum of exp((logit - largest) / temperature). Padding rows give 0."""
+    """The first phase of row_sample over row_mask over row_penalize, per block of ids.
+
+    For each block: the largest logit, its lowest id, and, in rows with a temperature, the sum of exp((logit - largest)
+    / temperature). Padding rows give 0.
+    """
     x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
     x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
     r, v = x.shape
@@ -244,8 +259,10 @@ def row_sample_blocks(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
     counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, *, block: int,
 ) -> Any:  # fmt: skip
-    """The second part: the id that row_sample gives for the penalised and masked logits, with what row_block_max found
-    in blocks of `block` ids. Greedy rows read no logits."""
+    """The second phase: the id that row_sample gives for the penalized and masked logits.
+
+    It uses the results of row_block_max for blocks of `block` ids; greedy rows need not read the logits again.
+    """
     x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
     x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
     return row_sample.ref(x, rows, starts, positions, tokens, fparams, iparams)
@@ -265,8 +282,10 @@ def _logprobs_example(rng: Any) -> Any:
     flops="4*r*v", bytes="r*v*bytes_logits", example=_logprobs_example,
 )  # fmt: skip
 def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *, k: int = 20) -> Any:
-    """Log-probabilities of the raw logits: the drawn id's, its rank (1: the largest), and the k largest with ids. Rows
-    that are padding or do not want them (iparams[row, 5] is 0) get zeros."""
+    """Log-probabilities of the raw logits: of the sampled id with its rank (1: the largest), and of the k largest ids.
+
+    Results are zero for padding rows and for rows that did not request them (iparams[row, 5] is 0).
+    """
     x = logits - np.max(logits, -1, keepdims=True)
     lp = x - np.log(np.exp(x).sum(-1, keepdims=True))
     own = np.take_along_axis(lp, ids[:, None].astype(np.int64), -1)
@@ -297,8 +316,7 @@ def row_finish(
     counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, length: Any,
     emit: Any, *, block: int, k: int = 20,
 ) -> Any:  # fmt: skip
-    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that a step does with its rows
-    behind row_block_max."""
+    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that follows row_block_max."""
     states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
     drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
     told = row_logprobs.ref(logits, drawn, rows, iparams, k=k)

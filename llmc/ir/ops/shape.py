@@ -1,4 +1,4 @@
-"""Ops that move or rearrange elements and compute nothing."""
+"""Ops that move or rearrange elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _reshape_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     example=lambda rng: ([rng.random((4, 6))], {"shape": [2, 12]}),
 )  # fmt: skip
 def reshape(x: Any, *, shape: Shape) -> Any:
-    """The same elements in row-major order under another shape."""
+    """The same elements in row-major order, with another shape."""
     return np.reshape(x, shape)
 
 
@@ -42,7 +42,7 @@ def _transpose_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
     example=lambda rng: ([rng.random((3, 4, 5))], {"perm": [2, 0, 1]}),
 )  # fmt: skip
 def transpose(x: Any, *, perm: Ints) -> Any:
-    """Axis i of the result is axis perm[i] of x."""
+    """Permute the axes: axis i of the result is axis perm[i] of x."""
     return np.transpose(x, perm)
 
 
@@ -66,7 +66,7 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     example=lambda rng: ([rng.random((3, 9))], {"axis": 1, "start": 1, "stop": 8, "step": 2}),
 )  # fmt: skip
 def slice_(x: Any, *, axis: int, start: Dim, stop: Dim, step: int = 1) -> Any:
-    """Elements start, start + step, ... below stop along one axis (indices count from the front)."""
+    """Elements start, start + step, ... below stop along one axis; indices count from the front."""
     index: list[Any] = [np.s_[:]] * x.ndim
     index[axis] = np.s_[int(start) : int(stop) : step]
     return x[tuple(index)]
@@ -92,7 +92,7 @@ def _concat_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     example=lambda rng: ([rng.random((3, 2)), rng.random((3, 5))], {"axis": 1}),
 )  # fmt: skip
 def concat(*xs: Any, axis: int) -> Any:
-    """The operands one after the other along one axis."""
+    """Concatenate the operands along one axis."""
     return np.concatenate(xs, axis)
 
 
@@ -101,7 +101,7 @@ def concat(*xs: Any, axis: int) -> Any:
     example=lambda rng: ([rng.random((7, 5)), rng.integers(0, 7, (2, 3))], {}),
 )  # fmt: skip
 def take(x: Any, idx: Any) -> Any:
-    """Rows of x by index (an embedding). A negative index gives a row of zeros: padding tokens have no row."""
+    """Rows of x by index (an embedding). A negative index, used for padding tokens, gives a row of zeros."""
     return np.where((idx >= 0).reshape(idx.shape + (1,) * (x.ndim - 1)), x[np.maximum(idx, 0)], 0)
 
 
@@ -118,7 +118,7 @@ def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     example=lambda rng: ([rng.random((3, 7)), rng.integers(0, 7, (3, 4))], {"axis": 1}),
 )  # fmt: skip
 def gather(x: Any, idx: Any, *, axis: int) -> Any:
-    """result[.., i, ..] = x[.., idx[.., i, ..], ..] along one axis; every other axis is shared."""
+    """result[.., i, ..] = x[.., idx[.., i, ..], ..] along one axis; all other axes are shared."""
     return np.take_along_axis(x, idx, axis)
 
 

@@ -1,8 +1,8 @@
-"""Device rows and KV pages: what a step reads and writes in place.
+"""Ops that read and write device rows and KV pages in place.
 
-A request owns one row of every row state. A state is read many times and written once; the writing op's result is
-its next version. Rows of -1 are padding: they read nothing and write nothing. Entries of a step that name the same row
-are next to one another, and their tokens follow one another: each has logits of its own.
+A request owns one row of every row state. A state may be read many times and is written once; the result of the writing
+op is its next version. Rows of -1 are padding and are neither read nor written. Entries of a step that name the same
+row are adjacent and their tokens consecutive; each entry has its own logits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def _spans_example(rng: Any) -> Any:
     " positions: i32[tokens])", example=_spans_example,
 )  # fmt: skip
 def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
-    """Lay the step's work out on one flat token axis: entry i's qlens[i] tokens follow entry i-1's. starts are their
-    offsets; token_row and positions say of each flat token whose it is and where in its sequence (-1: padding)."""
+    """Lay out the step's tokens on one flat axis, the qlens[i] tokens of each entry after those of the previous one.
+
+    `starts` are the entries' offsets; `token_row` and `positions` are each flat token's device row and its position in
+    the sequence (-1: padding).
+    """
     starts = np.concatenate([[0], np.cumsum(qlens)]).astype(np.int32)
     token_row, positions = np.full(int(tokens), -1, np.int32), np.full(int(tokens), -1, np.int32)
-    first = 0  # where the tokens of this entry's row begin
+    first = 0  # start of the first entry of this device row
     for i, row in enumerate(rows):
         first = first if i and rows[i - 1] == row else starts[i]
         if row >= 0:
@@ -49,7 +52,7 @@ def _ids_example(rng: Any) -> Any:
 
 @op("(tokens: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", example=_ids_example)
 def row_ids(tokens: Any, token_row: Any, positions: Any) -> Any:
-    """Token ids from the rows' own histories; 0 for padding."""
+    """Token ids from the rows' histories; 0 for padding."""
     ids = tokens[np.maximum(token_row, 0), np.maximum(positions, 0)]
     return np.where(token_row >= 0, ids, 0)
 
@@ -80,8 +83,7 @@ def _begin_example(rng: Any) -> Any:
     example=_begin_example,
 )  # fmt: skip
 def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, tokens: Dim, page: int) -> Any:
-    """row_spans, and the row_ids and row_slots of its tokens: all that a step reads of its rows before its first
-    layer."""
+    """row_spans, and row_ids and row_slots of its tokens: all that the first layer needs."""
     starts, token_row, positions = row_spans.ref(rows, qlens, length, tokens=tokens)
     ids = row_ids.ref(history, token_row, positions)
     return starts, token_row, positions, ids, row_slots.ref(pages, token_row, positions, page=page)
@@ -98,7 +100,7 @@ def _append_example(rng: Any) -> Any:
     writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", example=_append_example,
 )  # fmt: skip
 def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
-    """Write keys and values at flat slots of the pool."""
+    """Write keys and values to flat slots of the KV pool; slots of -1 are skipped."""
     kv = kv.copy()
     page = kv.shape[3]
     for i, s in enumerate(slots):
@@ -109,12 +111,12 @@ def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
 
 @op("(starts: i32[r]) -> i32[r-1]", example=lambda rng: ([np.array([0, 3, 4, 9], np.int32)], {}))
 def row_last(starts: Any) -> Any:
-    """The flat index of each row's last token; -1 where the row has none."""
+    """The flat index of each entry's last token; -1 if it has no tokens."""
     return np.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
 
 def ends(rows: Any, starts: Any, positions: Any) -> Any:
-    """The position of each entry's new token, that behind its last one; of padding whatever."""
+    """Return the position of each entry's new token, one after its last; undefined for padding."""
     return positions[np.clip(starts[1:] - 1, 0, None)] + 1
 
 
@@ -135,9 +137,11 @@ def _commit_example(rng: Any) -> Any:
 def row_commit(
     tokens: Any, length: Any, counts: Any, rows: Any, starts: Any, positions: Any, emit: Any, ids: Any
 ) -> Any:
-    """The step's effect on its rows, told by each row's last entry (one without tokens has none): length is what it has
-    computed; where emit, the sampled id becomes the row's next token (dropped where the row is full) and is counted as
-    output."""
+    """Update the rows after a step.
+
+    For the last entry of each row, unless it has no tokens: length becomes the number of computed tokens; if emit is
+    set, the sampled id is counted as output and becomes the row's next token (unless the row is full).
+    """
     tokens, length, counts = tokens.copy(), length.copy(), counts.copy()
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row < 0 or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):

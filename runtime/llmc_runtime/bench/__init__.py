@@ -1,4 +1,4 @@
-"""What `llmc bench` measures: a server under load, LLM offline, one batch, a start. It knows no device and no torch.
+"""`llmc bench`: measures a server under load, offline throughput, batch latency and startup time.
 
-The load of `serve` speaks plain HTTP/1.1 over asyncio, in client processes of its own, and needs numpy alone.
+The load generator of `serve` speaks HTTP/1.1 over asyncio in client processes of its own, and requires only NumPy.
 """

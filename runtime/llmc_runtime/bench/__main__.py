@@ -1,4 +1,4 @@
-"""`python -m llmc_runtime.bench`: the same as `llmc bench`, where the runtime alone is installed."""
+"""`python -m llmc_runtime.bench`: the same as `llmc bench`, for installations of the runtime alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One client process of a load: it sends its share of every mix when it is due, and tells what each request was like.
+"""A client process of the load generator: sends its share of every mix on schedule and records each request.
 
-`run` reads one line of JSON on standard input, the plan; writes {"ready": true}; reads a line with the moment of the
-start (monotonic clock); writes progress lines, and at the end {"done": {...}, "bytes": N} with N bytes of gaps behind.
+`run` reads one line of JSON from standard input, the plan, and writes {"ready": true}. It then reads a line with the
+start time (monotonic clock), writes progress lines, and finally {"done": {...}, "bytes": N}, followed by N bytes with
+the gaps between chunks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
 from llmc_runtime.bench.wire import Connection, Pool, Reply, WireError
 from llmc_runtime.bench.work import Item, Recipe
 
-_STOCK = 256  # bodies of a mix that are made before the start
-_TICK = 0.02  # seconds between two looks at the loop's own lateness
-_AFTER = 0.005  # seconds from the end of a mix to the moment its streams are cut off
-_REPORT = 0.5  # seconds between two lines of progress
+_STOCK = 256  # request bodies per mix that are prepared before the start
+_TICK = 0.02  # seconds between measurements of the event loop's delay
+_AFTER = 0.005  # seconds between the end of a mix and the cancellation of its streams
+_REPORT = 0.5  # seconds between progress lines
 
 
 class Load:
-    """The share of one process. `plan`: the target's host, port, path, tls, head; recipe, mixes, seed, timeout."""
+    """The share of one process.
+
+    `plan` contains the target's host, port, path, tls and head, and recipe, mixes, seed and timeout.
+    """
 
     def __init__(self, plan: Mapping[str, Any], process: int, processes: int) -> None:
         self._process, self._processes = process, processes
@@ -43,12 +47,12 @@ class Load:
         self._pool = Pool(plan["host"], plan["port"], ssl.create_default_context() if plan["tls"] else None)
         self._bodies = [self._stocked(mix) for mix in self._mixes]
         self.records: list[Record] = []
-        self._open: set[int] = set()  # places in records
+        self._open: set[int] = set()  # indices into records
         self._counts = {name: Counter[int]() for name in (OK, FAILED, CUT, "tokens")}
-        self.late = array("d")  # seconds that the loop was late
+        self.late = array("d")  # the event loop's delays in seconds
 
     def _stocked(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
-        """The bodies of a mix; the first ones are made now, so that the start is not late."""
+        """Return the request bodies of a mix. The first ones are created now, so that the start is not delayed."""
         source = self._recipe.bodies(mix, self._process, self._processes)
         count = min(_STOCK, mix.num_prompts or _STOCK)
         stock = deque(next(source) for _ in range(count))
@@ -61,7 +65,9 @@ class Load:
         return drawn()
 
     async def warm_up(self, count: int) -> None:
-        """Requests that are not counted, one after another. WireError, OSError, ValueError where one fails."""
+        """Send requests that are not counted, one after the other. Raises WireError, OSError or ValueError if one
+        fails.
+        """
         source = self._recipe.bodies(self._mixes[0], 0, 1)
         for _ in range(count):
             record = await self._ask(Record(0, 0.0), *next(source))
@@ -69,7 +75,7 @@ class Load:
                 raise WireError(f"a request of the warm-up failed: {record.error}")
 
     async def run(self, start: float) -> float:
-        """Everything, from `start` on. The share of a core that it took."""
+        """Run the load from `start` on. Returns the fraction of a core that this process used."""
         watch = asyncio.create_task(self._watch())
         await asyncio.sleep(max(start - time.monotonic(), 0))
         cpu, begin = time.process_time(), time.monotonic()
@@ -86,7 +92,7 @@ class Load:
             self.late.append(time.monotonic() - before - _TICK)
 
     async def _drive(self, number: int, start: float) -> None:
-        """Start the requests of one mix as they are due, and wait for their ends."""
+        """Start the requests of one mix on schedule, and wait until they have ended."""
         mix = self._mixes[number]
         sharers, until = mix.sharers(self._processes), start + (mix.duration or math.inf)
         share = mix.share(self._process, self._processes)
@@ -133,7 +139,7 @@ class Load:
             gate.release()
 
     async def _ask(self, record: Record, body: bytes, prompt_tokens: int) -> Record:
-        """One request and its whole answer. A connection that the server closed while it was idle is replaced once."""
+        """Send a request and record its response. A connection that the server closed while idle is replaced once."""
         request = self._head + b"Content-Length: %d\r\n\r\n" % len(body) + body
         record.prompt_tokens = prompt_tokens
         stream, told = Stream(record, time.monotonic), bytearray()
@@ -171,7 +177,7 @@ class Load:
             raise
 
     def progress(self) -> dict[str, Any]:
-        """Counts so far, each by mix."""
+        """Return the counts so far, each by mix."""
         every = range(len(self._mixes))
         told = {name: [count[i] for i in every] for name, count in self._counts.items()}
         told["open"] = [0] * len(every)
@@ -232,10 +238,10 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
 
 
 def main(process: int, processes: int) -> int:
-    """What a client process runs. The exit code."""
+    """Run a client process. Returns the exit status."""
     plan = json.loads(sys.stdin.readline())
-    gc.disable()  # its pauses would be counted as the server's
+    gc.disable()  # its pauses would be attributed to the server
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes a descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection needs a descriptor
     asyncio.run(_serve(plan, process, processes))
     return 0

@@ -1,4 +1,4 @@
-"""`llmc bench`: reads its arguments and prints the reports; each kind of measurement is a module of its own."""
+"""`llmc bench`: parses the arguments, runs a measurement and prints its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHAT = {
 
 
 def parser(sizes: Callable[[str], int]) -> argparse.ArgumentParser:
-    """The options of all kinds; `sizes` reads an amount of memory."""
+    """Return the parser for all kinds of measurement; `sizes` parses amounts of memory."""
     from llmc_runtime.bench import latency, offline, opening, serve, start
 
     ap = argparse.ArgumentParser(prog="llmc bench", description="Measure; reports are tables, or JSON with --json.")
@@ -35,7 +35,10 @@ def parser(sizes: Callable[[str], int]) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str], out: IO[str], err: IO[str]) -> int:
-    """Measure and print. The exit code. LlmcError E670 to E672, and those of opening."""
+    """Measure and print the report. Returns the exit status.
+
+    Raises LlmcError E670 to E672, and the errors of opening a model.
+    """
     from llmc_runtime.bench import latency, offline, serve, start
 
     if args.what == "serve":

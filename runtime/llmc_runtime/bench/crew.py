@@ -1,4 +1,6 @@
-"""The client processes of a load, as their parent sees them: started together, listened to, their records collected."""
+"""The parent's side of the client processes: starts them together, follows their progress, and collects their
+records.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
     "from llmc_runtime.bench.client import main; sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
 )
-_AHEAD = 0.2  # seconds from the word to the start
-_LINE = 1 << 30  # bytes of one line at most
+_AHEAD = 0.2  # seconds between the start signal and the start
+_LINE = 1 << 30  # maximum bytes per line
 
 
 @dataclass(frozen=True)
 class Told:
-    """What all processes found. `start`: the moment of the start; `busy`: the largest share of a core that a process
-    took; `late`: seconds that the event loops of the processes were late, each time they looked."""
+    """The results of all client processes.
+
+    `start` is the start time, `busy` the largest fraction of a core that a process used, and `late` the delays of the
+    processes' event loops in seconds, one per measurement.
+    """
 
     records: list[Record]
     start: float
@@ -34,7 +39,10 @@ class Told:
 
 
 async def run(plan: Mapping[str, Any], processes: int, show: Callable[[float, dict[str, list[int]]], None]) -> Told:
-    """Have the plan done by so many processes; `show` gets seconds and summed counts by mix. LlmcError E671."""
+    """Run the plan in `processes` processes. Raises LlmcError E671.
+
+    `show` is called with the elapsed seconds and the counts by mix, summed over the processes.
+    """
     line = (json.dumps(plan) + "\n").encode()
     crew = [await _start(i, processes) for i in range(processes)]
     try:
@@ -90,7 +98,7 @@ async def _ready(one: asyncio.subprocess.Process) -> None:
 async def _listen(
     process: int, one: asyncio.subprocess.Process, heard: Callable[[int, dict[str, list[int]]], None]
 ) -> tuple[list[Record], float, list[float]]:
-    """Until it has told everything."""
+    """Read a process's messages until it has sent its results."""
     while "done" not in (told := await _line(one)):
         heard(process, told["progress"])
     assert one.stdout is not None

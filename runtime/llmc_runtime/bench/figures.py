@@ -1,10 +1,10 @@
-"""Figures of a load from its records, under the names that vLLM's benchmark gives them; it measures nothing.
+"""Computes the statistics of a load from its records, with the names of vLLM's benchmark.
 
-Times are milliseconds. Of requests that were answered whole: `ttft`, from sending the request to the first chunk with
-text; `e2el`, to the last; `tpot`, from the first to the last over the tokens between them. `itl` has one value for
-each chunk but the first: the time since the chunk before, however many tokens a chunk brings (`tokens_per_chunk` says
-how many that were). Streams that were cut off at the end of their mix count for all of these but `e2el`, and their
-tokens for the throughput.
+Times are in milliseconds. `ttft` is the time from sending a request to the first chunk with text, `e2el` the time to
+the last chunk, and `tpot` the time from the first to the last chunk, divided by the tokens between them. `itl` has one
+value for each chunk but the first: the time since the chunk before, regardless of the number of tokens in a chunk,
+whose mean is `tokens_per_chunk`. Failed requests do not count. Streams cut off at the end of their mix count for
+everything except `e2el`, and their tokens count for the throughput.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from llmc_runtime.bench.record import CUT, FAILED, OK, Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50.0, 90.0, 99.0)
-_ERRORS = 5  # kinds of failures that are told
+_ERRORS = 5  # number of kinds of failures to report
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which metrics are told, at which percentiles, and the goals (milliseconds by metric) of a good request."""
+    """The metrics to report, their percentiles, and service-level objectives: `goals` maps metrics to milliseconds."""
 
     metrics: Sequence[str] = METRICS
     percentiles: Sequence[float] = PERCENTILES
@@ -32,7 +32,7 @@ class Wanted:
 
 
 def figures(records: Sequence[Record], start: float, wanted: Wanted) -> dict[str, Any]:
-    """Counts, throughputs and latencies; `duration` runs from `start` to the end of the last request."""
+    """Return counts, throughputs and latencies. `duration` is the time from `start` to the end of the last request."""
     done = [record for record in records if record.status == OK]
     told = [record for record in records if record.status != FAILED and record.chunks]
     duration = max((record.end for record in records), default=start) - start
@@ -81,7 +81,7 @@ def _values(name: str, done: Sequence[Record], told: Sequence[Record]) -> np.nda
 
 
 def _one(record: Record, name: str) -> float:
-    """A request's figure in milliseconds; its `itl` is the mean of its own."""
+    """Return a request's metric in milliseconds; its `itl` is the mean over its chunks."""
     if name == "ttft":
         return 1e3 * (record.first - record.sent)
     if name == "e2el":
@@ -100,7 +100,7 @@ def _most_at_once(records: Sequence[Record]) -> int:
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
-    """The commonest failures and how often they came."""
+    """Return the most frequent failures with their counts."""
     counts: dict[str, int] = {}
     for record in records:
         if record.status == FAILED:

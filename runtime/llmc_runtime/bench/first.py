@@ -1,6 +1,6 @@
-"""A process that opens an artifact, makes one token, says how long that took, and ends; bench.start watches it.
+"""The child process of `llmc bench start`: opens an artifact, generates one token, and reports the times.
 
-It reads a line of JSON, what LLM is opened with, on standard input, after the modules that this takes are there.
+After importing its modules it reads a line of JSON from standard input: the arguments of LLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _BEGIN = time.perf_counter()
 
 
 def main() -> int:
-    """Prints {"token": id, "seconds": {stage: seconds}}. The exit code."""
+    """Print {"token": id, "seconds": {stage: seconds}}. Returns the exit status."""
     import json
     import sys
 

@@ -1,4 +1,4 @@
-"""`llmc bench latency`: seconds of one batch of equal requests, and milliseconds of a decoding step in it."""
+"""`llmc bench latency`: the time of a batch of equal requests, and the time per decode step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ LINES = (
 
 
 def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
-    """The report. A decoding step: the batch's time less that of the same batch with one token, by the tokens between
-    them. LlmcError E670, and those of opening and of requests."""
+    """Run the measurement and return the report.
+
+    The time per decode step is the batch's time minus that of the same batch with one output token, divided by the
+    number of tokens between them. Raises LlmcError E670, and the errors of opening a model and of requests.
+    """
     from llmc_runtime.llm import LLM
     from llmc_runtime.sched.params import SamplingParams
 
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
 
 
 def arguments(add: Any) -> None:
-    """The batch; names are those of vLLM's latency benchmark."""
+    """Declare the options of the batch, with the names of vLLM's latency benchmark."""
     add("--batch-size", type=int, default=8, metavar="N", help="requests at a time (8)")
     add("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (32)")
     add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")

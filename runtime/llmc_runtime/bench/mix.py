@@ -1,7 +1,7 @@
-"""A mix: how many requests of which sizes come when. It sends nothing.
+"""A traffic mix: the number, sizes and arrival times of requests.
 
-Where several processes share a mix, request i belongs to process i % sharers; each of them draws every arrival and
-every size from the same seed, so that the requests are the same however many processes there are.
+If several processes share a mix, request i belongs to process i % sharers. Each process draws all arrival times and
+sizes from the same seed, so that the requests do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _WHOLE = frozenset({"num_prompts", "max_concurrency", "input_len", "output_len",
 
 @dataclass(frozen=True)
 class Mix:
-    """One kind of load. LlmcError E670 where it makes no sense.
+    """One kind of traffic. Raises LlmcError E670 for invalid values.
 
-    rate             requests a second (inf: each as soon as it may)
-    burstiness       shape of the gamma distribution of the intervals; 1: a Poisson process, more: more even
-    max_concurrency  most requests open at a time (None: any)
-    num_prompts      requests in all (None: as many as fit into `duration`)
-    duration         seconds after which no request starts any more (None: until num_prompts are done); streams
-                     of a mix without a rate, which would go on, are cut off then
-    input_len        tokens of a prompt behind its prefix; output_len: tokens asked for; both vary evenly within
-                     plus or minus range_ratio of themselves
-    prefix_len       tokens that prompts share, in `num_prefixes` kinds
+    - `rate`: requests per second (inf: each as soon as possible)
+    - `burstiness`: shape of the intervals' gamma distribution; 1 is a Poisson process, larger values are more regular
+    - `max_concurrency`: maximum number of open requests (None: unlimited)
+    - `num_prompts`: number of requests (None: as many as fit into `duration`)
+    - `duration`: seconds after which no request is started (None: until num_prompts are done); the open streams of a
+      mix without a rate are then cut off
+    - `input_len`: tokens of a prompt, without its prefix
+    - `output_len`: tokens to generate
+    - `range_ratio`: both lengths vary uniformly within plus or minus this fraction
+    - `prefix_len`: tokens of the prefix that prompts share; `num_prefixes`: number of different prefixes
     """
 
     name: str = "all"
@@ -72,23 +73,26 @@ class Mix:
 
     @property
     def closed(self) -> bool:
-        """Requests come as others end, not at times of their own."""
+        """Whether a request is sent when another one ends (a closed loop), instead of at its own time."""
         return self.rate == math.inf
 
     def sharers(self, processes: int) -> int:
-        """How many of so many client processes take part."""
+        """Return how many of the client processes take part."""
         return min(processes, self.max_concurrency or processes, self.num_prompts or processes)
 
     def share(self, process: int, processes: int) -> int | None:
-        """Of `max_concurrency`, what this process may have open; None: any number."""
+        """Return this process's share of `max_concurrency`; None: unlimited."""
         if self.max_concurrency is None:
             return None
         sharers = self.sharers(processes)
         return self.max_concurrency // sharers + (process < self.max_concurrency % sharers)
 
     def arrivals(self, seed: str) -> Iterator[float]:
-        """Seconds after the start at which requests 0, 1, ... are due, as many as there are. The drawn intervals are
-        stretched to a mean of exactly 1 / rate, so that no seed asks for more work than another one."""
+        """Yield the seconds after the start at which requests 0, 1, ... are due.
+
+        The random intervals are scaled to a mean of exactly 1 / rate, so that every seed requests the same amount of
+        work.
+        """
         if self.closed:
             yield from itertools.repeat(0.0) if self.num_prompts is None else itertools.repeat(0.0, self.num_prompts)
             return
@@ -101,7 +105,7 @@ class Mix:
             yield before * stretch
 
     def sizes(self, seed: str) -> Iterator[tuple[int, int]]:
-        """(input_len, output_len) of requests 0, 1, ... without end."""
+        """Yield (input_len, output_len) of requests 0, 1, ..., without end."""
         rng = random.Random(f"{seed}/{self.name}/sizes")
         while True:
             yield self._drawn(rng, self.input_len), self._drawn(rng, self.output_len)
@@ -113,18 +117,21 @@ class Mix:
         return rng.randint(max(low, 1), high)
 
     def told(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the mix as JSON values."""
         return asdict(self) | {"rate": "inf" if self.closed else self.rate}
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Mix:
-        """What `told` told."""
+        """Return the mix from the result of `told`."""
         return cls(**{**told, "rate": float(told["rate"])})
 
 
 def parse_mix(text: str, default: Mix) -> Mix:
-    """A mix from "name=prompts,rate=8,input=2000,output=16,duration=120"; what it leaves open is as in `default`, but
-    its number, its concurrency and its rate, which belong to one mix. LlmcError E670."""
+    """Parse a mix such as "name=prompts,rate=8,input=2000,output=16,duration=120". Raises LlmcError E670.
+
+    Missing values are those of `default`, except the number of requests, the concurrency and the rate, which belong to
+    one mix.
+    """
     values: dict[str, Any] = asdict(default) | {"num_prompts": None, "max_concurrency": None, "rate": math.inf}
     known, short = {field.name for field in fields(Mix)}, dict(_SHORT)
     for part in filter(None, (one.strip() for one in text.split(","))):

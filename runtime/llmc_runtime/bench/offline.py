@@ -1,4 +1,4 @@
-"""`llmc bench offline`: tokens a second of LLM.generate, or of AsyncLLM, over requests that are all there at once."""
+"""`llmc bench offline`: throughput of LLM.generate, or of AsyncLLM, for requests that are all submitted at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ LINES = (
 
 
 def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
-    """The report. LlmcError E670, and those of opening and of requests."""
+    """Run the measurement and return the report. Raises LlmcError E670, and the errors of opening a model and of
+    requests.
+    """
     opening.counts(args, "num_prompts", "input_len", "output_len", "rounds")
     sizes = Mix("offline", num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len,
                 range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip
@@ -52,7 +54,7 @@ def _params(args: argparse.Namespace, drawn: Sequence[tuple[int, int]]) -> list[
 
 
 def _prompts(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], vocab_size: int, number: int) -> list[Any]:
-    """Those of a round; each round has its own, so that none finds the prefixes of the one before."""
+    """Return the prompts of a round. Rounds differ, so that none hits the prefixes of the one before."""
     lengths = [length for length, _ in drawn]
     return opening.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
 
@@ -101,13 +103,13 @@ async def _async(
 
 
 async def _steps(llm: Any) -> int:
-    """Steps so far, once the engine's figures are fresh."""
+    """Return the number of steps so far, after waiting for the engine's statistics to be updated."""
     await asyncio.sleep(0.5)
     return int(llm.stats().get("num_steps", 0))
 
 
 def arguments(add: Any) -> None:
-    """The work; names are those of vLLM's throughput benchmark."""
+    """Declare the options of the work, with the names of vLLM's throughput benchmark."""
     add("--num-prompts", type=int, default=256, metavar="N", help="requests (256)")
     add("--input-len", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
     add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")

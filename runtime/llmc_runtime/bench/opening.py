@@ -1,4 +1,4 @@
-"""What the benches that open an artifact themselves share: options, and prompts of random ids. No HTTP."""
+"""Options and prompts shared by the benchmarks that open an artifact themselves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 
 _LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads", "seed")
-_LOWEST = 16  # ids below are special ones, in most vocabularies
+_LOWEST = 16  # lower ids are special tokens in most vocabularies
 
 
 def arguments(add: Any, sizes: Any) -> None:
-    """The model and its limits; `sizes` reads an amount of memory."""
+    """Declare the options of the model and its limits; `sizes` parses amounts of memory."""
     add("model", metavar="MODEL", help="an artifact, or a Hugging Face folder (compiled on first use)")
     add("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
     add("--max-num-seqs", type=int, metavar="N", help="sequences that run at a time")
@@ -32,14 +32,14 @@ def arguments(add: Any, sizes: Any) -> None:
 
 
 def options(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
-    """What LLM and AsyncLLM are opened with."""
+    """Return the arguments of LLM and AsyncLLM."""
     named = {name: getattr(args, name) for name in _LIMITS}
     named |= {"enable_prefix_caching": args.enable_prefix_caching, "target": args.target, "cache_dir": args.cache}
     return named | {"say": lambda line: print(f"llmc: {line}", file=err, flush=True)}
 
 
 def counts(args: argparse.Namespace, *names: str) -> None:
-    """LlmcError E670 where one of these options is not positive."""
+    """Raise LlmcError E670 if one of these options is not positive."""
     for name in names:
         if getattr(args, name) < 1:
             option = "--" + name.replace("_", "-")
@@ -47,7 +47,10 @@ def counts(args: argparse.Namespace, *names: str) -> None:
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab_size: int, prefix_len: int = 0) -> list[list[int]]:
-    """Random ids below nine tenths of the vocabulary, where special ids are rare; the first `prefix_len` are shared."""
+    """Return prompts of random ids below 90 % of the vocabulary, where special ids are rare.
+
+    The first `prefix_len` ids are shared.
+    """
     rng = np.random.default_rng(seed)
     high = max(vocab_size * 9 // 10, 2)
     low = min(_LOWEST, high - 1)

@@ -1,4 +1,4 @@
-"""What one streamed request was like: when its chunks came, and how many tokens it had. It reads events, no HTTP."""
+"""Records one streamed request, from its server-sent events: arrival times of chunks and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ OK, FAILED, CUT = "ok", "failed", "cut"
 
 @dataclass
 class Record:
-    """One request. Times are seconds of the monotonic clock, which all processes of a machine share.
+    """A request. Times are in seconds of the monotonic clock, which all processes of a machine share.
 
-    `first` and `last`: when the first and the last chunk with text came; `gaps`: seconds between two such chunks, in
-    float32, one for each chunk but the first, however many tokens it had; `output_tokens`: as the server counts, where
-    it says so, else chunks.
+    `first` and `last` are the arrival times of the first and last chunk with text. `gaps` are the seconds between
+    consecutive chunks with text, in float32. `output_tokens` is the server's count if it reports one, else the number
+    of chunks.
     """
 
     mix: int
@@ -36,19 +36,19 @@ class Record:
 
 
 class Stream:
-    """Server-sent events of one completion, as they come, into its record."""
+    """Parses the server-sent events of one completion into its record."""
 
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         self.record, self._clock = record, clock
         self._tail = b""
-        self._done = False  # by [DONE]; servers that send none have ended with their choices
-        self._ended: dict[int, bool] = {}  # by choice: whether it has said why it ended
+        self._done = False  # [DONE] was received; servers that do not send it end with their choices
+        self._ended: dict[int, bool] = {}  # choice -> whether it has a finish reason
         self.error = ""
 
     def take(self, data: bytes) -> None:
-        """Part of the body. ValueError where an event is no chunk of a completion."""
+        """Process a part of the body. Raises ValueError if an event is not a chunk of a completion."""
         now = self._clock()
-        if b"\r" in data:  # JSON holds none; what is left are ends of lines
+        if b"\r" in data:  # JSON contains none, so these are line ends
             data = data.replace(b"\r", b"")
         *events, self._tail = (self._tail + data).split(b"\n\n")
         for event in events:
@@ -61,7 +61,7 @@ class Stream:
 
     @property
     def whole(self) -> bool:
-        """Whether it ended as it should, once its body has."""
+        """Whether the response was complete, at the end of its body."""
         return (self._done or (bool(self._ended) and all(self._ended.values()))) and not self.error
 
     def _payload(self, payload: bytes, now: float) -> None:
@@ -96,7 +96,7 @@ class Stream:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """Whether the chunk's choice has text of any kind."""
+    """Return whether a chunk's choice contains text of any kind."""
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text"))

@@ -1,4 +1,4 @@
-"""`llmc bench serve`: a load on a running server, from its options to its report; the load itself is sent elsewhere."""
+"""`llmc bench serve`: puts a load on a running server, from options to report. Client processes send the requests."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _MIX = (
     "one of several kinds of requests that come at the same time: name=,rate=,burstiness=,concurrency=,num=,duration=,"
     "input=,output=,range_ratio=,prefix=,prefixes= (what it leaves out is as the other options say)"
 )
-_PROMPTS = 1000  # where neither a number nor a duration is given
-_VOCABULARY = 1000  # where neither the options nor the server say its size
-_BUSY, _LATE_MS = 0.85, 10.0  # what a client process may take of a core, and be late (99th percentile)
+_PROMPTS = 1000  # if neither a number nor a duration is set
+_VOCABULARY = 1000  # if neither the options nor the server state its size
+_BUSY, _LATE_MS = 0.85, 10.0  # acceptable use of a core and delay (99th percentile) of a client process
 
 
 def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str]) -> int:
-    """Measure and report. The exit code: 1 where a request failed. LlmcError E670, E671."""
+    """Run the measurement and print the report. Returns the exit status: 1 if a request failed.
+
+    Raises LlmcError E670 or E671.
+    """
     _check(args)
     args.endpoint = _endpoint(args)
     mixes, wanted = mixes_of(args), _wanted(args)
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
 
 
 def _check(args: argparse.Namespace) -> None:
-    """LlmcError E670 where a number is too small."""
+    """Raise LlmcError E670 if a number is too small."""
     least = {"num_prompts": 1, "random_vocab_size": 1, "client_processes": 1, "seed": 0, "num_warmups": 0}
     for name, low in least.items():
         value, option = getattr(args, name), "--" + name.replace("_", "-")
@@ -67,7 +70,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _endpoint(args: argparse.Namespace) -> str:
-    """The endpoint that --endpoint or --backend names. LlmcError E670 where they differ."""
+    """Return the endpoint selected by --endpoint or --backend. Raises LlmcError E670 if they disagree."""
     named = CHAT if args.backend == "openai-chat" else COMPLETIONS
     if args.backend is not None and args.endpoint not in (None, named):
         raise LlmcError("E670", f"--backend {args.backend} is of {named}, not {args.endpoint}", "give one of them")
@@ -75,13 +78,13 @@ def _endpoint(args: argparse.Namespace) -> str:
 
 
 def _base(args: argparse.Namespace) -> SplitResult:
-    """Where the server is: what stands in front of /v1, whether or not that was written. LlmcError E670."""
+    """Return the server's base URL, without /v1. Raises LlmcError E670."""
     host = f"[{args.host}]" if ":" in args.host else args.host
     given = args.base_url or f"http://{host}:{args.port}"
     try:
         base = urlsplit(given)
         right = base.scheme in ("http", "https") and base.hostname and base.port != 0
-    except ValueError:  # no port, or no IPv6 address
+    except ValueError:  # invalid port or IPv6 address
         right = False
     if not right:
         raise LlmcError("E670", f"{given!r:.80} is no address of a server", "--base-url http://127.0.0.1:8000")
@@ -89,7 +92,7 @@ def _base(args: argparse.Namespace) -> SplitResult:
 
 
 def mixes_of(args: argparse.Namespace) -> list[Mix]:
-    """Those of --mix, or the one that the other options describe. LlmcError E670."""
+    """Return the mixes of --mix, or the one described by the other options. Raises LlmcError E670."""
     count = args.num_prompts or (None if args.duration else _PROMPTS)
     default = Mix(
         "all", args.request_rate, args.burstiness, args.max_concurrency, count, args.duration,
@@ -127,7 +130,7 @@ def _wanted(args: argparse.Namespace) -> Wanted:
 async def _plan(
     args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], keys: Sequence[str]
 ) -> dict[str, Any]:
-    """What the client processes are told, with what only the server knows."""
+    """Return the plan for the client processes, with information requested from the server."""
     tls, host = base.scheme == "https", base.hostname or ""
     port = base.port or (443 if tls else 80)
     name = f"[{host}]" if ":" in host else host
@@ -162,7 +165,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 
 async def _model(host: str, port: int, tls: bool, request: str, wanted: str | None) -> dict[str, Any]:
-    """The wanted model's entry in /v1/models, or the first. LlmcError E671."""
+    """Return the entry of the wanted model in /v1/models, or of the first one. Raises LlmcError E671."""
     import ssl
 
     body = bytearray()
@@ -217,7 +220,7 @@ def _report(
 
 
 def _detailed(told: crew.Told) -> dict[str, list[Any]]:
-    """One value a request, seconds as vLLM has them."""
+    """Return lists with one value per request; times are in seconds, as in vLLM."""
     return {
         "input_lens": [r.prompt_tokens for r in told.records],
         "output_lens": [r.output_tokens for r in told.records],
@@ -245,7 +248,7 @@ def _warnings(busy: float, late: float, mixes: Sequence[Mix], each: Mapping[str,
 
 
 class _Progress:
-    """One line on a terminal, brought up to date; in a file one every ten seconds."""
+    """A progress line, updated in place on a terminal, and printed every ten seconds otherwise."""
 
     def __init__(self, err: IO[str], names: Sequence[str], shown: bool) -> None:
         self._err, self._names, self._shown = err, names, shown
@@ -293,7 +296,7 @@ def _text(report: Mapping[str, Any], wanted: Wanted) -> str:
 
 
 def arguments(add: Any) -> None:
-    """The options, spelled as vLLM's where they mean the same."""
+    """Declare the options, with vLLM's names if they have the same meaning."""
     add("--base-url", metavar="URL", help="the server, with /v1 or without; or --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)

@@ -1,4 +1,4 @@
-"""`llmc bench start`: from nothing to the first token, in processes that begin anew each time, stage by stage."""
+"""`llmc bench start`: the time from process start to the first token, by stage, in a fresh process each time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ LINES = (
 
 
 def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
-    """The report: the first run, which may find nothing in the page cache, is told apart. LlmcError E670, E672, and
-    those of opening."""
+    """Run the measurement and return the report.
+
+    The first run, for which the page cache may be cold, is reported separately. Raises LlmcError E670, E672, and the
+    errors of opening a model.
+    """
     from llmc_runtime.llm import resolve
 
     opening.counts(args, "num_iters", "input_len")
@@ -52,7 +55,10 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
 
 
 def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """(seconds from starting a process to its first token, the stages of them). LlmcError E672 where it ends before."""
+    """Return the seconds from starting a process to its first token, in total and by stage.
+
+    Raises LlmcError E672 if the process exits before.
+    """
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path))]
     begin = time.perf_counter()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -73,7 +79,7 @@ def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
 
 
 def arguments(add: Any) -> None:
-    """How often, and the prompt."""
+    """Declare the options: the number of runs, and the prompt."""
     add("--num-iters", type=int, default=5, metavar="N", help="processes, after a first one (5)")
     add("--input-len", type=int, default=32, metavar="N", help="tokens of the prompt (32)")
     add("--disable-tqdm", action="store_true", help="show no progress")

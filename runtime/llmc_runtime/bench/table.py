@@ -1,4 +1,4 @@
-"""A report's figures as a table of aligned text; it computes nothing."""
+"""Formats a report as a table of aligned text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Line(NamedTuple):
-    """A row: its words, the key of its figures, how they are written."""
+    """A row of the table: its label, the key of its figures, and their format."""
 
     words: str
     key: str
@@ -15,7 +15,7 @@ class Line(NamedTuple):
 
 
 def table(lines: Sequence[Line], columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Rows by `lines`, a column for each report under its name; figures that are not there are dashes."""
+    """Return a row for each of `lines` and a column for each named report; missing figures are shown as dashes."""
     rows = [["", *columns]] if any(columns) else []
     rows += [
         [line.words, *(_written(column.get(line.key), line.form) for column in columns.values())] for line in lines

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for a load client: one request at a time on a connection, a reply's bytes as they come; no JSON."""
+"""A minimal HTTP/1.1 client for load generation: one request at a time per connection, with streamed responses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _MOST_HEAD = 64 << 10
 
 
 class WireError(Exception):
-    """The server said what is no HTTP, or went away."""
+    """The server's response is not HTTP, or the connection was closed."""
 
 
 class Reply:
-    """A reply on its way: what `feed` is given in, its body out. `complete`: nothing more comes."""
+    """An incremental parser of a response. `complete` is set at its end."""
 
     def __init__(self) -> None:
         self.status = 0
         self.complete = self.reusable = False
         self._rest = b""
         self._chunked = self._crlf = self._trailer = False
-        self._left: int | None = None  # bytes of the body, or of the chunk; None: until the end of the connection
+        self._left: int | None = None  # remaining bytes of the body or chunk; None: until the connection is closed
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body in it. WireError where it is no HTTP."""
+        """Parse received data and return the part of the body in it. Raises WireError if it is not HTTP."""
         if not self.status:
             data = self._head(self._rest + data)
             if not self.status:
@@ -40,7 +40,7 @@ class Reply:
         return part
 
     def _head(self, data: bytes) -> bytes:
-        """What comes behind the head; while that is not whole, nothing."""
+        """Parse the head and return the data after it; b"" while the head is incomplete."""
         end = data.find(b"\r\n\r\n")
         if end < 0:
             if len(data) > _MOST_HEAD:
@@ -95,22 +95,22 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """A connection to the server, for one request after another."""
+    """A connection to the server that carries one request at a time."""
 
     def __init__(self) -> None:
         self.transport: Any = None
-        self.used = False  # it has carried a request before
+        self.used = False  # whether it has carried a request before
         self.closed = False
         self._reply: Reply | None = None
         self._hear: Callable[[Reply, bytes], None] = _nobody
         self._done: asyncio.Future[Reply] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It stands."""
+        """Store the transport."""
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Part of a reply."""
+        """Parse a part of the response."""
         reply, done = self._reply, self._done
         if reply is None or done is None:
             self.transport.abort()
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
             self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over; the reply, too, unless its end was to be just that."""
+        """End the response, which is an error unless it was delimited by the end of the connection."""
         self.closed = True
         reply = self._reply
         if reply is not None:
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._finish(None if whole else WireError(f"the connection was closed{f': {exc}' if exc else ''}"))
 
     def ask(self, request: bytes, hear: Callable[[Reply, bytes], None]) -> asyncio.Future[Reply]:
-        """Send a request; `hear` gets the parts of the reply's body at once, the future its end."""
+        """Send a request. `hear` is called with each part of the response's body; the future completes at its end."""
         self._reply, self._hear = Reply(), hear
         self._done = asyncio.get_running_loop().create_future()
         self.transport.write(request)
@@ -153,14 +153,14 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server, used again when they can be."""
+    """A pool of connections to one server."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self._host, self._port, self._tls = host, port, tls
         self._idle: list[Connection] = []
 
     async def take(self, fresh: bool = False) -> Connection:
-        """One that no request is on. OSError where the server cannot be reached."""
+        """Return an idle or new connection. Raises OSError if the server cannot be reached."""
         while self._idle and not fresh:
             connection = self._idle.pop()
             if not connection.closed:
@@ -170,14 +170,14 @@ class Pool:
         return connection
 
     def give(self, connection: Connection, reply: Reply) -> None:
-        """It may serve the next request."""
+        """Return a connection to the pool, or close it if it cannot be reused."""
         if reply.reusable and not connection.closed:
             self._idle.append(connection)
         else:
             connection.transport.abort()
 
     def close(self) -> None:
-        """Close those that are idle."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.transport.abort()
         self._idle.clear()

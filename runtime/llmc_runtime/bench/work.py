@@ -1,4 +1,4 @@
-"""Requests of a mix as HTTP bodies: prompts of random token ids, of random words, or of a file. It sends nothing."""
+"""Creates the request bodies of a mix, with prompts of random token ids, random words, or from a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmc_runtime.bench.mix import Mix
 from llmc_runtime.format.errors import LlmcError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-_LOWEST = 16  # ids below are special ones, in most vocabularies
+_LOWEST = 16  # lower ids are special tokens in most vocabularies
 _SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A line of a data set: a text, or a conversation, and how many tokens its answer is to have."""
+    """An entry of a data set: a text or a conversation, and the number of tokens to generate."""
 
     prompt: str | list[dict[str, Any]]
     output_len: int | None = None
@@ -29,8 +29,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all requests have in common. `vocab_size`: random ids are below nine tenths of it, where special ids are
-    rare; `items`: a data set instead of random prompts; `extra`: fields of the body that come last."""
+    """The common properties of all requests.
+
+    Random ids are below 90 % of `vocab_size`, where special ids are rare. `items` is a data set that replaces random
+    prompts. `extra` contains additional fields of the body, which override others.
+    """
 
     endpoint: str
     model: str
@@ -41,8 +44,10 @@ class Recipe:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def bodies(self, mix: Mix, process: int, processes: int) -> Iterator[tuple[bytes, int]]:
-        """(JSON body, tokens of the prompt or 0 where only the server can count) of this process's requests of `mix`,
-        without end."""
+        """Yield this process's requests of `mix` without end: (JSON body, number of prompt tokens).
+
+        The number is 0 if only the server can count them.
+        """
         sharers = mix.sharers(processes)
         for i, (input_len, output_len) in enumerate(mix.sizes(str(self.seed))):
             if i % sharers != process:
@@ -68,7 +73,9 @@ class Recipe:
         return json.dumps(asked | dict(self.extra), separators=(",", ":")).encode()
 
     def _random(self, mix: Mix, i: int, input_len: int) -> tuple[Any, int]:
-        """Ids for completions, as many words for chat; equal for equal seed, mix and number."""
+        """Return random ids for completions, or as many words for chats; equal for equal seed, mix and request
+        number.
+        """
         name = int.from_bytes(mix.name.encode()[:8], "little")
         own = np.random.default_rng((self.seed, name, 1, i)).integers(0, 1 << 40, input_len)
         shared = np.random.default_rng((self.seed, name, 2, i % mix.num_prefixes)).integers(0, 1 << 40, mix.prefix_len)
@@ -85,11 +92,12 @@ def _word(value: int) -> str:
 
 
 def read_items(path: Path, kind: str, endpoint: str) -> list[Item]:
-    """The lines of a data set. LlmcError E670 where it cannot be read, or holds nothing that can be sent.
+    """Read a data set. Raises LlmcError E670 if it cannot be read, or contains nothing that can be sent.
 
-    `kind` "custom": JSON lines of {"prompt": TEXT or "messages": [...], "output_len": N or "max_tokens": N, both
-    optional}; "sharegpt": a JSON list, or JSON lines, of {"conversations": [{"from", "value"}, ...]}, of which the
-    first text is the prompt, and the length of the second, at four characters a token, the length of the answer.
+    With `kind` "custom", the file consists of JSON lines with "prompt" (a text) or "messages" (a list), and optionally
+    "output_len" or "max_tokens". With "sharegpt", it is a JSON list, or JSON lines, of {"conversations": [{"from",
+    "value"}, ...]}: the first text is the prompt, and the length of the second one, at four characters per token, is
+    the output length.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What runs programs: one module a kind of machine, behind the few verbs of `device.Device`."""
+"""Device backends: the `Device` interface and its implementations for CPUs and NVIDIA GPUs."""

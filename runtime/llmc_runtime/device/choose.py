@@ -1,4 +1,4 @@
-"""From an artifact to the device that it was compiled for, opened; it loads nothing onto it."""
+"""Selects and opens the device that an artifact was compiled for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from llmc_runtime.format.errors import LlmcError
 
 
 def open_device(artifact: Artifact, threads: int | None, *, careful: bool = False) -> Device:
-    """The device that the artifact was compiled for; `threads` compute on the CPU, and copy weights to a GPU.
+    """Open the device that the artifact was compiled for.
 
-    `careful`: a GPU is waited for after every launch, so that a failure names its kernel; a CPU always does so.
+    `threads` is the number of compute threads on a CPU, and of threads that upload weights to a GPU; None selects the
+    device's default. With `careful`, a GPU is synchronized after every launch, so that an error names the kernel that
+    failed; a CPU reports errors synchronously in any case.
 
-    LlmcError E112 where the kind is unknown, E115 to E117 where this machine or runtime has none that serves.
+    Raises LlmcError E112 if the runtime does not know the kind of device, and E115 to E117 if this machine or this
+    runtime cannot run the target.
     """
     target = artifact.manifest.target
     family = target.name.partition(":")[0]

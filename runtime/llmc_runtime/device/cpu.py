@@ -1,4 +1,4 @@
-"""The CPU as a device: kernels are shared objects, a step is one C call on a pool of threads; no Python per launch."""
+"""The CPU device. Kernels are shared objects, and a step is one C call that runs on a pool of threads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact, Tensor
 from llmc_runtime.device.device import Device, Memory, Run
-from llmc_runtime.device.host import default_threads, free_memory, this_host
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
+from llmc_runtime.host import default_threads, free_memory, this_host
 
 ABI = "cpu-1"
 ALIGN = 64
 _HUGE = 4 << 20
-_NORESERVE = 0x4000  # of Linux; Python does not name it
+_NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which the mmap module does not define
 
 
 class CpuDevice(Device):
-    """The cores of this process. `threads`: of the pool, the caller's included (default: physical cores)."""
+    """The CPU cores available to this process.
+
+    `threads` is the size of the thread pool, including the calling thread. The default is the number of physical cores.
+    """
 
     name = "cpu"
 
@@ -33,6 +36,7 @@ class CpuDevice(Device):
         self._kept: list[object] = []
 
     def alloc(self, nbytes: int) -> Memory:
+        """Allocate zeroed memory; raise LlmcError E203 if there is not enough. Large areas ask for huge pages."""
         size = max(1, nbytes)
         try:
             area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -42,18 +46,21 @@ class CpuDevice(Device):
         if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 area.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without huge pages: the memory is as good, only slower
+            except OSError:  # the kernel has no huge pages: the memory works all the same, only slower
                 pass
         host = np.frombuffer(area, np.uint8)[:nbytes]
         return Memory(host.ctypes.data, nbytes, host)
 
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
+        """Copy the array's bytes to offset `begin`."""
         memory.host[begin : begin + data.nbytes] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
     def zero(self, memory: Memory, begin: int, end: int) -> None:
+        """Zero the bytes [begin, end)."""
         memory.host[begin:end] = 0
 
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
+        """Fill the memory with repetitions of `tile`, starting at byte `at` of the tile."""
         out, done = memory.host, 0
         while done < len(out):
             piece = tile[at : at + len(out) - done]
@@ -61,17 +68,19 @@ class CpuDevice(Device):
             done, at = done + len(piece), 0
 
     def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
+        """Return a view of the bytes [begin, end), without a copy."""
         return memory.host[begin:end]
 
     def read(self, memory: Memory) -> np.ndarray:
+        """Return a copy of the memory."""
         return memory.host.copy()
 
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
-        """The mapped files' own pages."""
+        """Return the addresses of weights. They stay in the mapped file's pages unless they are misaligned."""
         return {name: self._place(artifact.tensors[name]) for name in names}
 
     def _place(self, tensor: Tensor) -> int:
-        """A tensor that a foreign writer left unaligned is copied."""
+        """Return the tensor's address, copying it first if its file does not align it to `ALIGN` bytes."""
         data = tensor.data
         if data.ctypes.data % ALIGN:
             memory = self.alloc(data.nbytes)
@@ -81,6 +90,7 @@ class CpuDevice(Device):
         return data.ctypes.data
 
     def load(self, artifact: Artifact) -> None:
+        """Load the kernels' shared objects; raise LlmcError E112 if one has another ABI or cannot be loaded."""
         for kernel in artifact.manifest.kernels:
             if kernel.abi != ABI:
                 cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime knows {ABI!r}"
@@ -96,6 +106,10 @@ class CpuDevice(Device):
                 raise LlmcError("E112", cause, remedy) from None
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
+        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function.
+
+        The returned function raises LlmcError E114 if the step reports an error.
+        """
         if program.step is None:
             cause = f"program {program.name} has no step function, which the CPU needs"
             raise LlmcError("E113", cause, "recompile with --target cpu:native")
@@ -118,7 +132,9 @@ class CpuDevice(Device):
         return step
 
     def _pool(self, key: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-        """The threads of one step unit, shared by its programs: they never run at the same time."""
+        """Return the library and the thread pool of a step unit. All programs of the unit share the pool: they never
+        run concurrently.
+        """
         if key not in self._pools:
             unit = self._libraries[key]
             opened = self._symbol(unit, "llmc_open")
@@ -142,10 +158,11 @@ class CpuDevice(Device):
             raise LlmcError("E112", cause, "recompile the artifact") from None
 
     def free_memory(self) -> int:
+        """Return the number of bytes that can be allocated without swapping."""
         return free_memory()
 
     def close(self) -> None:
-        """Ends the pools' threads; the libraries stay mapped, as other artifacts may share them."""
+        """Stop the thread pools. The libraries stay mapped, because other artifacts may use them."""
         for unit, pool in self._pools.values():
             close = self._symbol(unit, "llmc_close")
             close.restype, close.argtypes = None, [ctypes.c_void_p]
@@ -155,5 +172,6 @@ class CpuDevice(Device):
         self._kept.clear()
 
     def describe(self) -> Mapping[str, object]:
+        """Return the device name, CPU model, machine type and number of threads."""
         host = this_host()
         return {"name": self.name, "model": host.model, "machine": host.machine, "threads": self.threads}

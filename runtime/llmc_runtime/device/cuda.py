@@ -1,4 +1,4 @@
-"""One NVIDIA GPU as a device: the driver API through cuda-bindings, one stream; no torch, no toolkit, no compiler."""
+"""The CUDA device: one NVIDIA GPU, driven through the driver API (cuda-bindings) on a single stream."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from llmc_runtime.device.cuda_memory import Ring, Slot
 from llmc_runtime.device.cuda_names import Cuda
 from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.device import Device, Event, Memory, Run
-from llmc_runtime.device.host import default_threads
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import KernelFile, TargetInfo
 from llmc_runtime.format.program import Program
+from llmc_runtime.host import default_threads
 
 ABI = "cuda-1"
-ALIGN = 64  # of weights, as their files have it
-_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # threads that hash, and that do not; more do not help
-_PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
+ALIGN = 64  # bytes; the alignment of weights within their files
+_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # maximum threads with and without hashing; more bring no gain
+_PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without opting in
 
 
 class CudaDevice(Device):
-    """The first GPU that this process sees, if it runs `target`.
+    """The first GPU visible to this process.
 
-    `threads` read and hash weights (default: physical cores, at most 16); `careful`: no graphs, and every launch is
-    waited for, so that an error names the kernel that failed. LlmcError E115 (no driver, no GPU), E116 (the driver is
-    too old), E117 (another architecture).
+    `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
+    are disabled and every launch is synchronized, so that an error names the kernel that failed.
+
+    Raises LlmcError E115 if there is no driver or no GPU, E116 if the driver is too old, and E117 if the GPU cannot run
+    binaries for `target`.
     """
 
     depth = 2
@@ -74,6 +76,7 @@ class CudaDevice(Device):
             raise
 
     def alloc(self, nbytes: int) -> CudaMemory:
+        """Allocate zeroed device memory; raise LlmcError E203 if there is not enough."""
         memory = self._alloc(nbytes)
         self.zero(memory, 0, nbytes)
         return memory
@@ -91,17 +94,23 @@ class CudaDevice(Device):
         return CudaMemory(int(address), nbytes, np.empty(0, np.uint8), self)
 
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
+        """Copy the array's bytes to offset `begin`, through pinned memory."""
         self._enter()
         self._slots.send(memory.address + begin, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     def zero(self, memory: Memory, begin: int, end: int) -> None:
+        """Zero the bytes [begin, end)."""
         self._enter()
         if end > begin:
             cuda = self._cuda
             cuda.ok(cuda.cu.cuMemsetD8Async(memory.address + begin, 0, end - begin, self._stream))
 
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
-        """The tile is brought to the device once; then the memory's own beginning is doubled until it is full."""
+        """Fill the memory with repetitions of `tile`, starting at byte `at` of the tile.
+
+        The tile is uploaded once and cached. The filled beginning of the memory is then doubled until the memory is
+        full.
+        """
         if at == 0 and len(tile) >= memory.nbytes:
             self.write(memory, 0, tile[: memory.nbytes])
             return
@@ -123,10 +132,12 @@ class CudaDevice(Device):
             self._cuda.ok(self._cuda.cu.cuMemcpyDtoDAsync(target, source, nbytes, self._stream))
 
     def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
+        """Start copying the bytes [begin, end) to the host; see `Device.fetch`."""
         self._enter()
         return self._slots.fetch(memory.address + begin, end - begin)
 
     def read(self, memory: Memory) -> np.ndarray:
+        """Return a copy of the memory after synchronizing the stream."""
         self._enter()
         out = np.empty(memory.nbytes, np.uint8)
         self._cuda.ok(self._cuda.cu.cuStreamSynchronize(self._stream))
@@ -136,30 +147,39 @@ class CudaDevice(Device):
 
     @property
     def stream_handle(self) -> int:
+        """The CUstream as an integer; raises BufferError after `close`."""
         if self._stream is None:
             raise BufferError("the device is closed; its memory is gone")
         return int(self._stream)
 
     def follow(self, stream: int) -> None:
+        """Make later work in `stream` wait for everything submitted to this device so far."""
         self._enter()
         self._cuda.follow(stream, self.stream_handle)
 
     def mark(self) -> Event:
+        """End the step and return an event for it."""
         self._enter()
         return self._slots.mark()
 
     def wait(self, event: Event) -> None:
+        """Block until the event has completed."""
         assert isinstance(event, Slot)
         self._enter()
         self._slots.wait(event)
 
     def done(self, event: Event) -> bool:
+        """Return whether the event has completed, without blocking."""
         assert isinstance(event, Slot)
         self._enter()
         return self._slots.done(event)
 
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
-        """One allocation a file, the tensors at the file's own offsets; those that are not aligned are copied."""
+        """Upload the weights and return their addresses.
+
+        Each file gets one allocation, and tensors keep their offsets in it; tensors that are not aligned to `ALIGN`
+        bytes are copied to allocations of their own. Hashes are checked on the way if `artifact.unchecked` is set.
+        """
         files = artifact.manifest.weights.files
         bases = {f.file: self._alloc(f.bytes).address for f in files}
         given = (self._cuda, self._enter, artifact.folder, files, bases)
@@ -178,6 +198,7 @@ class CudaDevice(Device):
         return out
 
     def load(self, artifact: Artifact) -> None:
+        """Load the kernels' binaries; raise LlmcError E112 if this GPU or this runtime cannot run one."""
         self._enter()
         for kernel in artifact.manifest.kernels:
             if kernel.abi != ABI:
@@ -205,6 +226,7 @@ class CudaDevice(Device):
         self._functions[kernel.hash, kernel.entry] = function
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
+        """Return a run of the program; raise LlmcError E113 if it launches a kernel that is not loaded."""
         functions = []
         for launch in program.launches:
             function = self._functions.get((launch.kernel, launch.entry))
@@ -217,16 +239,20 @@ class CudaDevice(Device):
         return run
 
     def prepare(self, run: Run) -> None:
+        """Capture and upload the graph for the current symbol values, if the run uses graphs."""
         assert isinstance(run, CudaRun)
         run.prepare()
 
     def free_memory(self) -> int:
+        """Return the bytes of device memory that are free."""
         self._enter()
         free, _ = self._cuda.ok(self._cuda.cu.cuMemGetInfo())
         return int(free)
 
     def close(self) -> None:
-        """No call's status is looked at: after a failure all of them tell it, and the context goes in the end."""
+        """Free all resources. Statuses are ignored: after a failure every call reports it, and the context is released
+        anyway.
+        """
         if self._context is None:
             return
         cu = self._cuda.cu
@@ -251,7 +277,9 @@ class CudaDevice(Device):
         self._functions.clear()
 
     def describe(self) -> Mapping[str, object]:
-        """Also how fast weights were read, hashed and copied, in 1e9 bytes a second, where they were."""
+        """Return the GPU's name, architecture and driver, and the throughput of the last upload in 1e9 bytes per
+        second.
+        """
         facts: dict[str, object] = {"name": self.name, "arch": self.arch, "driver": f"CUDA {self.driver}"}
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)
@@ -261,6 +289,7 @@ class CudaDevice(Device):
 
     @property
     def brought(self) -> str:
+        """How the weights were uploaded, for example "weights 15.0 GB/s (16 threads, mapped)"; empty before `place`."""
         return str(self._upload) if self._upload else ""
 
     @property
@@ -270,16 +299,17 @@ class CudaDevice(Device):
         return self._ring
 
     def _enter(self) -> None:
-        """Make this thread use the GPU's context: every thread that calls the driver has to, once."""
+        """Make the GPU's context current in the calling thread, if it is not; every thread needs this once."""
         if getattr(self._local, "context", None) is not self._context:
             self._cuda.ok(self._cuda.cu.cuCtxSetCurrent(self._context))
             self._local.context = self._context
 
 
 def check_arch(target: TargetInfo, arch: str, gpu: str) -> None:
-    """LlmcError E117 where binaries for the target do not run on a GPU of this architecture, such as "sm_90".
+    """Raise LlmcError E117 if a GPU of architecture `arch`, such as "sm_90", cannot run binaries for the target.
 
-    From sm_90 on kernels use instructions of that very architecture; before, a later one of its generation will do.
+    From sm_90 on, kernels use instructions of exactly one architecture. Before that, binaries also run on later
+    architectures of the same major version.
     """
     want, have = (re.fullmatch(r"sm_(\d+)(\d)[af]?", x) for x in (target.arch, arch))
     if want and have and want[1] == have[1]:

@@ -1,7 +1,7 @@
-"""Memory of a GPU as other frameworks see it: `__dlpack__`, `__cuda_array_interface__`; it allocates and frees nothing.
+"""GPU memory exposed to other frameworks through `__dlpack__` and `__cuda_array_interface__`.
 
-What they make of it shares the memory, and may not be used once the device has been closed.
-Sources: the Python array API standard (data interchange), version 3 of the CUDA array interface.
+An array that a framework makes from it shares the memory, and must not be used after the device is closed. See the
+Python array API standard (data interchange) and version 3 of the CUDA array interface.
 """
 
 from __future__ import annotations
@@ -15,53 +15,60 @@ from typing import Any, Protocol
 from llmc_runtime.device import dlpack
 from llmc_runtime.device.device import Memory
 
-_LEGACY, _NO_SYNC = 1, -1  # streams of DLPack; 2 is the thread's own default stream
-# Type strings of numpy; it has none for the other types.
+_LEGACY, _NO_SYNC = 1, -1  # special stream values of DLPack; 2 is the per-thread default stream
+# Kind letters of NumPy type strings, by DLPack type code. NumPy has none for the other types.
 _PREFIX: Mapping[int, str] = MappingProxyType({0: "i", 1: "u", 2: "f", 6: "b"})
 
 
 class Owner(Protocol):
-    """The device whose memory it is."""
+    """The device that owns the memory."""
 
     @property
     def number(self) -> int:
-        """Of the GPU, as CUDA counts."""
+        """The device ordinal in CUDA."""
 
     @property
     def stream_handle(self) -> int:
-        """The stream that everything happens in; BufferError once the device is closed."""
+        """The stream of all work on the memory; raises BufferError after the device is closed."""
 
     def follow(self, stream: int) -> None:
-        """What is put into `stream` from now on happens behind everything that the device was asked for so far."""
+        """Make later work in `stream` wait for everything submitted to the device so far."""
 
 
 @dataclass(frozen=True)
 class CudaMemory(Memory):
-    """Memory of the GPU; other frameworks see it as u8[nbytes], and through `array` as what it holds."""
+    """GPU memory. Other frameworks see it as u8[nbytes], or as a typed array through `array`."""
 
     owner: Owner = field(repr=False)
 
     def part(self, begin: int, end: int) -> CudaMemory:
+        """Return the bytes [begin, end) as memory of the same owner."""
         return CudaMemory(self.address + begin, end - begin, self.host, self.owner)
 
     def array(self, dtype: str, shape: tuple[int, ...]) -> CudaArray:
-        """All of it as an array in C order; ValueError where the sizes differ, or elements share bytes."""
+        """View the whole memory as a C-contiguous array.
+
+        Raises ValueError if the sizes differ or if the type packs several elements into a byte.
+        """
         return CudaArray(self, dtype, shape)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The interface for u8[nbytes]."""
         return self.array("u8", (self.nbytes,)).__cuda_array_interface__
 
     def __dlpack__(self, **options: Any) -> Any:
+        """Return a DLPack capsule for u8[nbytes]."""
         return self.array("u8", (self.nbytes,)).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
+        """Return (DLDeviceType, device ordinal)."""
         return dlpack.CUDA, self.owner.number
 
 
 @dataclass(frozen=True)
 class CudaArray:
-    """`memory` as an array of `dtype` (such as "bf16") and `shape`, in C order."""
+    """`memory` viewed as a C-contiguous array of `dtype` (such as "bf16") and `shape`."""
 
     memory: CudaMemory
     dtype: str
@@ -76,7 +83,10 @@ class CudaArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The consumer has to wait for `stream`. AttributeError for types that numpy has no name for, such as bf16."""
+        """Version 3 of the interface. The consumer has to wait for `stream`.
+
+        Raises AttributeError for types without a NumPy type string, such as bf16.
+        """
         code, size = dlpack.TYPES[self.dtype]
         if code not in _PREFIX:
             raise AttributeError(f"the CUDA array interface has no {self.dtype}; DLPack has")
@@ -93,10 +103,11 @@ class CudaArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule "dltensor" or, where `max_version` allows, "dltensor_versioned".
+        """Return a capsule named "dltensor", or "dltensor_versioned" if `max_version` allows it.
 
-        `stream` is the consumer's, behind which the memory is ready: None or 1 the legacy default stream, 2 the
-        thread's default stream, -1 no waiting, else a handle. BufferError for another device, or for a copy.
+        `stream` is the consumer's stream, which will wait until the memory is ready: None or 1 is the legacy default
+        stream, 2 the per-thread default stream, -1 skips synchronization, and other values are handles. Raises
+        BufferError if another device or a copy is requested.
         """
         if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
             raise BufferError(f"the array is on device {self.__dlpack_device__()}, not on {dl_device}")
@@ -112,4 +123,5 @@ class CudaArray:
         return dlpack.capsule(*given, max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
+        """Return (DLDeviceType, device ordinal)."""
         return dlpack.CUDA, self.memory.owner.number

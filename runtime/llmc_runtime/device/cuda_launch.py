@@ -1,9 +1,9 @@
-"""A program as launches that are ready to go: arguments in place, graphs of the sizes that recur; it loads no kernels.
+"""Runs a program on a CUDA stream: prepared launch parameters, and graphs for sizes that recur.
 
-Every parameter of every launch has a cell of 8 bytes, and every launch a list of the addresses of its cells, as the
-driver takes them. A run changes the cells of sizes and the grids alone. A tensor map is 128 bytes elsewhere. Launches
-without `params` pass what Triton's kernels take: behind a map, cells of its tensor's sizes (i32) and steps (i64, in
-elements); behind the sizes, two null pointers.
+Every parameter of every launch occupies a cell of 8 bytes, and every launch has a table with the addresses of its
+cells, which is the form that the driver takes. A run only updates the grids and the cells that hold sizes. A tensor
+map is stored separately, in 128 bytes. Launches without `params` pass what Triton's kernels take: after a map, the
+sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, two null pointers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import REMEDY
 from llmc_runtime.format.program import Launch, Program, TensorMap
 
-_SCRATCH = 2  # null pointers behind the sizes: Triton's scratch memory, which none of our kernels uses
+_SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _MOST = (1 << 31) - 1
 
 
 @dataclass(slots=True)
 class _Ready:
-    """One launch: `config` has its grid of the last run, `grid` where the three numbers are found."""
+    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes."""
 
     launch: Launch
     function: Any
@@ -42,7 +42,11 @@ def _cells_of(x: Launch) -> int:
 
 
 class CudaRun:
-    """Runs one program in a stream: as one graph a size where every row has one token, launch by launch otherwise."""
+    """Runs one program on a stream.
+
+    If every sequence in the program has one token (`program.uniform`), each set of sizes is captured as a graph once
+    and replayed; otherwise the kernels are launched one by one.
+    """
 
     def __init__(
         self,
@@ -55,29 +59,33 @@ class CudaRun:
         symbols: np.ndarray,
         careful: bool = False,
     ) -> None:
-        """`functions`: one a launch; `addresses`: one a buffer; `symbols`: i64, read at every run; `enter` makes a
-        thread use the GPU's context; `careful`: no graphs, and every launch is waited for, to tell which one fails."""
+        """`functions` has one entry per launch, `addresses` one per buffer. `symbols`, i64, is read at every run.
+        `enter` makes the GPU's context current in the calling thread. `careful` disables graphs and synchronizes after
+        every launch, to find the one that fails.
+        """
         self._careful, self._graphed = careful, program.uniform and not careful
         self._cuda, self._enter, self._stream = cuda, enter, stream
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
-        self._sizes: dict[str, int] = {}  # size text -> its index among the program's different sizes
+        self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
         self._exprs: list[Expr] = []
         maps = [m for x in program.launches for m in x.maps]
         count = sum(map(_cells_of, program.launches))
-        self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, the driver reads it at launches
+        self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
         room = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
-        self._maps = room[-room.ctypes.data % MAP_BYTES :]  # nor this; a map begins at a multiple of its size
+        self._maps = room[-room.ctypes.data % MAP_BYTES :]  # likewise never moved; each map is aligned to its size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._ready: list[_Ready] = []
-        enter()  # maps are made in the context, by whatever thread binds
+        enter()  # encoding a tensor map needs the context, whichever thread binds
         where, which = self._fill(functions, addresses)
         self._size_cells, self._size_index = np.array(where, np.intp), np.array(which, np.intp)
-        self._last: bytes | None = None  # the symbols that cells and grids are set to
+        self._last: bytes | None = None  # the symbol values that the cells and grids are set for
         self._graphs: dict[bytes, Any] = {}
 
     def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Set pointers and make the launches; the cells that hold sizes, and the index of each one's size."""
+        """Write the pointers and prepare the launches. Returns the cells that hold sizes, and the size index of
+        each.
+        """
         where: list[int] = []
         which: list[int] = []
         at = made = 0
@@ -128,8 +136,10 @@ class CudaRun:
                 self._cells[at + i] = param.bits
 
     def _put_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
-        """Make the tensor map of the address in the cell before `at` the parameter there, with its tensor's sizes and
-        steps behind it: the cell behind those."""
+        """Encode the tensor map for the address in cell `at - 1` and make it that cell's parameter.
+
+        The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
+        """
         shape = self._make_map(m, dtype, int(self._cells[at - 1]), number)
         steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         self._table[at - 1] = self._maps.ctypes.data + MAP_BYTES * number
@@ -152,7 +162,7 @@ class CudaRun:
         return self._sizes[text]
 
     def __call__(self) -> None:
-        """Put one run into the stream. LlmcError E114 where a launch is refused."""
+        """Submit one run to the stream. Raises LlmcError E114 if a launch fails."""
         self._enter()
         if not self._graphed:
             self._launch(self._cuda.cu.cuLaunchKernelEx)
@@ -165,13 +175,13 @@ class CudaRun:
             raise self._cuda.error(int(status))
 
     def prepare(self) -> None:
-        """Build the graph of the present symbols, if there is none, and bring it to the device."""
+        """Capture the graph for the current symbol values, if it does not exist yet, and upload it to the GPU."""
         self._enter()
         if self._graphed and self._symbols.tobytes() not in self._graphs:
             self._cuda.ok(self._cuda.cu.cuGraphUpload(self._capture(), self._stream))
 
     def free(self) -> None:
-        """Give the graphs back."""
+        """Destroy the graphs."""
         for graph in self._graphs.values():
             self._cuda.cu.cuGraphExecDestroy(graph)
         self._graphs.clear()
@@ -199,7 +209,7 @@ class CudaRun:
         for ready in self._ready:
             config = ready.config
             if not (config.gridDimX and config.gridDimY and config.gridDimZ):
-                continue  # nothing to compute, which the driver does not take
+                continue  # an empty grid: nothing to compute, and the driver rejects it
             status = launch(config, ready.function, ready.params, 0)[0]
             if self._careful and not status:
                 status = self._cuda.cu.cuStreamSynchronize(self._stream)[0]
@@ -209,7 +219,7 @@ class CudaRun:
                 raise LlmcError(error.code, cause, error.remedy)
 
     def _set(self) -> None:
-        """Bring cells and grids to the present symbols."""
+        """Update the cells and grids to the current symbol values."""
         now = self._symbols.tobytes()
         if now == self._last:
             return
@@ -218,7 +228,7 @@ class CudaRun:
         if values and not 0 <= min(values) <= max(values) <= _MOST:
             wrong = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _MOST)
             raise LlmcError("E113", f"program {self._program.name}: {wrong} is no size at {env}", REMEDY)
-        self._last = None
+        self._last = None  # unknown if an assignment fails
         if len(self._size_cells):
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
         for ready in self._ready:

@@ -1,6 +1,6 @@
-"""Host memory that the GPU copies from and to: pinned arrays, and the ring of slots that steps use in turn; no kernels.
+"""Pinned host memory for transfers, and the ring of staging slots that steps use in turn.
 
-Invariant: the bytes of a slot are not touched while copies of the step that used it last may still be under way.
+Invariant: the bytes of a slot are not reused while copies of the step that used it last may still be running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGN = 64
 
 
 class Pinned:
-    """Pinned host memory: `array` u8[nbytes] at `address`. Views of it must not outlive `free`."""
+    """Pinned host memory: `array` is u8[nbytes] at `address`. Views of it must not outlive `free`."""
 
     def __init__(self, cuda: Cuda, nbytes: int) -> None:
         self._cuda = cuda
@@ -25,17 +25,17 @@ class Pinned:
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
     def free(self) -> None:
-        """Give it back; errors are not told, as there is nothing to do about them."""
+        """Release the memory. Errors are ignored, as nothing can be done about them."""
         self.array = np.empty(0, np.uint8)
         self._cuda.cu.cuMemFreeHost(self.address)
 
 
 @dataclass(eq=False)
 class Slot:
-    """One step's bytes: `up` to the device, `down` from it, and the event of the step's end.
+    """The staging buffers of one step: `up` to the device, `down` from it, and the event recorded at its end.
 
-    `sent` and `fetched` bytes are in use; `more` is what did not fit into `down`; `pending`: the event was recorded
-    and not waited for.
+    `sent` and `fetched` are the bytes in use. `more` holds extra buffers for data that did not fit into `down`.
+    `pending` is true while the event is recorded and has not been waited for.
     """
 
     event: Any
@@ -47,6 +47,7 @@ class Slot:
     pending: bool = False
 
     def reset(self) -> None:
+        """Mark the buffers as empty and free the extra ones."""
         self.sent = self.fetched = 0
         for pinned in self.more:
             pinned.free()
@@ -54,7 +55,7 @@ class Slot:
 
 
 class Ring:
-    """Slots in turn, one a step, and the copies between them and device memory, all in one stream."""
+    """Staging slots used in turn, one per step, and the copies between them and device memory on one stream."""
 
     def __init__(self, cuda: Cuda, stream: Any, slots: int, up: int = 4 << 20, down: int = 1 << 20) -> None:
         self._cuda, self._stream = cuda, stream
@@ -73,12 +74,12 @@ class Ring:
             raise
 
     def send(self, address: int, data: np.ndarray) -> None:
-        """Copy u8[n] to the device; pieces where it is larger than a slot."""
+        """Copy u8[n] to the device, in pieces if it is larger than a slot."""
         slot = self._slots[self._now]
         room = len(slot.up.array)
         for begin in range(0, len(data), room):
             piece = data[begin : begin + room]
-            if slot.sent + len(piece) > room:  # rare: everything so far must have left the slot
+            if slot.sent + len(piece) > room:  # rare: earlier copies must have left the slot first
                 self._cuda.ok(self._cuda.cu.cuStreamSynchronize(self._stream))
                 slot.sent = 0
             at = slot.sent
@@ -89,7 +90,7 @@ class Ring:
             )
 
     def fetch(self, address: int, nbytes: int) -> np.ndarray:
-        """Where the device's bytes will be, u8[nbytes], once the slot's event has come."""
+        """Start a copy from the device. Returns u8[nbytes], which is valid once the slot's event has completed."""
         slot, at = self._slots[self._now], 0
         pinned = slot.down
         if slot.fetched + nbytes <= len(pinned.array):
@@ -103,7 +104,7 @@ class Ring:
         return pinned.array[at : at + nbytes]
 
     def mark(self) -> Slot:
-        """End the step: its slot, whose event is recorded. The next slot is free when this returns."""
+        """End the step: record the event of the current slot and return the slot. Waits until the next slot is free."""
         slot = self._slots[self._now]
         self._cuda.ok(self._cuda.cu.cuEventRecord(slot.event, self._stream))
         slot.pending = True
@@ -114,17 +115,17 @@ class Ring:
         return slot
 
     def wait(self, slot: Slot) -> None:
-        """Until the slot's step has ended."""
+        """Block until the slot's step has ended."""
         if slot.pending:
             self._cuda.ok(self._cuda.cu.cuEventSynchronize(slot.event))
             slot.pending = False
 
     def done(self, slot: Slot) -> bool:
-        """Whether the slot's step has ended."""
+        """Return whether the slot's step has ended."""
         return not slot.pending or self._cuda.came(slot.event)
 
     def free(self) -> None:
-        """Give everything back; nothing may be under way."""
+        """Release everything. No copy may be running."""
         for slot in self._slots:
             slot.reset()
         for pinned in self._pinned:

@@ -1,7 +1,7 @@
-"""The CUDA driver API as the Python bindings of CUDA 12 and 13 name it: found, started, its errors told; no device.
+"""The CUDA driver API through the Python bindings of CUDA 12 and 13: loading, initialization and error reporting.
 
 Everything that differs between the two generations is here. The functions and constants that the CUDA device uses have
-the same names and parameters in cuda-bindings 12.8 to 13; what does differ is which drivers they start on.
+the same names and parameters from cuda-bindings 12.8 to 13; the drivers on which they initialize differ.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
-# The CUDA version (1000 * major + 10 * minor) from which a driver loads binaries of an architecture, and knows
-# dependent launches inside graphs.
+# The minimum CUDA version of the driver (1000 * major + 10 * minor) for loading an architecture's binaries and for
+# programmatic dependent launch inside graphs.
 _LEAST = 12030
 _LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
 MAP_BYTES = 128
-_MAPS_SINCE = 12000  # the version of the driver's interface that has them
+_MAPS_SINCE = 12000  # the driver API version that introduced tensor maps
 _MAPPED: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
-# Why host memory may not be registered: of the system, the driver or the file system, not of what runs on the GPU.
+# Statuses with which the system, the driver or the file system refuses to register host memory. They say nothing about
+# the work on the GPU.
 _REFUSALS = frozenset(
     "CUDA_ERROR_" + name
     for name in ("INVALID_VALUE", "OUT_OF_MEMORY", "OPERATING_SYSTEM", "NOT_PERMITTED", "NOT_SUPPORTED")
 )
-# Failures of what ran, which the context does not survive.
+# Errors of executed work that leave the context unusable.
 _DEADLY = frozenset(
     "CUDA_ERROR_" + name
     for name in (
@@ -43,15 +44,15 @@ _DEADLY = frozenset(
 
 
 class Cuda:
-    """The driver API, started. `cu` is the bindings' module, whose functions return (CUresult, *values)."""
+    """The initialized driver API. `cu` is the bindings' module, whose functions return (CUresult, *values)."""
 
     def __init__(self, cu: Any = None) -> None:
-        """LlmcError E115 where there is no driver or no GPU."""
+        """Raises LlmcError E115 if there is no driver or no GPU."""
         self.cu = cu if cu is not None else _bindings()
-        self.lost = ""  # why nothing runs on the GPU any more
+        self.lost = ""  # the error that made the context unusable; empty as long as it works
         try:
             status = int(self.cu.cuInit(0)[0])
-        except RuntimeError as error:  # of the bindings: libcuda cannot be loaded, or lacks a function
+        except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
             cause = f"no NVIDIA driver is found ({str(error)[:120]})"
             raise LlmcError(
                 "E115", cause, f"install the driver (give containers the GPU: --gpus all), {_CPU}"
@@ -64,13 +65,15 @@ class Cuda:
             raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {_CPU}")
 
     def ok(self, result: tuple[Any, ...]) -> Any:
-        """The values of a call's result. LlmcError E203 where memory was refused, E114 where the call failed."""
+        """Return the values of a call's result. Raises LlmcError E203 if memory ran out, and E114 for other
+        failures.
+        """
         if result[0]:
             raise self.error(int(result[0]))
         return result[1] if len(result) == 2 else result[1:]
 
     def error(self, status: int) -> LlmcError:
-        """What a status other than success means."""
+        """Return the error for a status other than success."""
         name = self.name(status)
         if name == "CUDA_ERROR_OUT_OF_MEMORY":
             remedy = "stop other programs on the GPU, or give the KV cache less memory"
@@ -81,10 +84,10 @@ class Cuda:
         return LlmcError("E114", cause, "start the program again; if it fails again, run llmc verify on the artifact")
 
     def name(self, status: int) -> str:
-        """Such as CUDA_ERROR_ILLEGAL_ADDRESS."""
+        """Return the status's name, such as "CUDA_ERROR_ILLEGAL_ADDRESS"."""
         try:
             return str(self.cu.CUresult(status).name)
-        except ValueError:  # of a driver newer than the bindings
+        except ValueError:  # the driver is newer than the bindings
             return f"CUDA error {status}"
 
     def _text(self, status: int) -> str:
@@ -95,7 +98,9 @@ class Cuda:
         return found[1].decode() if not found[0] and found[1] else "unknown"
 
     def check_driver(self, arch: str) -> str:
-        """The driver's CUDA version as text; LlmcError E116 where binaries for `arch` need a newer one."""
+        """Return the driver's CUDA version as text. Raises LlmcError E116 if binaries for `arch` need a newer
+        driver.
+        """
         version = int(self.ok(self.cu.cuDriverGetVersion()))
         least = max(_LEAST, _LEAST_OF.get(arch.rstrip("af"), 0))
         if version < least:
@@ -104,35 +109,35 @@ class Cuda:
         return _dotted(version)
 
     def stream(self) -> Any:
-        """A new stream that does not wait for the default one."""
+        """Create a stream that does not synchronize with the default stream."""
         return self.ok(self.cu.cuStreamCreate(_NON_BLOCKING))
 
     def event(self) -> Any:
-        """A new event that measures no time."""
+        """Create an event without timing."""
         return self.ok(self.cu.cuEventCreate(_NO_TIMING))
 
     def came(self, event: Any) -> bool:
-        """Whether a recorded event has come, or never will because the GPU failed."""
+        """Return whether a recorded event has completed, or never will because the GPU failed."""
         return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
 
     def follow(self, stream: int, other: int) -> None:
-        """What is put into `stream` from now on waits for what is in the other one; 1 and 2 are default streams."""
+        """Make later work in `stream` wait for the work already in `other`. The values 1 and 2 are default streams."""
         event = self.event()
         try:
             self.ok(self.cu.cuEventRecord(event, other))
             self.ok(self.cu.cuStreamWaitEvent(stream, event, 0))
         finally:
-            self.cu.cuEventDestroy(event)  # the wait stays
+            self.cu.cuEventDestroy(event)  # the wait in the stream remains
 
     def attribute(self, device: Any, name: str) -> int:
-        """A number that describes the GPU, such as "COMPUTE_CAPABILITY_MAJOR"."""
+        """Return a device attribute, such as "COMPUTE_CAPABILITY_MAJOR"."""
         which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.ok(self.cu.cuDeviceGetAttribute(which, device)))
 
     def register(self, address: int, nbytes: int) -> str:
-        """Pin whole pages of mapped memory, for the GPU to read alone: "", or why the driver refuses.
+        """Pin pages of mapped memory for reading by the GPU. Returns "", or the reason why the driver refuses.
 
-        LlmcError E114 where the GPU has failed. `cuMemHostUnregister` at the same address undoes it.
+        Raises LlmcError E114 if the GPU has failed. `cuMemHostUnregister` at the same address reverts it.
         """
         status = int(self.cu.cuMemHostRegister(address, nbytes, _READ_ONLY)[0])
         if status and (self.lost or self.name(status) not in _REFUSALS):
@@ -140,18 +145,21 @@ class Cuda:
         return f"cuMemHostRegister: {self.name(status)}" if status else ""
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
-        """Let the kernel be launched with so much dynamic shared memory."""
+        """Allow launches of the kernel with up to `nbytes` of dynamic shared memory."""
         which = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.ok(self.cu.cuFuncSetAttribute(function, which, nbytes))
 
     def tensor_map(self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
-        """The 128 bytes of a CUtensorMap: a row-major tensor of 16-bit floats at `address` (a multiple of 16; rows are
-        multiples of 16 bytes), copied a `box` at a time. LlmcError E114 where the driver refuses it, E116 where
-        it knows none."""
+        """Encode a CUtensorMap (128 bytes) for a row-major tensor of 16-bit floats.
+
+        `address` and the size of a row have to be multiples of 16 bytes; `box` is the shape of one copy. Raises
+        LlmcError E114 if the driver rejects the arguments, and E116 if it does not support tensor maps.
+        """
         cu, rank = self.cu, len(shape)
         kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED[dtype]}")
         steps = [2 * math.prod(shape[i:]) for i in range(rank - 1, 0, -1)]
-        # Not by the bindings: where they keep the map is no multiple of 64 bytes, as the driver wants it to be.
+        # The bindings' own function is not used: it keeps the map at an address that is not a multiple of 64 bytes,
+        # which the driver requires.
         room = ctypes.create_string_buffer(2 * MAP_BYTES)
         begin = -ctypes.addressof(room) % MAP_BYTES
         status = self._encode(
@@ -166,17 +174,19 @@ class Cuda:
 
     @cached_property
     def _encode(self) -> Callable[..., int]:
-        """cuTensorMapEncodeTiled: out, type, rank, address, sizes, steps, box, element steps, four choices."""
+        """cuTensorMapEncodeTiled(out, type, rank, address, sizes, strides, box, element strides, four options)."""
         name = "cuTensorMapEncodeTiled"
         address, _ = self.ok(self.cu.cuGetProcAddress(name.encode(), _MAPS_SINCE, 0))
-        if not address:  # with a status of success
+        if not address:  # reported with a status of success
             raise LlmcError("E116", f"the NVIDIA driver has no {name}, which the kernels need", _UPGRADE)
         pointer, number = ctypes.c_void_p, ctypes.c_int
         kinds = (pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4)
         return ctypes.CFUNCTYPE(number, *kinds)(int(address))
 
     def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool) -> Any:
-        """How a kernel is launched, but for its grid; `pdl`: perhaps before the launch before it has ended."""
+        """Return a launch configuration with a grid of 1. `pdl` allows programmatic dependent launch: the kernel may
+        start before the preceding one has ended.
+        """
         config = self.cu.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -189,7 +199,7 @@ class Cuda:
         return config
 
     def begin_capture(self, stream: Any) -> None:
-        """From now on what this thread puts into the stream becomes a graph instead."""
+        """Capture what this thread submits to the stream as a graph from now on."""
         self.ok(self.cu.cuStreamBeginCapture(stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
 
 

@@ -1,4 +1,6 @@
-"""Weights from their files to the GPU by several threads, hashed on the way; what a thread does is in cuda_ways."""
+"""Multithreaded upload of weights from their files to the GPU, with optional hash checks. See cuda_ways for the two
+methods of copying.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ MAPPED, PINNED = "mapped", "pinned"
 
 @dataclass(frozen=True)
 class Upload:
-    """What was copied, how long it took, with how many threads, and which way.
+    """Statistics of an upload: bytes, seconds, number of threads, and the method of copying.
 
-    `way`: "mapped" (hashed in the page cache, copied from there) or "pinned" (read into pinned memory, copied from
-    there); `why` it was "pinned", where "mapped" was asked for.
+    `way` is "mapped" (hashed in and copied from the page cache) or "pinned" (read into pinned memory and copied from
+    there). If "mapped" was requested and not possible, `why` is the reason.
     """
 
     nbytes: int
@@ -33,11 +35,11 @@ class Upload:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Throughput in bytes per second."""
         return self.nbytes / max(self.seconds, 1e-9)
 
     def __str__(self) -> str:
-        """Such as "weights 15.0 GB/s (16 threads, mapped)"."""
+        """For example "weights 15.0 GB/s (16 threads, mapped)"."""
         why = f": {self.why}" if self.why else ""
         return f"weights {self.rate / 1e9:.1f} GB/s ({self.threads} threads, {self.way}{why})"
 
@@ -53,11 +55,13 @@ def upload(
     threads: int,
     way: str = MAPPED,
 ) -> Upload:
-    """Copy every file to its address, all of it there when this returns; `enter` makes a thread use the GPU's context.
+    """Copy every file to its device address; all copies have completed on return.
 
-    Where the driver refuses to register mapped memory, everything goes the other way, and the answer says why.
-    LlmcError E107 where `check` finds a block that differs from its hash (the first such), E106 where a file cannot be
-    read, E114 and E203 from the GPU. See `Work` for files that are cut short meanwhile.
+    `addresses` maps file names to device addresses, and `enter` makes the GPU's context current in the calling thread.
+    If the driver refuses to register mapped memory, everything is copied through pinned memory, and the result gives
+    the reason. Raises LlmcError E107 for the first block that differs from its hash (with `check`), E106 if a file
+    cannot be read, and E114 or E203 for failures of the GPU. `Work` describes what happens if a file is truncated
+    meanwhile.
     """
     began = time.perf_counter()
     why = ""
@@ -77,7 +81,9 @@ def _count(work: Work, threads: int) -> int:
 
 
 def _run(trip: Trip, enter: Callable[[], None], way: type[Way], threads: int) -> str:
-    """Do all the work; the driver's reason where it refused. Raises the error of the first block that has one."""
+    """Copy all blocks. Returns the driver's reason if it refused, else ""; raises the error of the first failing
+    block.
+    """
     work = trip.work
     workers = [_Worker(trip, enter, way) for _ in range(_count(work, threads))]
     try:
@@ -95,7 +101,7 @@ def _run(trip: Trip, enter: Callable[[], None], way: type[Way], threads: int) ->
 
 
 class _Worker(threading.Thread):
-    """One thread with its own stream."""
+    """An upload thread with a stream of its own."""
 
     def __init__(self, trip: Trip, enter: Callable[[], None], way: type[Way]) -> None:
         super().__init__(name="upload", daemon=True)
@@ -111,7 +117,7 @@ class _Worker(threading.Thread):
                 held.callback(cuda.cu.cuStreamDestroy, stream)
                 way = self._way(self._trip, stream)
                 held.callback(way.close)
-                held.callback(cuda.cu.cuStreamSynchronize, stream)  # copies may be under way after an error, too
+                held.callback(cuda.cu.cuStreamSynchronize, stream)  # after an error, copies may still be running
                 way.open()
                 for found, block in work:
                     number = found

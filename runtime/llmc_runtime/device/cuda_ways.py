@@ -1,6 +1,6 @@
-"""Two ways of a block of weights to the GPU, for one thread each: out of the mapped file, or through pinned memory.
+"""Two methods of copying a block of weights to the GPU: from the mapped file, or through pinned memory.
 
-Both hash what they copy where they are asked to. They own no thread, and do not choose between each other.
+Each upload thread has one instance. Both methods can check hashes on the way; `cuda_upload` chooses between them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from llmc_runtime.device.cuda_memory import Pinned
 from llmc_runtime.device.cuda_names import Cuda
 from llmc_runtime.device.cuda_work import Block, Span, Work
 
-# Bytes that are read, perhaps hashed, and copied at a time: what is hashed stays in a core's cache in between.
+# Bytes that are read, hashed if required, and copied at a time. A hashed piece stays in the core's cache in between.
 PIECE, PLAIN_PIECE = 2 << 20, 4 << 20
-_PIECES = 2  # that a thread has under way
+_PIECES = 2  # in flight per thread
 
 
 class Refused(Exception):
-    """The driver does not register memory of this kind; the text is its reason."""
+    """The driver does not register memory of this kind; the message is its reason."""
 
 
 @dataclass(frozen=True)
 class Trip:
-    """What all threads share: the work, where each file goes, and whether hashes are compared."""
+    """The state shared by all threads: the work, each file's device address, and whether hashes are checked."""
 
     cuda: Cuda
     work: Work
@@ -35,22 +35,22 @@ class Trip:
 
 
 class Way(ABC):
-    """One thread's part. `open` may fail half way; `close` gives everything back when the stream is done."""
+    """One thread's method of copying. `open` may fail half way; call `close` once the stream is idle."""
 
     def __init__(self, trip: Trip, stream: Any) -> None:
         self._trip, self._cuda, self._stream = trip, trip.cuda, stream
 
     @abstractmethod
     def open(self) -> None:
-        """Get what the way needs; LlmcError E114, E203."""
+        """Acquire resources; raises LlmcError E114 or E203."""
 
     @abstractmethod
     def block(self, block: Block) -> None:
-        """Hash it and have it copied, perhaps later; LlmcError E106, E107, E114."""
+        """Check a block's hash and schedule its copy; raises LlmcError E106, E107 or E114."""
 
     @abstractmethod
     def close(self) -> None:
-        """Errors are not told."""
+        """Release everything, ignoring errors."""
 
     def _copy(self, block: Block | Span, at: int, source: int, nbytes: int, event: Any) -> None:
         target = self._trip.addresses[block.file.file] + at
@@ -59,9 +59,9 @@ class Way(ABC):
 
 
 class MappedWay(Way):
-    """Blocks are hashed where the page cache has them; a span is copied from there when all its blocks are right.
+    """Hashes blocks in the page cache, and copies a span from there once all its blocks have been checked.
 
-    Invariant: a span is registered while it is copied, and a thread has one such span at most.
+    Invariant: a span is registered while it is copied, and a thread has at most one such span.
     """
 
     def __init__(self, trip: Trip, stream: Any) -> None:
@@ -70,9 +70,11 @@ class MappedWay(Way):
         self._sent: Span | None = None
 
     def open(self) -> None:
+        """Create the event that marks the end of a copy."""
         self._event = self._cuda.event()
 
     def block(self, block: Block) -> None:
+        """Check the block, and copy its span if this was the span's last block."""
         work = self._trip.work
         found = work.bring(block)
         if self._trip.check and hashlib.sha256(found.data).hexdigest() != block.file.blocks[block.index]:
@@ -91,7 +93,7 @@ class MappedWay(Way):
         self._copy(span, span.begin, address, span.end - span.begin, self._event)
 
     def _settle(self) -> None:
-        """Let go of what was sent: its copy had the time of a block."""
+        """Wait for the previous span's copy, which ran while a block was hashed, and release the span."""
         if self._sent is not None:
             self._cuda.ok(self._cuda.cu.cuEventSynchronize(self._event))
             self._cuda.ok(self._cuda.cu.cuMemHostUnregister(self._trip.work.place(self._sent)[0]))
@@ -99,6 +101,7 @@ class MappedWay(Way):
             self._sent = None
 
     def close(self) -> None:
+        """Release the span and the event, ignoring errors."""
         if self._sent is not None:
             self._cuda.cu.cuMemHostUnregister(self._trip.work.place(self._sent)[0])
         if self._event is not None:
@@ -106,7 +109,9 @@ class MappedWay(Way):
 
 
 class PinnedWay(Way):
-    """Blocks are read into pinned memory piece by piece, hashed and copied; a wrong hash is told behind the copies."""
+    """Reads blocks into pinned memory piece by piece, hashes and copies them. A wrong hash is reported after the copies
+    have been submitted.
+    """
 
     def __init__(self, trip: Trip, stream: Any) -> None:
         super().__init__(trip, stream)
@@ -117,11 +122,13 @@ class PinnedWay(Way):
         self._piece = PIECE if trip.check else PLAIN_PIECE
 
     def open(self) -> None:
+        """Create the events and the pinned buffer."""
         for _ in range(_PIECES):
             self._events.append(self._cuda.event())
         self._pinned = Pinned(self._cuda, _PIECES * self._piece)
 
     def block(self, block: Block) -> None:
+        """Read, hash and copy the block piece by piece."""
         digest = hashlib.sha256() if self._trip.check else None
         assert self._pinned is not None
         for at in range(block.begin, block.end, self._piece):
@@ -140,6 +147,7 @@ class PinnedWay(Way):
             raise self._trip.work.folder.wrong_block(block.file, block.index)
 
     def close(self) -> None:
+        """Free the buffer and the events."""
         if self._pinned is not None:
             self._pinned.free()
         for event in self._events:

@@ -1,4 +1,4 @@
-"""What an upload has to do: the blocks of open, mapped weight files, handed out to threads; it copies nothing."""
+"""The work list of an upload: the blocks of the open weight files, distributed to threads in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
 SPAN = 64 << 20  # bytes of a mapped file that are registered with the driver, and copied, in one call
-_POPULATE_READ, _DONT_NEED = 22, 4  # of madvise; the first since Linux 5.14
-_AHEAD = 1 << 20  # bytes that the kernel is asked to read at a time: of more it takes only the beginning
+_POPULATE_READ, _DONT_NEED = 22, 4  # MADV_POPULATE_READ (since Linux 5.14) and MADV_DONTNEED
+_AHEAD = 1 << 20  # bytes per readahead request; of a larger one the kernel honors only the beginning
 
 
 @dataclass(eq=False)
 class Span:
-    """The bytes [begin, end) of a mapped file, `begin` on a page's bound; `left`: its blocks that are not done yet."""
+    """The bytes [begin, end) of a mapped file; `begin` is page-aligned. `left` counts the blocks not yet done."""
 
     file: WeightFile
     begin: int
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Block:
-    """The bytes [begin, end) of a file that have one hash, and the span that they are in."""
+    """The bytes [begin, end) of a file that share one hash, and the span that contains them."""
 
     file: WeightFile
     index: int
@@ -45,22 +45,22 @@ class Block:
 
 
 class Work:
-    """The blocks of all files, handed out in order; after an error no more are.
+    """Iterates over the blocks of all files, from any number of threads; it stops after the first error.
 
-    With `mapped` the files are mapped as well. A file that is cut short while it is mapped takes its pages away: to
-    touch one of them then ends the process (SIGBUS). `bring` looks at the size and has the kernel bring the pages, both
-    of which tell so as an error; what remains is a file that is cut in the moment between that and the end of the
-    block's hash, or where Linux is older than 5.14 and a page cannot be read. `open` and `read` meet no such thing.
+    With `mapped`, the files are also mapped. If a mapped file is truncated, touching a lost page kills the process
+    (SIGBUS). To avoid that, `bring` checks the file's size and asks the kernel to load the pages, both of which fail
+    with an error instead. Two cases remain: a file truncated between this check and the end of the block's hash, and an
+    unreadable page on Linux older than 5.14. `read` is not affected.
     """
 
     def __init__(self, folder: Folder, files: Sequence[WeightFile], *, mapped: bool) -> None:
-        """LlmcError E104 and E106 as `Folder.open`; E106 where a file is too short or cannot be mapped."""
+        """Raises LlmcError E104 or E106 as `Folder.open` does, and E106 if a file is too short or cannot be mapped."""
         self.folder = folder
         self.errors: list[tuple[int, BaseException]] = []
         self.blocks = [block for f in files for block in _blocks(f)]
         self._next = iter(enumerate(self.blocks))
         self._lock = threading.Lock()
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own holds the interpreter meanwhile
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own madvise does not release the GIL
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._fds: dict[str, int] = {}
         self._arrays: dict[str, np.ndarray] = {}
@@ -82,18 +82,18 @@ class Work:
             yield found
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Something went wrong in block `number` (-1: before all others)."""
+        """Record the error of block `number` and stop the work; -1 precedes all blocks."""
         with self._lock:
             self.errors.append((number, error))
 
     def ended(self, block: Block) -> Span | None:
-        """Count a block as done; its span where this was the last one of it."""
+        """Count a block as done. Returns its span if this was the span's last block, else None."""
         with self._lock:
             block.span.left -= 1
             return None if block.span.left else block.span
 
     def await_end(self, worker: threading.Thread) -> None:
-        """Wait for a thread; an interrupt stops the work, and is raised when all threads have ended."""
+        """Join a thread. An interrupt stops the work, and is raised once all threads have ended."""
         while worker.is_alive():
             try:
                 worker.join()
@@ -101,14 +101,14 @@ class Work:
                 self.fail(-1, error)
 
     def close(self) -> None:
-        """Close the files; the mappings end with the last view of them."""
+        """Close the files. A mapping is released with the last view of it."""
         self._arrays.clear()
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
 
     def read(self, file: WeightFile, piece: np.ndarray, at: int) -> None:
-        """Fill u8[n] with the file's bytes from `at` on; LlmcError E106 where there are fewer."""
+        """Fill u8[n] with the file's bytes from `at` on; raise LlmcError E106 if the file is too short."""
         view, done = piece.data, 0
         while done < len(view):
             try:
@@ -120,23 +120,25 @@ class Work:
             done += got
 
     def bring(self, block: Block) -> np.ndarray:
-        """The block as it lies in memory, u8[n], its pages there; LlmcError E106 where they cannot be had."""
+        """Load the block's pages and return the block, u8[n]; raise LlmcError E106 if they cannot be read."""
         fd = self._fds[block.file.file]
         self._check_size(block.file, block.end)
         for at in range(block.begin, block.end, _AHEAD):
             os.posix_fadvise(fd, at, min(_AHEAD, block.end - at), os.POSIX_FADV_WILLNEED)
         status = self._advise(block.file, block.begin, block.end, _POPULATE_READ)
-        if status not in (0, errno.EINVAL):  # EINVAL: a kernel that does not know it; the pages come when touched
+        if status not in (0, errno.EINVAL):  # EINVAL: an older kernel; the pages are loaded on access
             self._check_size(block.file, block.end)
             raise _unreadable(block.file, errno.EIO if status == errno.EFAULT else status)
         return self._arrays[block.file.file][block.begin : block.end]
 
     def place(self, span: Span) -> tuple[int, int]:
-        """The address of a mapped span, and its size up to the end of its last page."""
+        """Return the address of a mapped span, and its size rounded up to whole pages."""
         return self._arrays[span.file.file].ctypes.data + span.begin, _pages(span.end - span.begin)
 
     def drop(self, span: Span) -> None:
-        """Take a span's pages out of this process; they stay in the page cache. All at the end would cost time."""
+        """Unmap a span's pages from this process; they stay in the page cache. Unmapping everything at the end takes
+        longer.
+        """
         self._advise(span.file, span.begin, span.end, _DONT_NEED)
 
     def _advise(self, file: WeightFile, begin: int, end: int, what: int) -> int:
@@ -157,7 +159,7 @@ class Work:
 
 
 def _blocks(file: WeightFile) -> Iterator[Block]:
-    """Blocks and spans of one file: a span is whole blocks and begins with a page."""
+    """Yield the blocks of one file. A span consists of whole blocks and starts at a page boundary."""
     unit = math.lcm(file.block, mmap.PAGESIZE)
     size = max(1, SPAN // unit) * unit
     span = Span(file, 0, 0)

@@ -1,7 +1,7 @@
-"""What a device is to the executor: a few verbs over memory and programs; nothing here knows a machine.
+"""The interface between the executor and a device.
 
-Everything a device is asked to do happens in the order in which it was asked, some of it perhaps after the call has
-returned; `mark` and `wait` say when. A device that is done whenever a call returns has a `depth` of 1.
+A device executes all operations in the order of the calls, possibly after the call has returned; `mark` and `wait`
+synchronize. A device whose calls return only after completion has a `depth` of 1.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from llmc_runtime.artifact import Artifact
 from llmc_runtime.format.program import Program
 
 Run = Callable[[], None]
-Event = Any  # what `mark` gives and `wait` takes; each device has its own
+Event = Any  # returned by `mark`, accepted by `wait`; the type depends on the device
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory: its address there, its size, and its bytes as the host sees them, u8[nbytes].
+    """Device memory: its address, its size in bytes, and its contents as seen by the host, u8[nbytes].
 
-    `host` is empty where the host does not see them.
+    `host` is empty if the host cannot access the memory.
     """
 
     address: int
@@ -32,16 +32,16 @@ class Memory:
     host: np.ndarray
 
     def part(self, begin: int, end: int) -> Memory:
-        """The bytes [begin, end) as a memory of their own."""
+        """Return the bytes [begin, end) as a memory of their own, without a copy."""
         return Memory(self.address + begin, end - begin, self.host[begin:end])
 
 
 class Device(ABC):
     """One device, opened for one artifact at a time.
 
-    `depth`: steps that may be under way at once. `share`: of the memory that is free, what a KV cache takes when nobody
-    says otherwise. `separate`: the device has memory of its own, into which weights are copied. `replays`: decode steps
-    run in few sizes, each of which `prepare` readies (a device graph).
+    Class attributes: `depth` is the number of steps that may be in flight. `share` is the default fraction of free
+    memory for the KV cache. `separate` means that the device has its own memory, into which weights are copied.
+    `replays` means that decode steps run in few sizes, each of which `prepare` makes ready (as a device graph).
     """
 
     name: str
@@ -52,75 +52,82 @@ class Device(ABC):
 
     @abstractmethod
     def alloc(self, nbytes: int) -> Memory:
-        """Zeroed memory, aligned to 4096 bytes where large; LlmcError E203 where there is none."""
+        """Allocate zeroed memory, aligned to 4096 bytes if large; raise LlmcError E203 if there is not enough."""
 
     @abstractmethod
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
-        """Put the array's bytes (C order) at byte `begin`; the array may change as soon as this returns."""
+        """Write the array's bytes (C order) at byte `begin`. The array may be changed as soon as this returns."""
 
     @abstractmethod
     def zero(self, memory: Memory, begin: int, end: int) -> None:
-        """Put zeros into the bytes [begin, end)."""
+        """Zero the bytes [begin, end)."""
 
     @abstractmethod
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
-        """Fill the memory with `tile`, u8[n], over and over, beginning at its byte `at`. The tile does not change."""
+        """Fill the memory with repetitions of `tile`, u8[n], starting at its byte `at`. The tile must not change
+        later.
+        """
 
     @abstractmethod
     def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
-        """The bytes [begin, end) as they are now in the device's order, u8[end - begin].
+        """Return the bytes [begin, end) in the device's order of execution, u8[end - begin].
 
-        They are there once the next `mark` has been waited for, until `depth` more marks have been made.
+        The contents are valid once the next `mark` has been waited for, and until `depth` more marks have been made.
         """
 
     @abstractmethod
     def read(self, memory: Memory) -> np.ndarray:
-        """A copy of the memory, after everything asked for so far; for tools and tests."""
+        """Return a copy of the memory after all pending operations; for tools and tests."""
 
     def mark(self) -> Event:
-        """The end of a step: an event that comes when everything asked for so far is done."""
+        """End a step. Returns an event that completes when everything submitted so far is done."""
         return None
 
     def wait(self, event: Event) -> None:
-        """Until the event has come. LlmcError E114 where the device failed on the way to it."""
+        """Block until the event has completed. Raises LlmcError E114 if the device failed before."""
         return
 
     def done(self, event: Event) -> bool:
-        """Whether the event has come, as far as can be said at once; a failure counts as having come."""
+        """Return whether the event has completed, without blocking; a failure counts as completion."""
         return True
 
     @abstractmethod
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
-        """The addresses of the artifact's weights of these names, brought to the device if need be.
+        """Make the named weights available on the device and return their addresses.
 
-        Compares their hashes on the way where `artifact.unchecked` says so: LlmcError E107.
+        If `artifact.unchecked` is set, their hashes are checked on the way: LlmcError E107.
         """
 
     @property
     def brought(self) -> str:
-        """How `place` brought the weights here, how fast and which way, in words; empty where it did not have to."""
+        """How `place` uploaded the weights, with throughput, as text; empty if no upload was needed."""
         return ""
 
     @abstractmethod
     def load(self, artifact: Artifact) -> None:
-        """Load the artifact's kernels; LlmcError E112 where one cannot be."""
+        """Load the artifact's kernels; raise LlmcError E112 if one cannot be loaded."""
 
     @abstractmethod
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
-        """One call runs the program once, with these buffers and the values `symbols` (i64, in order) then has."""
+        """Return a function that runs the program once on these buffers, one address each.
+
+        It reads the values of the program's symbols from `symbols`, i64 in their declared order, at each call.
+        """
 
     def prepare(self, run: Run) -> None:
-        """Do beforehand what the first call of `run` with the present symbols would do once; nothing is run."""
+        """Do the one-time work of the first call of `run` with the current symbol values, without running the
+        program.
+        """
         return
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes that could be allocated now."""
+        """Return the number of bytes that can be allocated now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back, also after a failure. Nothing of this device may be used afterwards."""
+        """Release everything, also after a failure. The device must not be used afterwards."""
 
     def describe(self) -> Mapping[str, object]:
-        """Facts about the device for people."""
+        """Return facts about the device for display."""
         return {"name": self.name}

@@ -1,9 +1,8 @@
-"""Memory as a DLPack capsule, which other frameworks take as an array of theirs; it knows no device and copies nothing.
+"""Exports memory as a DLPack capsule for use by other frameworks, without a copy.
 
-Source: dmlc/dlpack's dlpack.h, versions 0.8 and 1.0. numpy makes the capsule, of an array that lies at the given
-address and is never looked into: so the capsule's end and the consumer's are numpy's C code, which is safe in any
-thread, amid an exception and behind the interpreter's end. What numpy cannot say of an array (its device, bf16) is
-written over what it said.
+Implements versions 0.8 and 1.0 of dmlc/dlpack's dlpack.h. NumPy creates the capsule, from an array at the given address
+whose contents are never read. The deleters are therefore NumPy's C code, which is safe in any thread, during exceptions
+and at interpreter shutdown. The fields that NumPy cannot express (the device, bf16) are overwritten afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 CPU, CUDA = 1, 2  # DLDeviceType
-# DLDataTypeCode, and bytes of an element; types of which several share a byte are not here.
+# Our dtypes -> (DLDataTypeCode, bytes per element). Types that pack several elements into a byte are not supported.
 TYPES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "i8": (0, 1), "i16": (0, 2), "i32": (0, 4), "i64": (0, 8), "u8": (1, 1), "u16": (1, 2), "u32": (1, 4),
@@ -28,7 +27,7 @@ TYPES: Mapping[str, tuple[int, int]] = MappingProxyType(
 
 
 class Tensor(ctypes.Structure):
-    """DLTensor."""
+    """struct DLTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -45,7 +44,7 @@ class Tensor(ctypes.Structure):
 
 
 class Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned; before version 1 there is a DLManagedTensor, which begins with its tensor."""
+    """struct DLManagedTensorVersioned. Its predecessor before version 1, DLManagedTensor, begins with the tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -65,15 +64,16 @@ def capsule(
     owner: object,
     max_version: tuple[int, int] | None = None,
 ) -> Any:
-    """A capsule of a writable array in C order at `address` on `device` (DLDeviceType, number).
+    """Return a capsule of a writable, C-contiguous array at `address` on `device` (DLDeviceType, ordinal).
 
-    `owner` lives as long as the capsule, or the array that a consumer makes of it. `max_version` is what the consumer
-    knows: from (1, 0) on the capsule has a version, with numpy 2.1 or later. `dtype` is one of TYPES.
+    `dtype` is a key of TYPES. `owner` is kept alive as long as the capsule, or the consumer's array. `max_version` is
+    the newest DLPack version that the consumer supports; from (1, 0) on, and with NumPy 2.1 or later, the capsule is
+    versioned.
     """
     code, size = TYPES[dtype]
     count = math.prod(shape)
     memory: Any = (ctypes.c_uint8 * (count * size)).from_address(address)
-    memory.owner = owner  # the array holds the memory, the capsule the array
+    memory.owner = owner  # the array keeps the memory alive, and the capsule keeps the array alive
     array: Any = np.ndarray(shape, f"u{size}", memory)
     versioned = max_version is not None and max_version[0] >= 1 and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
     made = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
@@ -85,7 +85,7 @@ def capsule(
 
 
 def tensor_of(capsule: Any) -> Tensor:
-    """The structure inside a capsule that nobody has taken yet; it is gone with the capsule."""
+    """Return the DLTensor inside a capsule that has not been consumed. It is valid as long as the capsule."""
     api = ctypes.pythonapi
     is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", api))
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", api))

@@ -1,11 +1,11 @@
-"""A device without a model, for tests and simulation: the next token is a hash of the true prefix. Not a fast device.
+"""A model-free device for tests and simulation: the next token is a hash of the true prefix.
 
-Every KV slot holds the hash chain of the prefix that ends at its token, continued from the slot of the position before,
-which is read through the row's page table; the sampled token depends on the chain's head, on the chain at one earlier
-position, and on the row's parameters. So a page, row, chunk, preemption or prefix hit mixed up anywhere gives a wrong
-token, and what can be seen at once (lengths, positions, tables, emits) raises Mismatch. At depth 2 and more it runs
-late: a launched step takes effect at a moment of its own choice until it is waited for, in launch order; an open one
-not before it is guided.
+Every KV slot stores the hash chain of the prefix that ends at its token. The chain is continued from the slot of the
+previous position, which is read through the row's page table. The sampled token depends on the head of the chain, on
+the chain at one earlier position, and on the row's parameters. A page, row, chunk, preemption or prefix hit that is
+mixed up anywhere therefore yields a wrong token, and errors that are visible at once (lengths, positions, page tables,
+`emit` flags) raise Mismatch. At depth 2 and more, execution is deferred: a launched step takes effect at a random
+moment before it is waited for, in launch order, and an open step not before it is guided.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ROOT = 0x6C6C6D63  # the chain of the empty prefix
 
 
 class Mismatch(AssertionError):
-    """A step asked for something that no right step asks for."""
+    """A step that a correct scheduler never issues."""
 
 
 class StepLike(Protocol):
-    """What an executor needs of a `sched.step.Step`."""
+    """The parts of `sched.step.Step` that an executor uses."""
 
     inits: list[Any]
     pages: list[Any]
@@ -32,17 +32,19 @@ class StepLike(Protocol):
     open: bool
 
     def reply(self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any]) -> Any:
-        """The answer to the step."""
+        """Build the output of the step."""
 
 
 def link(head: int, token: int) -> int:
-    """The chain of a prefix continued by one token."""
+    """Extend the chain of a prefix by one token."""
     return hash((head, token))
 
 
 def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, mask: bytes, vocab_size: int) -> int:
-    """The token after a prefix of `length` tokens; `earlier` is the chain at position head % length. Stop ids are
-    passed over until `min_tokens` are out, and so are those that a `mask` lacks (empty: none)."""
+    """Return the token after a prefix of `length` tokens; `earlier` is the chain at position head % length.
+
+    Stop ids are skipped until `min_tokens` tokens are generated, as are tokens that `mask` excludes (empty: no mask).
+    """
     token = hash((head, earlier, num_prompt, params.seed, params.temperature, params.biases)) % vocab_size
     stops = params.stops if length < num_prompt + params.min_tokens else ()
     for _ in range(vocab_size):
@@ -53,7 +55,7 @@ def draw(head: int, earlier: int, num_prompt: int, length: int, params: Any, mas
 
 
 def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int], list[float]]:
-    """(log-probability, rank, likeliest ids, theirs) of `token` behind the prefix of this chain."""
+    """Return (log-probability, rank, most likely ids, their log-probabilities) of `token` after the prefix."""
     value = hash((head, token)) % 1000
     top = min(20, vocab_size)
     return -value / 100, value + 1, [(value + i) % vocab_size for i in range(top)], [-i / 7 for i in range(top)]
@@ -68,9 +70,9 @@ class _Row:
 
 
 class FakeExecutor:
-    """The engine's Executor over rows, page tables, lengths, tokens and KV of its own; the host sends diffs.
+    """An executor with rows, page tables, lengths, tokens and KV of its own, updated by the host's diffs.
 
-    `rng` chooses how many of the launched steps have run when a launch returns; without it none has.
+    `rng` chooses how many of the launched steps have run when a launch returns; without it, none has.
     """
 
     def __init__(
@@ -88,19 +90,21 @@ class FakeExecutor:
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
         self._oldest = 0  # ticket of the first of these
-        self._held = False  # the last of the queue is open
+        self._held = False  # whether the last step in the queue is open
         self.vocab_size, self.page_size, self.max_model_len = vocab_size, page_size, max_model_len
         self.num_pages, self.max_tokens = num_pages, max_tokens
         self.rows: list[_Row | None] = [None] * rows
         self._kv = [0] * (num_pages * page_size)
-        self._position = [-1] * (num_pages * page_size)  # which position of its sequence a slot holds
+        self._position = [-1] * (num_pages * page_size)  # the sequence position stored in each slot
 
     def run(self, step: StepLike) -> Any:
         """Launch a step and wait for it."""
         return self.wait(self.launch(step))
 
     def launch(self, step: StepLike) -> int:
-        """A ticket for a step, which runs now or later. Mismatch where it, or an earlier one, makes no sense."""
+        """Enqueue a step, which runs now or later, and return its ticket. Raises Mismatch if it, or an earlier one, is
+        invalid.
+        """
         open_now = len(self._queue) + len(self._outputs)
         _require(open_now < self.depth, f"{open_now} steps are under way")
         _require(not self._held, "a step behind an open one")
@@ -111,7 +115,7 @@ class FakeExecutor:
         return self._oldest + open_now
 
     def guide(self, ticket: int, masks: Any) -> None:
-        """The masks of an open step, whose ticket this is; all before it have been waited for."""
+        """Supply the masks of an open step. All steps before it must have been waited for."""
         _require(self._held and ticket == self._oldest, f"ticket {ticket} is guided, {self._oldest} is the oldest")
         self._held = False
         for new in masks:
@@ -120,7 +124,7 @@ class FakeExecutor:
             self._go(self._rng.randrange(2))
 
     def wait(self, ticket: int) -> Any:
-        """The output of the oldest step that was not waited for, whose ticket this is."""
+        """Return the output of the oldest step not yet waited for, which must have this ticket."""
         _require(ticket == self._oldest, f"ticket {ticket} is waited for, the oldest is {self._oldest}")
         if not self._outputs:
             self._go(1)
@@ -129,11 +133,11 @@ class FakeExecutor:
         return self._outputs.popleft()
 
     def done(self, ticket: int) -> bool:
-        """Whether the step has run."""
+        """Return whether the step has run."""
         return ticket < self._oldest + len(self._outputs)
 
     def settle(self) -> None:
-        """Run everything that was launched, but for an open step, and forget the outputs."""
+        """Run everything launched except an open step, and discard the outputs."""
         self.catch_up()
         self._oldest += len(self._outputs) + len(self._queue)
         self._outputs.clear()
@@ -141,7 +145,7 @@ class FakeExecutor:
         self._held = False
 
     def catch_up(self) -> None:
-        """Run everything that was launched, but for an open step, so that what the device holds can be looked at."""
+        """Run everything launched except an open step, so that the device's state can be inspected."""
         self._go(len(self._queue))
 
     def _go(self, count: int) -> None:
@@ -222,14 +226,14 @@ class FakeExecutor:
 
 
 class FaultyExecutor:
-    """Another executor that fails in one step of `every`, on average: in launch or wait, before the deed or after."""
+    """Wraps an executor and fails on average in one step of `every`, in launch or wait, before or after the call."""
 
     def __init__(self, inner: Any, rng: random.Random, every: int, fault: Callable[[], BaseException]) -> None:
         self.inner, self.rng, self.every, self.fault = inner, rng, every, fault
 
     @property
     def depth(self) -> int:
-        """The other's."""
+        """The wrapped executor's depth."""
         return int(self.inner.depth)
 
     def launch(self, step: StepLike) -> Any:
@@ -241,11 +245,11 @@ class FaultyExecutor:
         self._perhaps(lambda masks: self.inner.guide(ticket, masks), masks)
 
     def wait(self, ticket: Any) -> Any:
-        """The ticket's output, or a failure."""
+        """Return the ticket's output, or fail."""
         return self._perhaps(self.inner.wait, ticket)
 
     def settle(self) -> None:
-        """Let the other one settle."""
+        """Settle the wrapped executor."""
         self.inner.settle()
 
     def _perhaps(self, call: Callable[[Any], Any], what: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Programs on a device: state buffers, steps, and the canary; it schedules nothing."""
+"""Execution of programs on a device: state buffers, steps and the canary."""

@@ -1,8 +1,9 @@
-"""The canary: prompts and what followed them when it was recorded, to show a machine that computes wrongly.
+"""The canary: recorded prompts and continuations that detect a machine on which the model computes wrong results.
 
-The first prompt runs alone, the others together, so that programs for prompts and for one and several rows are tried.
-Every recorded token is offered to the model as its past, so one difference does not hide the next. A different token
-passes where the recorded choice was nearly a tie; log-probabilities pass within `tolerance`, in nats.
+The first prompt runs alone and the others run together, so that the programs for prompts and for one and several rows
+are covered. Each token is predicted from the recorded tokens before it, so that one difference does not hide the next.
+A different token passes if the recorded choice was nearly tied with the next most likely one. Log-probabilities pass if
+they are within `tolerance`, in nats.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from llmc_runtime.format.fields import Fields, an_integer, damaged, load_json
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"
-LENGTHS = (16, 150, 1)  # tokens of the prompts, where there is room
-STEPS = 16  # tokens after each
-TOP = 5  # likeliest ids that are kept of a token
-TOLERANCE = 0.05  # nats: bf16 sums in another order differ by less
+LENGTHS = (16, 150, 1)  # tokens per prompt, if there is room
+STEPS = 16  # tokens generated after each prompt
+TOP = 5  # most likely ids recorded per token
+TOLERANCE = 0.05  # nats; bf16 sums in another order differ by less
 
 _WANTED = RowParams(want_logprobs=True)
 
@@ -31,7 +32,9 @@ Told = tuple[int, TokenLogprobs]
 
 @dataclass(frozen=True)
 class Run:
-    """A prompt, the tokens after it, their log-probabilities, and the likeliest ids at each with theirs."""
+    """A prompt, the tokens generated after it with their log-probabilities, and the most likely ids at each position
+    with their log-probabilities.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -40,12 +43,13 @@ class Run:
     top_logprobs: tuple[tuple[float, ...], ...]
 
     def margin(self, i: int) -> float:
-        """By how much the likeliest id was likelier than the second, in nats."""
+        """Return the difference between the two largest log-probabilities at position `i`, in nats."""
         tops = self.top_logprobs[i]
         return tops[0] - tops[1] if len(tops) > 1 else math.inf
 
     @staticmethod
     def read(value: Any, where: str) -> Run:
+        """Read a run from parsed JSON; raise LlmcError E103 if it is malformed."""
         f = Fields(value, where)
         run = Run(
             f.list("prompt", an_integer, cap=4096),
@@ -63,20 +67,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Canary:
-    """The runs, how far log-probabilities may be off, and the device that they were recorded on."""
+    """The recorded runs, the tolerance of log-probabilities in nats, and a description of the recording device."""
 
     runs: tuple[Run, ...]
     tolerance: float
     device: Mapping[str, Any]
 
     def dump(self) -> bytes:
+        """Serialize to JSON."""
         runs = [dict(vars(r)) for r in self.runs]
         doc = {"tolerance": self.tolerance, "device": dict(self.device), "runs": runs}
         return json.dumps(doc, indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
     def load(data: bytes, where: str = NAME) -> Canary:
-        """The canary that a file spells; LlmcError E103 where it is none."""
+        """Parse a canary file; raise LlmcError E103 if it is malformed."""
         f = Fields(load_json(data, where), where)
         runs = f.list("runs", Run.read, cap=16)
         tolerance = _number(f.get("tolerance"), f"{where}.tolerance")
@@ -89,8 +94,9 @@ class Canary:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found: `problems` in words, none where all is well; `ties` counts tokens that near ties excuse;
-    `worst`: the largest difference of a log-probability, in nats."""
+    """The result of a check. `problems` describes the failures, `ties` counts differing tokens that a near tie excuses,
+    and `worst` is the largest difference of a log-probability, in nats.
+    """
 
     checked: int
     ties: int
@@ -99,22 +105,24 @@ class Verdict:
 
 
 def prompts_of(executor: Executor) -> tuple[tuple[int, ...], ...]:
-    """Ids spread over the vocabulary: they need no tokenizer and touch many rows of the embedding."""
+    """Return prompts of ids spread over the vocabulary: they need no tokenizer and use many rows of the embedding."""
     vocab = executor.artifact.manifest.vocab_size
     most = max(1, _room(executor) // 2)
     return tuple(tuple((i * 7919 + 11 + 5 * k) % vocab for i in range(min(n, most))) for k, n in enumerate(LENGTHS))
 
 
 def _room(executor: Executor) -> int:
-    """Tokens that each of the rows that run together can have."""
+    """Return how many tokens each of the rows that run together can have."""
     page = executor.capacity.page_size
     each = executor.capacity.pages // len(LENGTHS) * page or executor.capacity.tokens
     return min(executor.artifact.manifest.limits.max_model_len, each)
 
 
 def record(executor: Executor) -> Canary:
-    """Run the prompts greedily; nothing else may run on the executor meanwhile. LlmcError E125 where what comes out is
-    not finite."""
+    """Run the prompts greedily and record the results. The executor must not run anything else meanwhile.
+
+    Raises LlmcError E125 if log-probabilities are not finite.
+    """
     prompts = prompts_of(executor)
     steps = min(STEPS, _room(executor) - max(map(len, prompts)))
     runs: list[Run] = []
@@ -143,14 +151,16 @@ def _tops(told: TokenLogprobs) -> Iterator[tuple[int, float]]:
 
 
 def _groups(executor: Executor, prompts: Sequence[Any]) -> list[Sequence[Any]]:
-    """What runs together: the first alone, the others as rows of the same steps, as far as there are rows."""
+    """Return the groups of prompts that run together: the first one alone, the others as rows of the same steps."""
     rows = min(len(prompts), executor.artifact.manifest.limits.max_num_seqs)
     return [prompts[:1], *(prompts[i : i + rows] for i in range(1, len(prompts), rows))]
 
 
 def check(executor: Executor, canary: Canary) -> Verdict:
-    """Compare the executor with the recording; nothing else may run on it meanwhile. LlmcError E202 where the KV cache
-    has no room for its prompts."""
+    """Compare the executor with a recording. The executor must not run anything else meanwhile.
+
+    Raises LlmcError E202 if the KV cache is too small for the prompts.
+    """
     problems: list[str] = []
     ties, worst, number = 0, 0.0, 0
     for group in _groups(executor, canary.runs):
@@ -166,7 +176,9 @@ def check(executor: Executor, canary: Canary) -> Verdict:
 
 
 def _compare(run: Run, i: int, token: int, told: TokenLogprobs, tolerance: float) -> tuple[bool, float, str]:
-    """(excused by a near tie, the largest difference in nats, what is wrong or "") of one token."""
+    """Compare one token. Returns (whether a near tie excuses a difference, the largest difference in nats, the problem
+    as text or "").
+    """
     want = run.tokens[i]
     if token != want:
         tie = run.margin(i) <= 2 * tolerance and want in list(told.top_ids)[:2]
@@ -175,7 +187,7 @@ def _compare(run: Run, i: int, token: int, told: TokenLogprobs, tolerance: float
     least = min(here.values())
     worst, why = 0.0, ""
     for k, was in ((want, run.logprobs[i]), *zip(run.top_ids[i], run.top_logprobs[i], strict=True)):
-        off = abs(here[k] - was) if k in here else max(0.0, was - least)  # what is not told is at most the least
+        off = abs(here[k] - was) if k in here else max(0.0, was - least)  # an unlisted id is at most as likely
         off = off if math.isfinite(off) else math.inf
         if off > tolerance and not why:
             shown = f"{here[k]:.4g}" if k in here else f"below {least:.4g}"
@@ -185,7 +197,10 @@ def _compare(run: Run, i: int, token: int, told: TokenLogprobs, tolerance: float
 
 
 def require(executor: Executor) -> None:
-    """Compare with the artifact's own recording, before it serves. LlmcError E125 where it fails, E126 without one."""
+    """Check the artifact's own canary before serving.
+
+    Raises LlmcError E125 if the check fails, and E126 if the artifact has no canary.
+    """
     artifact = executor.artifact
     if NAME not in artifact.manifest.files:
         remedy = f"llmc verify --record {artifact.root}, on a machine that you trust"
@@ -196,7 +211,7 @@ def require(executor: Executor) -> None:
 
 
 def failure(verdict: Verdict, canary: Canary, executor: Executor) -> LlmcError | None:
-    """The error that a verdict is, naming the first differences and both devices; None where all is well."""
+    """Return the error for a failed check, naming the first differences and both devices; None if it passed."""
     if not verdict.problems:
         return None
     more = len(verdict.problems) - 2
@@ -213,9 +228,10 @@ def _device(facts: Mapping[str, Any]) -> str:
 def _next(
     executor: Executor, prompts: Sequence[Sequence[int]], past: Sequence[Sequence[int]], steps: int
 ) -> list[Told]:
-    """The token after each prompt and its past, on rows 0 and up, which come to have `steps` tokens after the prompt.
+    """Return the token and its log-probabilities after each prompt and its past, in rows 0 and up.
 
-    With a past, the last call left the KV of all but the last token there.
+    Pages are reserved for `steps` tokens after each prompt. If there is a past, the previous call must have left the KV
+    of all tokens but the last one.
     """
     texts = [[*p, *after] for p, after in zip(prompts, past, strict=True)]
     inits, first = [], 0

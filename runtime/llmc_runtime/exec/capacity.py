@@ -1,4 +1,4 @@
-"""How many KV pages a byte budget buys, and how to say so; arithmetic on the manifest alone."""
+"""Computes how many KV pages fit into a byte budget, from the manifest alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmc_runtime.format.manifest import Manifest
 
 @dataclass(frozen=True)
 class KvCapacity:
-    """The pool: `pages` of `page_size` tokens and `bytes_per_page` over all layers; sequences up to `max_model_len`."""
+    """The size of the KV cache: `pages` of `page_size` tokens, and `bytes_per_page` summed over all layers."""
 
     pages: int
     page_size: int
@@ -19,10 +19,12 @@ class KvCapacity:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens that the cache can hold."""
         return self.pages * self.page_size
 
     @property
     def nbytes(self) -> int:
+        """The size of the cache in bytes."""
         return self.pages * self.bytes_per_page
 
     def __str__(self) -> str:
@@ -32,7 +34,7 @@ class KvCapacity:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that an artifact takes on a device with memory of its own, before the KV cache."""
+    """The memory in bytes that an artifact needs on a device with its own memory, besides the KV cache."""
 
     weights: int
     states: int
@@ -40,6 +42,7 @@ class Need:
 
     @property
     def total(self) -> int:
+        """The sum of all parts, in bytes."""
         return self.weights + self.states + self.arena
 
     def __str__(self) -> str:
@@ -53,10 +56,11 @@ NOTHING = Need(0, 0, 0)
 def plan_kv(
     manifest: Manifest, kv_bytes: int | None, free: int, share: float = 0.5, need: Need = NOTHING
 ) -> KvCapacity:
-    """The pool for `kv_bytes`; None: what every row at full length can use, at most `share` of what is left over.
+    """Compute the size of the KV cache.
 
-    `free` bytes are there before anything is placed, of which `need` is taken first. Raises LlmcError E202 where not
-    even one page fits, E205 where the device has too little memory.
+    `kv_bytes` is the budget. None means as much as all rows at full length can use, limited to the fraction `share` of
+    the memory that remains. `free` is the free memory in bytes before anything is allocated, from which `need` is
+    subtracted first. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
     kv, limits = manifest.kv, manifest.limits
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
@@ -89,7 +93,7 @@ def _too_little(need: Need, free: int, whole: int, length: int) -> LlmcError:
 
 
 def human(nbytes: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Format a number of bytes with a binary unit, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024 or unit == "GiB":
             break

@@ -1,4 +1,4 @@
-"""Runs steps of an artifact on a device: applies their diffs, picks the program, hands back ids; it decides nothing."""
+"""Executes steps on a device: applies a step's row updates, selects and runs a program, and returns the outputs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from llmc_runtime.format.program import Program
 from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
-_PADDING = (-1, 0, 0)  # a row of no sequence, of no tokens, that samples nothing
+_PADDING = (-1, 0, 0)  # inputs of a padding row: no row, zero tokens, nothing sampled
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """A program with its buffers in place.
+    """A program bound to its buffers.
 
-    `symbols` are its values in order, those of a step at the indices of `slots`; `width`: likeliest ids. `halves`: what
-    is made of it for open steps, up to the first launch that reads masks and from there on; empty before the first.
+    `symbols` are the values of its symbols in order; `slots` gives the indices of those that a step sets. `width` is
+    the number of most likely ids that it returns. `halves` are the two runs for open steps, split before the first
+    launch that reads token masks; they are bound on first use.
     """
 
     program: Program
@@ -40,18 +41,18 @@ class _Bound:
     halves: list[Run] = field(default_factory=list)
 
     def size(self, tokens: int, rows: int) -> None:
-        """Set the sizes of the next run."""
+        """Set the symbol values for the next run."""
         for name, index in self.slots:
             self.symbols[index] = tokens if name == TOKENS else rows
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A step under way: its work, the event of its end, and where its outputs will be, u8, once it has come.
+    """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
-    `entries` are the rows of logits: its work, of which those that score are taken apart, token by token. `wanted` says
-    which entries want log-probabilities; empty where none does. Of an open step `rest` runs what is left, and the
-    event comes after that.
+    `entries` are the rows of logits. They equal `work`, except that work whose prompt is scored is split into one entry
+    per token. `wanted` flags the entries that need log-probabilities, and is empty if none does. `rest` runs the second
+    half of an open step; its event is recorded after that.
     """
 
     work: list[Work]
@@ -67,9 +68,10 @@ class Ticket:
 class Executor:
     """Owns the states, the arena and the programs of one artifact on one device.
 
-    `kv_bytes` is the KV cache's budget (None: the device's share of what is free, at most what the rows can use);
-    `capacity` says what came of it. Up to `depth` steps may be under way.
-    Raises LlmcError E107, E112, E113, E202, E203, E205 when it cannot be built.
+    `kv_bytes` is the KV cache's budget in bytes (None: the device's share of the free memory, limited to what the rows
+    can use); `capacity` is the resulting size. Up to `depth` steps may be in flight.
+
+    Raises LlmcError E107, E111, E112, E113, E202, E203 or E205 if it cannot be built.
     """
 
     def __init__(self, artifact: Artifact, device: Device, kv_bytes: int | None = None) -> None:
@@ -89,22 +91,23 @@ class Executor:
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         self._ids = self._layout.output("ids")
         self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
-        self._table = np.zeros((len(INPUTS), self._layout.stride // 4), np.int32)  # the inputs as they are sent
-        self._sent: object = None  # what the device's inputs hold; None: not known
+        self._table = np.zeros((len(INPUTS), self._layout.stride // 4), np.int32)  # host copy of the inputs
+        self._sent: object = None  # the inputs now on the device; None: unknown
         self._decodes: dict[int, tuple[_Bound, int]] = {}
         self._open: deque[Ticket] = deque()
 
     def run(self, step: Step) -> StepOutput:
-        """Apply the diffs and compute; one id (or None) a work, log-probabilities for rows that want them.
+        """Launch a step and wait for it. Returns one id (or None) per work item, and log-probabilities where requested.
 
-        Raises LlmcError E614 where no program serves the step's sizes, E114 where the device fails.
+        Raises LlmcError E614 if no program serves a step of this size, and E114 if the device fails.
         """
         return self.wait(self.launch(step))
 
     def launch(self, step: Step) -> Ticket:
-        """Apply the diffs and start the step; the ticket is for `wait`. Errors as `run`, some of which `wait` tells.
+        """Apply the row updates and start the step. Returns a ticket for `wait`.
 
-        At most `depth` tickets are open at a time, and they are waited for in the order in which they were given.
+        At most `depth` tickets may be open, and they must be waited for in the order of their launches. Raises the
+        errors of `run`, some of which are reported only by `wait`.
         """
         if len(self._open) >= self.depth:
             raise RuntimeError(f"{len(self._open)} steps are under way; the device takes no more")
@@ -119,7 +122,7 @@ class Executor:
         return ticket
 
     def guide(self, ticket: Ticket, masks: Sequence[RowMask]) -> None:
-        """Let an open step sample under these masks, too."""
+        """Supply the token masks of an open step and run its second half."""
         if ticket.rest is None:
             raise RuntimeError("only an open step is guided, and once")
         for mask in masks:
@@ -129,7 +132,7 @@ class Executor:
         self._end(ticket)
 
     def wait(self, ticket: Ticket) -> StepOutput:
-        """What the step gave, when it has ended."""
+        """Wait for the oldest step in flight and return its output."""
         if not self._open or self._open[0] is not ticket:
             raise RuntimeError("steps are waited for once, in the order of their launches")
         if ticket.rest is not None:
@@ -146,16 +149,16 @@ class Executor:
         return StepOutput(tokens, told) if ticket.entries is ticket.work else _together(ticket.work, tokens, told)
 
     def done(self, ticket: Ticket) -> bool:
-        """Whether the step has ended: `wait` would not wait."""
+        """Return whether the step has ended, so that `wait` returns at once."""
         return ticket.rest is None and self.device.done(ticket.event)
 
     def settle(self) -> None:
-        """Wait for every step under way and forget what it gave, also of one whose launch was interrupted."""
+        """Wait for all steps in flight and discard their outputs, including a step whose launch was interrupted."""
         self._open.clear()
         self.device.wait(self.device.mark())
 
     def prepare(self) -> int:
-        """Build what the first decode step of each size would build; how many sizes there are. Nothing is run."""
+        """Prepare every size of decode step in advance and return the number of sizes. No program is run."""
         count = 0
         for bound in self._programs if self.device.replays else ():
             if bound.program.uniform:
@@ -166,7 +169,7 @@ class Executor:
         return count
 
     def close(self) -> None:
-        """Give the device's memory and threads back."""
+        """Release the device's memory and threads."""
         self._programs = ()
         self._decodes.clear()
         self._open.clear()
@@ -195,7 +198,7 @@ class Executor:
         return ticket
 
     def _end(self, ticket: Ticket) -> None:
-        """Everything of the step is launched: fetch what it gives, and mark its end."""
+        """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
         ticket.ids = device.fetch(self._ids, 0, count * 4)
         if any(ticket.wanted):
@@ -206,7 +209,9 @@ class Executor:
         ticket.event = device.mark()
 
     def _halves(self, bound: _Bound) -> list[Run]:
-        """A program cut where the masks are read first, so that all before runs without them."""
+        """Return the program split before the first launch that reads masks, so that the first half can run without
+        them.
+        """
         if not bound.halves:
             program = bound.program
             masks = [i for i, b in enumerate(program.buffers) if b.name == self._masks]
@@ -217,19 +222,19 @@ class Executor:
         return bound.halves
 
     def _feed(self, size: int, columns: tuple[list[int], ...]) -> None:
-        """Send the inputs, padded to `size` rows, unless the device has them from the step before."""
+        """Upload the inputs, padded to `size` rows, unless they equal those of the step before."""
         key = (size, columns)
         if key == self._sent:
             return
         for line, column, pad in zip(self._table, columns, _PADDING):
             line[: len(column)] = column
             line[len(column) : size] = pad
-        self._sent = None
+        self._sent = None  # unknown if the write fails
         self.device.write(self._layout.inputs, 0, self._table)
         self._sent = key
 
     def _pick(self, tokens: int, rows: int) -> tuple[_Bound, int]:
-        """The program that serves a step of these sizes, and the rows in which it runs."""
+        """Return the program that serves a step of this size, and the number of rows in which it runs."""
         if tokens == rows and rows in self._decodes:
             return self._decodes[rows]
         env = {TOKENS: tokens, ROWS: rows}
@@ -262,7 +267,7 @@ class Executor:
 
 
 def _apart(work: Work) -> list[Work]:
-    """The entries of a work: one, or where it scores one a token."""
+    """Return the entries of a work item: one, or one per token if the prompt is scored."""
     if not work.score:
         return [work]
     last = work.num_tokens - 1
@@ -270,7 +275,9 @@ def _apart(work: Work) -> list[Work]:
 
 
 def _together(work: list[Work], tokens: list[int | None], told: list[TokenLogprobs | None]) -> StepOutput:
-    """What the entries gave, by work: of one that scores the last entry may emit, and the others are scored."""
+    """Merge the outputs of entries by work item. If the item is scored, its last entry may emit a token, and the others
+    are scores.
+    """
     out, at = StepOutput([], [], scores := {}), 0
     for index, w in enumerate(work):
         end = at + w.rows

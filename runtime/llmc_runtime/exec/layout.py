@@ -1,4 +1,4 @@
-"""Where the buffers of an artifact's programs lie on a device: states, weights, arena, inputs, outputs; no runs."""
+"""Allocates and places the buffers of an artifact's programs: states, weights, arena, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmc_runtime.format.program import Buffer, Program
 
 INPUTS = ("rows", "qlens", "emit")
 _ALIGN, _PAGE = 256, 4096
-_GRAIN = 2 << 20  # devices with memory of their own hand it out in pieces of this
+_GRAIN = 2 << 20  # allocation granularity of devices with their own memory
 
 
 def need_of(artifact: Artifact) -> Need:
-    """What the artifact takes before its KV pages, as a device with memory of its own hands it out."""
+    """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
     manifest = artifact.manifest
     files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.files)
     if manifest.weights.mode == "random":
@@ -30,20 +30,21 @@ def need_of(artifact: Artifact) -> Need:
 
 
 def weights_of(artifact: Artifact) -> dict[str, Buffer]:
-    """Every weight that a program names."""
+    """Return every weight that a program uses, by name."""
     return {b.name: b for p in artifact.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
 
 
 class Layout:
-    """The memory of one artifact on one device, all of it allocated here. LlmcError E107, E112, E203.
+    """The memory of one artifact on one device, allocated on construction. Raises LlmcError E107, E112 or E203.
 
-    `inputs` holds rows, qlens and emit, i32, `stride` bytes apart, so that one write sends them all; `outputs` by name.
+    `inputs` holds the arrays rows, qlens and emit, i32, at a distance of `stride` bytes, so that one write updates all
+    of them. `outputs` maps names to memory.
     """
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
         self._artifact, self._device = artifact, device
-        self._random: Mapping[str, Memory] = {}  # on the CPU their arrays hold the memory
-        with ThreadPoolExecutor(2) as pool:  # kernels load and memory is found while weights are read
+        self._random: Mapping[str, Memory] = {}  # keeps random weights alive: on the CPU their arrays own the memory
+        with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
             loading, placing = pool.submit(device.load, artifact), pool.submit(self._place)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
             self._arena = device.alloc(_arena(artifact))
@@ -57,18 +58,18 @@ class Layout:
         self._io |= self.outputs
 
     def addresses(self, program: Program) -> list[int]:
-        """The address of each of the program's buffers, in order."""
+        """Return the address of each of the program's buffers, in order."""
         by_name = {b.name: b for b in program.buffers}
         return [self._address(b, by_name) for b in program.buffers]
 
     def output(self, name: str) -> Memory:
-        """An output's memory; LlmcError E113 where the programs have none of that name."""
+        """Return an output's memory; raise LlmcError E113 if the programs have no output of that name."""
         if name not in self.outputs:
             raise LlmcError("E113", f"the artifact's programs have no buffer {name!r}", REMEDY)
         return self.outputs[name]
 
     def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
-        for _ in by_name:
+        for _ in by_name:  # bounded, in case aliases form a cycle
             if b.alias is None:
                 break
             b = by_name[b.alias]
@@ -94,7 +95,7 @@ class Layout:
 
 
 def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Memory]:
-    """One allocation cut into memories of these sizes, each beginning at a multiple of `align`."""
+    """Cut one allocation into memories of these sizes, each starting at a multiple of `align`."""
     whole = device.alloc(sum(_round(n, align) for n in sizes.values()))
     out, at = {}, 0
     for name, size in sizes.items():
@@ -104,7 +105,7 @@ def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Me
 
 
 def _io_sizes(artifact: Artifact, env: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of every input and output, the largest of all programs."""
+    """Return the size of every input and output in bytes, the largest over all programs."""
     sizes: dict[str, int] = {}
     for p in artifact.programs:
         top = {**p.top(), **env}

@@ -1,4 +1,4 @@
-"""From a path to an executor, for tools that look into artifacts; serving goes through the engine instead."""
+"""Opens an artifact directly as an executor, for tools. Serving uses the engine instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from llmc_runtime.exec.executor import Executor
 def load_executor(
     path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None, careful: bool = False
 ) -> Executor:
-    """Open and check the artifact and put it on its device. Close the executor when done. LlmcError as they raise."""
+    """Open and check the artifact and load it onto its device. The caller closes the executor.
+
+    Raises the LlmcErrors of `open_artifact`, `open_device` and `Executor`.
+    """
     artifact = open_artifact(path, threads=threads)
     device = open_device(artifact, threads, careful=careful)
     try:

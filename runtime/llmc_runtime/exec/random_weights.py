@@ -1,4 +1,4 @@
-"""Weights of artifacts that carry none (`--weights random:SEED`): finite, of usual size, equal on every machine."""
+"""Weights for artifacts compiled with `--weights random:SEED`: finite, of usual magnitude, equal on every machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from llmc_runtime.format.program import DTYPE_BITS
 
-_TILE = (1 << 20) - 3  # a prime: no two rows of a matrix are equal, so that every token can be the likeliest
+_TILE = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
 STD = 0.02
 
 
 class RandomWeights:
-    """Tensors from a seed: vectors (norms) with ones, matrices with N(0, 0.02), integers with random bits."""
+    """Generates tensors from a seed: vectors (norms) are ones, matrices follow N(0, 0.02), integers are random bits."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -23,9 +23,10 @@ class RandomWeights:
         self._tiles: dict[str, np.ndarray] = {}
 
     def tile(self, name: str, dtype: str, rank: int, nbytes: int) -> tuple[np.ndarray, int]:
-        """The tensor's bytes as a sequence over and over, u8[n], and where in it they begin: elsewhere for every name.
+        """Return a sequence u8[n] and an offset into it; the tensor's bytes repeat the sequence from that offset on.
 
-        Tensors of one dtype and more than one axis share one sequence, the same array each time.
+        The offset depends on the name. Tensors of one dtype with more than one axis share the sequence, as the same
+        array.
         """
         if rank < 2:
             ones = _encode(np.ones(1, np.float32), dtype)
@@ -40,9 +41,10 @@ class RandomWeights:
 
 
 def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
-    """f32 values as the bytes of a float dtype; None where the dtype is not one that numpy or a shift can make."""
+    """Encode f32 values as bytes of a float dtype; None if neither NumPy nor a shift can produce the dtype."""
     if dtype == "bf16":
         bits = values.view(np.uint32)
+        # Round to nearest, ties to even.
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8)
     known = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(dtype)
     return None if known is None else np.ascontiguousarray(values.astype(known)).view(np.uint8)

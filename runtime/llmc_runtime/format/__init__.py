@@ -1,1 +1,1 @@
-"""The contract between compiler and runtime: what an artifact's files say; it reads and checks, it runs nothing."""
+"""The artifact format, shared by compiler and runtime: parsing, validation and serialization of an artifact's files."""

@@ -1,7 +1,7 @@
-"""What a compile is made of, as one key: equal where and only where compiling again would use the same input.
+"""The cache key of a compilation.
 
-The key covers the contents of the source files, the options, the machine where the target is "native", and the files
-of the compiler and of the packages that extend it; never paths or times.
+The key covers the contents of the source files, the options, the CPU's features if the target is "native", and the
+files of the compiler and of packages that extend it. It does not depend on paths or times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_SOURCE = frozenset({"requirements.txt"})
 
 
 def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
-    """The key, in hex: equal where and only where compiling again would use the same input."""
+    """Return the key, in hex. Two compilations have equal keys exactly if they would use the same input."""
     machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
     facts = {
         "files": source_hashes(source, root),
@@ -34,13 +34,15 @@ def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
 
 
 def extension_hashes() -> dict[str, str]:
-    """Module -> hash of its files, for all modules of installed packages that extend the compiler; none is imported."""
+    """Return module -> hash of its files for the installed packages that extend the compiler, without importing
+    them.
+    """
     found = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc"]
     return {name: package_hash(name) for name in sorted({name for p in found for name in _modules(p)})}
 
 
 def _modules(point: EntryPoint) -> set[str]:
-    """The module that an entry point names, and those that its package brought along, as far as it tells."""
+    """Return the module that an entry point names, and the other modules that its package declares."""
     names = {point.module.partition(".")[0]}
     if point.dist is not None:
         names.update((point.dist.read_text("top_level.txt") or "").split())
@@ -49,7 +51,10 @@ def _modules(point: EntryPoint) -> set[str]:
 
 
 def source_hashes(source: Path, root: Path) -> dict[str, str]:
-    """sha256 by name of the files a compile reads; unchanged big files are not read twice (size, times and inode)."""
+    """Return file name -> sha256 of the files that a compilation reads.
+
+    Hashes are cached in `root`; a file whose size, times and inode are unchanged is not read again.
+    """
     files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
     files += sorted((source / "additional_chat_templates").glob("*.jinja"))
     memo_file = root / "hashes.json"
@@ -75,7 +80,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _read_memo(path: Path) -> dict[str, tuple[str, str]]:
-    """What the last runs hashed; a damaged memo is as good as none."""
+    """Read the cached hashes; a damaged cache counts as empty."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         return {str(k): (str(v[0]), str(v[1])) for k, v in rows.items() if Path(k).exists()}
@@ -90,7 +95,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def package_hash(name: str) -> str:
-    """One hash over the files of an installed package or module, without importing it; empty where it is not there."""
+    """Return one hash over the files of an installed package or module, without importing it; "" if it is not
+    installed.
+    """
     try:
         spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):

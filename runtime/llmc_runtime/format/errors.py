@@ -1,4 +1,4 @@
-"""The one error type users see, and how a command tells any other; it knows no command and prints nothing."""
+"""The error type that users see, and the conversion of other exceptions into it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332"
 
 
 class LlmcError(Exception):
-    """A failure with a stable code, its cause and what to do about it.
+    """A failure with a stable code, its cause and a remedy.
 
-    `code` is "E" and three digits: E1xx artifact, E2xx memory and limits, E3xx model and checkpoint,
-    E4xx IR and passes, E5xx toolchain, E6xx request. Whatever the texts are made of, printed they are five lines at
-    most, of no control characters.
+    `code` is "E" and three digits: E1xx artifact, E2xx memory and limits, E3xx model and checkpoint, E4xx IR and
+    passes, E5xx toolchain, E6xx request. The printed form has at most five lines and contains no control characters.
     """
 
     def __init__(self, code: str, cause: str, remedy: str = "") -> None:
@@ -24,7 +23,9 @@ class LlmcError(Exception):
 
     @property
     def of_environment(self) -> bool:
-        """Whether the machine is the cause: what is installed, its CPU, GPU or driver. Commands exit with 3 then."""
+        """Whether the machine is the cause (installed software, CPU, GPU or driver). Commands then exit with
+        status 3.
+        """
         return self.code[:2] == "E5" or self.code in _ENVIRONMENT
 
     def __str__(self) -> str:
@@ -36,8 +37,11 @@ _LETTERS = 700
 
 
 def brief(text: str, lines: int) -> str:
-    """`text` as a terminal may show it: `lines` at most, its middle left out where it is long, control characters,
-    unpaired surrogates and marks of direction as escapes."""
+    """Shorten `text` for a terminal.
+
+    The result has at most `lines` lines. The middle of a long text is left out; control characters, unpaired surrogates
+    and direction marks are escaped.
+    """
     if len(text) > _LETTERS:
         text = f"{text[: _LETTERS - 150]} [...] {text[-100:]}"
     rows = text.split("\n")
@@ -52,7 +56,7 @@ def _printable(text: str) -> str:
 
 
 def as_told(error: BaseException) -> LlmcError:
-    """How a command tells an error: E100 what the system refuses, E203 memory, E000 any other mistake of ours."""
+    """Convert an exception for display by a command: E100 for OS errors, E203 for lack of memory, E000 for our bugs."""
     if isinstance(error, LlmcError):
         return error
     if isinstance(error, MemoryError):

@@ -1,9 +1,12 @@
-"""Size text: integer expressions over symbols (`2*ceil(T, 16)+1`), parsed once and evaluated often; not Python code.
+"""Size expressions: integer expressions over symbols, such as `2*ceil(T, 16)+1`, parsed once and evaluated often.
 
-Grammar, the same as the compiler's dims print:
+The grammar, which the compiler's dims print:
+
     sum     = product { ("+" | "-") product }
     product = atom { "*" atom }
     atom    = "-" atom | "(" sum ")" | "ceil" "(" sum "," integer ")" | integer | symbol
+
+`ceil(x, n)` is x / n rounded up.
 """
 
 from __future__ import annotations
@@ -24,23 +27,27 @@ _TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_]*)|([-+*(),]))")
 
 @dataclass(frozen=True)
 class Expr:
-    """A parsed size. `code` is postfix: int pushes, str pushes a symbol, ("+",) ("-",) ("*",) ("ceil", n) operate."""
+    """A parsed size expression.
+
+    `code` is in postfix form: an int pushes itself, a str pushes the symbol's value, and the tuples ("+",), ("-",),
+    ("*",) and ("ceil", n) are operators.
+    """
 
     text: str
     code: tuple[int | str | tuple[str] | tuple[str, int], ...]
 
     @cached_property
     def symbols(self) -> frozenset[str]:
-        """Names that an environment must bind."""
+        """The symbols that must be bound for evaluation."""
         return frozenset(c for c in self.code if isinstance(c, str))
 
     @property
     def const(self) -> int | None:
-        """The value where no symbol occurs, else None."""
+        """The value if no symbol occurs, else None."""
         return None if self.symbols else self({})
 
     def __call__(self, env: Mapping[str, int]) -> int:
-        """The value under `env`; LlmcError E108 where a symbol is not bound."""
+        """Evaluate with the symbols' values from `env`; raise LlmcError E108 if a symbol is not bound."""
         stack: list[int] = []
         for item in self.code:
             if isinstance(item, int):
@@ -63,9 +70,9 @@ class Expr:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expr:
-    """The size that `text` spells, one object for equal texts.
+    """Parse a size expression. Equal texts give the same object.
 
-    LlmcError E108 with the position where it does not follow the grammar.
+    Raises LlmcError E108 with the position of a syntax error.
     """
     if len(text) > MAX_TEXT:
         raise LlmcError(
@@ -79,12 +86,12 @@ def parse(text: str) -> Expr:
 
 
 def of(value: str | int) -> Expr:
-    """`parse`, where plain integers are accepted as well."""
+    """Parse a size expression or a plain integer."""
     return parse(str(value))
 
 
 class _Parser:
-    """Recursive descent with one token of look-ahead; emits postfix code."""
+    """A recursive-descent parser with one token of lookahead that emits postfix code."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -96,11 +103,13 @@ class _Parser:
         self.advance()
 
     def fail(self, why: str) -> None:
+        """Raise LlmcError E108 at the current token."""
         raise LlmcError(
             "E108", f"size text {self.text[:80]!r}: {why} at character {self.start}", "recompile the artifact"
         )
 
     def advance(self) -> None:
+        """Read the next token."""
         self.start = self.at
         match = _TOKEN.match(self.text, self.at)
         if match is None:
@@ -116,11 +125,13 @@ class _Parser:
             self.fail("number too long")
 
     def expect(self, sign: str) -> None:
+        """Consume the given sign, or fail."""
         if self.kind != "sign" or self.token != sign:
             self.fail(f"expected {sign!r}")
         self.advance()
 
     def sum(self, depth: int) -> None:
+        """Parse the rule `sum`."""
         if depth > MAX_DEPTH:
             self.fail("nested too deep")
         self.product(depth)
@@ -131,6 +142,7 @@ class _Parser:
             self.code.append((sign,))
 
     def product(self, depth: int) -> None:
+        """Parse the rule `product`."""
         self.atom(depth)
         while self.kind == "sign" and self.token == "*":
             self.advance()
@@ -138,6 +150,7 @@ class _Parser:
             self.code.append(("*",))
 
     def atom(self, depth: int) -> None:
+        """Parse the rule `atom`."""
         if depth > MAX_DEPTH:
             self.fail("nested too deep")
         kind, token = self.kind, self.token
@@ -163,6 +176,7 @@ class _Parser:
             self.fail("expected a number, a symbol or '('")
 
     def ceil(self, depth: int) -> None:
+        """Parse the arguments of `ceil`."""
         self.expect("(")
         self.sum(depth + 1)
         self.expect(",")

@@ -1,4 +1,4 @@
-"""Strict reading of parsed JSON: typed fields, closed key sets, bounded sizes; it knows nothing of what they mean."""
+"""Strict reading of parsed JSON: typed fields, closed sets of keys, bounded sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 T = TypeVar("T")
 
 MAX_JSON = 16 << 20
-MAX_VALUES = 250_000  # in one document: parsed they take some 70 MB
+MAX_VALUES = 250_000  # values in one document; parsed they take about 70 MB
 MAX_NAME = 240
 MAX_PARTS = 8
 REMEDY = "copy the artifact again, or recompile it"
@@ -23,12 +23,12 @@ _KEY = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
 def damaged(where: str, why: str) -> LlmcError:
-    """The error for a file that does not say what it must."""
+    """Return the error for a file with invalid content."""
     return LlmcError("E103", f"{where}: {why}", REMEDY)
 
 
 def load_json(data: bytes, where: str) -> Any:
-    """`data` as JSON without duplicate keys, NaN or excessive depth or size; LlmcError E103 otherwise."""
+    """Parse JSON; raise LlmcError E103 for duplicate keys, NaN, invalid Unicode, or excessive depth or size."""
     if (why := too_much(data, MAX_JSON, MAX_VALUES)) is not None:
         raise damaged(where, why)
     try:
@@ -40,7 +40,7 @@ def load_json(data: bytes, where: str) -> Any:
 
 
 def too_much(data: bytes, most_bytes: int, most_values: int) -> str | None:
-    """Why parsing `data` as JSON could take too much memory or time, told by its bytes alone; None: it cannot."""
+    """Return why parsing `data` as JSON might take too much memory or time, judged by its bytes; None if it cannot."""
     if len(data) > most_bytes:
         return f"{len(data)} bytes of JSON, over the cap of {most_bytes}"
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
@@ -48,7 +48,7 @@ def too_much(data: bytes, most_bytes: int, most_values: int) -> str | None:
 
 
 def check_unicode(data: bytes, found: Any) -> None:
-    """UnicodeEncodeError (a ValueError) where `found`, parsed from `data`, holds half of a surrogate pair alone."""
+    """Raise UnicodeEncodeError (a ValueError) if `found`, parsed from `data`, contains an unpaired surrogate."""
     if b"\\ud" in data or b"\\uD" in data:
         json.dumps(found, ensure_ascii=False).encode("utf-8")
 
@@ -65,7 +65,9 @@ def _no_constant(text: str) -> float:
 
 
 def check_name(name: str, where: str) -> str:
-    """`name` when it is a plain relative path (no empty, hidden, `.` or `..` part); LlmcError E104 otherwise."""
+    """Return `name` if it is a plain relative path, without empty, hidden, `.` or `..` parts; else raise LlmcError
+    E104.
+    """
     parts = name.split("/")
     if len(name) > MAX_NAME or len(parts) > MAX_PARTS or not all(_PART.match(p) for p in parts):
         raise LlmcError(
@@ -75,13 +77,16 @@ def check_name(name: str, where: str) -> str:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether `check_name` accepts it."""
+    """Return whether `check_name` accepts the name."""
     parts = name.split("/")
     return len(name) <= MAX_NAME and len(parts) <= MAX_PARTS and all(_PART.match(p) for p in parts)
 
 
 class Fields:
-    """One JSON object being read; every getter names the place in its error. `close` refuses keys nobody asked for."""
+    """Reads one JSON object. Getters raise LlmcError E103, naming the field; `close` rejects keys that were not read.
+
+    A field without a default is required. With `lenient`, unknown keys are ignored.
+    """
 
     def __init__(self, value: Any, where: str, lenient: bool = False) -> None:
         if not isinstance(value, dict):
@@ -92,6 +97,7 @@ class Fields:
         self.where = where
 
     def get(self, key: str, default: Any = ...) -> Any:
+        """Return the raw value of a field."""
         if key not in self._value:
             if default is ...:
                 raise damaged(self.where, f"{key!r} is missing")
@@ -100,12 +106,14 @@ class Fields:
         return self._value[key]
 
     def text(self, key: str, default: Any = ...) -> str:
+        """Return a string."""
         value = self.get(key, default)
         if not isinstance(value, str):
             raise damaged(self.where, f"{key!r} must be text")
         return value
 
     def integer(self, key: str, default: Any = ..., low: int = 0, high: int = 1 << 62) -> int:
+        """Return an integer in [low, high]."""
         return self._integer(self.get(key, default), key, low, high)
 
     def _integer(self, value: Any, key: str, low: int, high: int) -> int:
@@ -114,65 +122,77 @@ class Fields:
         return value
 
     def list(self, key: str, item: Callable[[Any, str], T], default: Any = ..., cap: int = 1 << 20) -> tuple[T, ...]:
+        """Return a list of at most `cap` elements, each read by `item(value, where)`."""
         value = self.get(key, default)
         if not isinstance(value, list) or len(value) > cap:
             raise damaged(self.where, f"{key!r} must be a list of at most {cap}")
         return tuple(item(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
 
     def table(self, key: str, item: Callable[[Any, str], T], default: Any = ..., cap: int = 1 << 20) -> dict[str, T]:
+        """Return an object of at most `cap` entries, whose values are read by `item(value, where)`."""
         value = self.get(key, default)
         if not isinstance(value, dict) or len(value) > cap:
             raise damaged(self.where, f"{key!r} must be an object of at most {cap} entries")
         return {k: item(v, f"{self.where}.{key}[{k[:80]!r}]") for k, v in value.items()}
 
     def hash(self, key: str) -> str:
+        """Return a SHA-256 in lower-case hex."""
         return a_hash(self.get(key), f"{self.where}.{key}")
 
     def key(self, key: str) -> str:
+        """Return a kernel's content hash; see `a_key`."""
         return a_key(self.get(key), f"{self.where}.{key}")
 
     def name(self, key: str, default: Any = ...) -> str:
+        """Return a safe file name (see `check_name`) or ""."""
         value = self.text(key, default)
         return check_name(value, f"{self.where}.{key}") if value else value
 
     def sub(self, key: str) -> Fields:
+        """Return the reader of a nested object."""
         return Fields(self.get(key), f"{self.where}.{key}", self._lenient)
 
     def close(self) -> None:
+        """Raise LlmcError E103 if the object has keys that were not read, unless the reader is lenient."""
         if self._left and not self._lenient:
             raise damaged(self.where, f"unknown key {sorted(self._left)[0][:80]!r}")
 
 
 def a_text(value: Any, where: str) -> str:
+    """Check that the value is a string."""
     if not isinstance(value, str):
         raise damaged(where, "must be text")
     return value
 
 
 def an_integer(value: Any, where: str) -> int:
+    """Check that the value is an integer."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise damaged(where, "must be an integer")
     return value
 
 
 def a_hash(value: Any, where: str) -> str:
+    """Check that the value is a SHA-256 in lower-case hex."""
     if not isinstance(value, str) or not _HASH.match(value):
         raise damaged(where, "must be a sha256 in lower-case hex")
     return value
 
 
 def a_key(value: Any, where: str) -> str:
-    """A kernel's content hash, whole or shortened: it names its file."""
+    """Check that the value is a kernel's content hash, possibly shortened to 8 digits; it names the kernel's file."""
     if not isinstance(value, str) or not _KEY.match(value):
         raise damaged(where, "must be 8 to 64 digits of lower-case hex")
     return value
 
 
 def a_name(value: Any, where: str) -> str:
+    """Check that the value is a safe file name."""
     return check_name(a_text(value, where), where)
 
 
 def a_range(value: Any, where: str) -> tuple[int, int]:
+    """Check that the value is [low, high] with 0 <= low <= high."""
     if not isinstance(value, list) or len(value) != 2:
         raise damaged(where, "must be [low, high]")
     low, high = an_integer(value[0], where), an_integer(value[1], where)

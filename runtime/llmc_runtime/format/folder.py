@@ -1,4 +1,4 @@
-"""Safe access to an artifact folder: no links, checked names, sizes and hashes; it parses the manifest alone."""
+"""Safe access to an artifact's folder: names, sizes and hashes are checked, and links are not followed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
-    """An artifact's folder. Every name is relative to it and is checked part by part, so nothing outside is opened."""
+    """An artifact's folder. Names are relative to it and are opened part by part, so that no file outside can be
+    opened.
+    """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -28,9 +30,9 @@ class Folder:
             raise LlmcError("E101", f"artifact {str(root)!r} {what}", "give the folder that llmc compile wrote")
 
     def open(self, name: str) -> tuple[int, int]:
-        """A descriptor (the caller closes it) and the size of a regular file.
+        """Open a regular file. Returns the descriptor, which the caller closes, and the size in bytes.
 
-        Raises LlmcError E104 for unsafe names and links, E106 where the file is missing or unreadable.
+        Raises LlmcError E104 for unsafe names and links, and E106 if the file is missing or unreadable.
         """
         check_name(name, str(self.root))
         at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -69,7 +71,7 @@ class Folder:
             return False
 
     def read(self, name: str, cap: int) -> bytes:
-        """The bytes of a small file; LlmcError E106 where it is larger than `cap`."""
+        """Return the bytes of a small file; raise LlmcError E106 if it is larger than `cap`."""
         fd, size = self.open(name)
         with os.fdopen(fd, "rb") as file:
             if size > cap:
@@ -77,7 +79,7 @@ class Folder:
             return file.read(cap + 1)
 
     def map(self, name: str) -> memoryview:
-        """A file's bytes, mapped read-only; empty for an empty file."""
+        """Map a file read-only and return its bytes."""
         fd, size = self.open(name)
         try:
             return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
@@ -85,7 +87,7 @@ class Folder:
             os.close(fd)
 
     def manifest(self) -> Manifest:
-        """The manifest; LlmcError E101 where there is none, else as `Manifest.load`."""
+        """Load the manifest; raise LlmcError E101 if there is none, and the errors of `Manifest.load`."""
         if not (self.root / NAME).exists():
             inside = any(self.root.iterdir())
             cause = f"{self.root} is incomplete: it has no {NAME}" if inside else f"{self.root} is an empty folder"
@@ -93,7 +95,7 @@ class Folder:
         return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
 
     def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:
-        """What is wrong with names and sizes, one error a file."""
+        """Check names and sizes of all files, and yield one error per faulty file."""
         expected = {n: i.bytes for n, i in manifest.files.items()} | {w.file: w.bytes for w in manifest.weights.files}
         for name, size in expected.items():
             try:
@@ -107,7 +109,7 @@ class Folder:
                 yield LlmcError("E106", f"{self.root / name} {word}: {found} bytes, expected {size}", REMEDY)
 
     def check_small(self, files: Mapping[str, FileInfo]) -> Iterator[LlmcError]:
-        """What is wrong with the contents of the small files, one error a file."""
+        """Check the contents of small files, and yield one error per faulty file."""
         for name, info in files.items():
             try:
                 data = self.read(name, info.bytes)
@@ -118,11 +120,11 @@ class Folder:
                 yield LlmcError("E107", f"{self.root / name} is damaged: its bytes do not match their hash", REMEDY)
 
     def check_weights(self, file: WeightFile, data: memoryview, threads: int) -> Iterator[LlmcError]:
-        """What is wrong with the contents of a file of weights, one error a block."""
+        """Check the contents of a weight file, and yield one error per faulty block."""
         for i in wrong_blocks(data, file.blocks, file.block, threads):
             yield self.wrong_block(file, i)
 
     def wrong_block(self, file: WeightFile, index: int) -> LlmcError:
-        """The error for a block of weights that differs from its hash."""
+        """Return the error for a block of weights that differs from its hash."""
         place = f"block {index + 1} of {len(file.blocks)} (from byte {index * file.block})"
         return LlmcError("E107", f"{self.root / file.file} is damaged: {place} does not match its hash", REMEDY)

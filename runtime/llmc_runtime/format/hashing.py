@@ -1,4 +1,4 @@
-"""sha256 of small files and of the blocks of big ones, by several threads; it does not decide what a mismatch means."""
+"""SHA-256 of small files, and of the blocks of large ones with several threads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ Buffer = bytes | bytearray | memoryview
 
 
 def sha256(data: Buffer) -> str:
-    """Lower-case hex."""
+    """Return the SHA-256 in lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def spans(size: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """[begin, end) of every block of a file of `size` bytes."""
+    """Yield [begin, end) of every block of a file of `size` bytes."""
     for begin in range(0, size, block):
         yield begin, min(begin + block, size)
 
 
 def wrong_blocks(data: memoryview, blocks: Sequence[str], block: int = BLOCK, threads: int = 2) -> list[int]:
-    """Indices of the blocks of `data` whose hash differs; `blocks` has one hash a block. hashlib frees the GIL."""
+    """Return the indices of the blocks of `data` whose hash differs from `blocks`, which has one hash per block.
+
+    The threads run in parallel, as hashlib releases the GIL.
+    """
     pieces = list(spans(len(data), block))
     if len(pieces) != len(blocks):
         return list(range(max(len(pieces), len(blocks))))
@@ -41,6 +44,7 @@ class BlockHasher:
         self._room = block
 
     def update(self, data: memoryview) -> None:
+        """Append data to the stream."""
         while len(data):
             piece = data[: self._room]
             self._hash.update(piece)
@@ -50,7 +54,7 @@ class BlockHasher:
                 self._close()
 
     def finish(self) -> tuple[str, ...]:
-        """The hashes of all blocks, the last one perhaps shorter."""
+        """Return the hashes of all blocks; the last block may be shorter."""
         if self._room != self.block:
             self._close()
         return tuple(self.blocks)

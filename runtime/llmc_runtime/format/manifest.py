@@ -1,6 +1,7 @@
-"""The manifest: what an artifact is and the hash of everything in it, with its own hash inside; it opens no file.
+"""The manifest: the description of an artifact, with the hashes of its files and of itself.
 
-The file begins with its digest: the sha256 of the file's bytes with the 64 digits set to zero. It is written last.
+The file begins with its digest, which is the SHA-256 of the file's bytes with the 64 digits of the digest set to zero.
+The manifest is written last, so that an artifact with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ZERO = b"0" * 64
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A small file: its sha256 and its size."""
+    """A small file: its SHA-256 and its size."""
 
     sha256: str
     bytes: int
@@ -37,7 +38,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights: one sha256 for every `block` bytes."""
+    """A weight file, with one SHA-256 for every `block` bytes."""
 
     file: str
     bytes: int
@@ -47,7 +48,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Weights:
-    """`mode`: packed (files), random (the runtime fills them from `seed`), none (to be packed later)."""
+    """The weights. `mode` is "packed" (in files), "random" (generated from `seed`) or "none" (to be packed later)."""
 
     mode: str
     files: tuple[WeightFile, ...] = ()
@@ -56,7 +57,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class KernelFile:
-    """One binary and the source text beside it. `abi` says how it is called."""
+    """A kernel binary and its source text. `abi` names its calling convention.
+
+    `threads` is the size of a thread block, and `shared` its dynamic shared memory in bytes; both are for GPUs.
+    """
 
     hash: str
     file: str
@@ -69,8 +73,9 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class State:
-    """One persistent buffer. `role`: kv, or what a row holds: tokens, length, pages, fparams, iparams, stops,
-    seen, counts, bias_ids, biases or allowed."""
+    """A persistent buffer. `role` is "kv", or the content of its rows: tokens, length, pages, fparams, iparams, stops,
+    seen, counts, bias_ids, biases or allowed.
+    """
 
     name: str
     dtype: str
@@ -78,6 +83,7 @@ class State:
     role: str
 
     def nbytes(self, env: Mapping[str, int]) -> int:
+        """Return the size in bytes, with the symbols' values from `env`."""
         total = DTYPE_BITS[self.dtype]
         for d in self.shape:
             total *= d(env)
@@ -86,9 +92,9 @@ class State:
 
 @dataclass(frozen=True)
 class Source:
-    """What was compiled: "hf", its name, its revision, and the sha256 of its files.
+    """The compiled model: its kind ("hf"), name, revision, and the SHA-256 of its files.
 
-    `layers` of `of_layers`: what a quick build of the first layers alone has; 0 of 0 for the model itself.
+    A partial build has the first `layers` of `of_layers` layers; both are 0 for the whole model.
     """
 
     kind: str
@@ -100,13 +106,13 @@ class Source:
 
     @property
     def part(self) -> str:
-        """What there is of the model, in words; "" where that is all of it."""
+        """A description of a partial build; "" for the whole model."""
         return f"the first {self.layers} of {self.of_layers} layers" if self.layers else ""
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What it was compiled for; `features` by the names of /proc/cpuinfo."""
+    """The compilation target. `features` uses the names in /proc/cpuinfo."""
 
     name: str
     arch: str
@@ -115,7 +121,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """The shapes that the plan allows: tokens of a sequence, rows, tokens of a step."""
+    """The maximum sequence length in tokens, number of sequences, and tokens per step."""
 
     max_model_len: int
     max_num_seqs: int
@@ -124,7 +130,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Kv:
-    """KV geometry: tokens of a page, layers that have one, bytes of a page over all layers."""
+    """KV geometry: tokens per page, number of layers with KV, and bytes per page over all layers."""
 
     page_size: int
     layers: int
@@ -134,7 +140,7 @@ class Kv:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything the runtime must know before it opens another file."""
+    """Everything that the runtime has to know before it opens other files."""
 
     compiler: str
     source: Source
@@ -154,6 +160,7 @@ class Manifest:
     digest: str = ""
 
     def json(self) -> dict[str, Any]:
+        """Return the manifest as JSON values, without the digest."""
         return {
             "format": {"major": self.format[0], "minor": self.format[1]},
             "compiler": self.compiler,
@@ -177,16 +184,19 @@ class Manifest:
         }
 
     def dump(self) -> bytes:
-        """The file, its digest inside; `load(dump())` gives this manifest back with `digest` set."""
+        """Serialize to the file's bytes, including the digest. `load(dump())` returns this manifest with `digest`
+        set.
+        """
         body = json.dumps(self.json(), indent=1, allow_nan=False).encode()
+        # The digest comes first in the file, at a fixed place: see check_digest.
         text = _HEAD + _ZERO + b'",\n ' + body.removeprefix(b"{\n ") + b"\n"
         return text.replace(_ZERO, sha256(text).encode(), 1)
 
     @staticmethod
     def load(data: bytes, where: str = NAME) -> Manifest:
-        """The manifest that a file spells.
+        """Parse a manifest file.
 
-        Raises LlmcError E102 for another format version, E103 where a byte was changed or a field is wrong.
+        Raises LlmcError E102 for another format version, and E103 if the digest does not match or a field is invalid.
         """
         digest, intact = check_digest(data)
         try:
@@ -200,7 +210,7 @@ class Manifest:
 
 
 def check_digest(data: bytes) -> tuple[str, bool]:
-    """The digest that the manifest's bytes claim ("" where there is none), and whether it is theirs."""
+    """Return the digest stated in the manifest's bytes ("" if there is none), and whether it matches them."""
     match = _PREFIX.match(data)
     if match is None:
         return "", False
@@ -209,7 +219,10 @@ def check_digest(data: bytes) -> tuple[str, bool]:
 
 
 def check_version(doc: Any, where: str) -> bool:
-    """Whether unknown fields are to be ignored (a newer minor version); LlmcError E102 for another major one."""
+    """Check the format version. Returns whether unknown fields are to be ignored, because the minor version is newer.
+
+    Raises LlmcError E102 for another major version.
+    """
     version = doc.get("format") if isinstance(doc, dict) else None
     major, minor = (version.get("major"), version.get("minor")) if isinstance(version, dict) else (None, None)
     if not isinstance(major, int) or not isinstance(minor, int):
@@ -320,7 +333,7 @@ def _file(f: Fields) -> FileInfo:
 
 
 def _check(m: Manifest, where: str) -> None:
-    """What holds between the fields: every file that is named is listed with its hash, and once."""
+    """Check constraints between fields: every file that is named is listed exactly once, with its hash."""
     for name in m.files:
         check_name(name, where)
     named = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]

@@ -1,4 +1,4 @@
-"""A program as data: symbols, buffers and launches of one entry point; reading and checking it, never running it."""
+"""Programs as data: the symbols, buffers and launches of one entry point; parsing and validation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import Fields, a_range, a_text, an_integer, damaged, load_json
 from llmc_runtime.format.param import Param, a_size
 
-# Bits of one element as it is stored; shapes count elements, and a buffer's bytes are its own size text.
+# Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
         "f64": 64,
@@ -36,20 +36,20 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 KINDS = ("input", "output", "weight", "state", "arena")
-MAPPED = ("bf16", "f16")  # dtypes of tensor maps
-_ELEMENT = 2  # bytes of each
-MOST_BOX = 256  # elements along an axis of a box
-MOST_AXIS = (1 << 31) - 1  # elements along an axis of a mapped tensor: kernels get its sizes as i32
-_ROW = 16  # bytes: rows of mapped tensors and of boxes are multiples, and so are addresses
+MAPPED = ("bf16", "f16")  # dtypes supported in tensor maps
+_ELEMENT = 2  # their size in bytes
+MOST_BOX = 256  # maximum elements along an axis of a box
+MOST_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
+_ROW = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
 Symbols = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One pointer that launches refer to by index.
+    """A buffer, which launches refer to by index.
 
-    `offset` counts bytes from the start of the arena or of the state; `alias` names the buffer whose memory this is
-    (a state's next version is its earlier one).
+    `offset` is in bytes from the start of the arena or of the state. `alias` names the buffer whose memory this one
+    uses: the new version of a state aliases the old one.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Buffer:
     alias: str | None = None
 
     def numel(self, env: Mapping[str, int]) -> int:
+        """Return the number of elements, with the symbols' values from `env`."""
         total = 1
         for d in self.shape:
             total *= d(env)
@@ -68,6 +69,7 @@ class Buffer:
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Buffer:
+        """Read a buffer from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
         f = Fields(value, where, lenient)
         alias = f.get("alias", None)
         b = Buffer(
@@ -87,6 +89,7 @@ class Buffer:
         return b
 
     def json(self) -> dict[str, Any]:
+        """Return the buffer as JSON values."""
         return {
             "name": self.name, "kind": self.kind, "dtype": self.dtype, "shape": [str(d) for d in self.shape],
             "offset": self.offset, "bytes": str(self.bytes), "alias": self.alias,
@@ -95,9 +98,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """An argument (its place among `Launch.args`) that GPUs take as a tensor map in place of a pointer: the buffer as a
-    row-major tensor of `shape` at the upper bound of every symbol, copied a `box` at a time; `swizzle` as in
-    CUtensorMapSwizzle, 0 to 3."""
+    """An argument of a launch that is passed as a tensor map (CUtensorMap) instead of a pointer.
+
+    `arg` is an index into `Launch.args`. The buffer is seen as a row-major tensor of `shape`, evaluated at the upper
+    bound of every symbol, and copied in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
+    """
 
     arg: int
     shape: tuple[Expr, ...]
@@ -106,6 +111,7 @@ class TensorMap:
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> TensorMap:
+        """Read a tensor map from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
         f = Fields(value, where, lenient)
         m = TensorMap(
             arg=f.integer("arg", high=4096),
@@ -122,17 +128,19 @@ class TensorMap:
         return m
 
     def json(self) -> dict[str, Any]:
+        """Return the tensor map as JSON values."""
         return {"arg": self.arg, "shape": [str(d) for d in self.shape], "box": list(self.box), "swizzle": self.swizzle}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call; `args` index the program's buffers, `sizes` are handed over as int64 (on GPUs as int32).
+    """One kernel launch.
 
-    On GPUs `params` says what a launch passes; if it is empty, that is every argument, every size, then two null
-    pointers. Arguments that `maps` names are tensor maps. `grid` counts programs along x, y and z; `pdl`: the launch
-    may begin before the one before it has ended.
-    `flops` and `bytes` are what it costs, as far as the compiler could say, for reports alone.
+    `args` are indices of the program's buffers; those listed in `maps` are passed as tensor maps. `sizes` are passed as
+    int64 (as int32 on GPUs). `params`, on GPUs, lists what is passed; if it is empty, that is every argument, every
+    size and two null pointers. `grid` is the number of blocks along x, y and z, `threads` the threads per block, and
+    `shared` the bytes of dynamic shared memory. `pdl` enables programmatic dependent launch: the kernel may start
+    before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
     """
 
     kernel: str
@@ -152,6 +160,7 @@ class Launch:
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
+        """Read a launch from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
         f = Fields(value, where, lenient)
         cost = {k: v if v is None else a_size(v, f"{where}.{k}") for k in ("flops", "bytes") for v in [f.get(k, None)]}
         launch = Launch(
@@ -173,6 +182,7 @@ class Launch:
         return launch
 
     def json(self) -> dict[str, Any]:
+        """Return the launch as JSON values."""
         out: dict[str, Any] = {
             "kernel": self.kernel, "entry": self.entry, "grid": [str(d) for d in self.grid], "threads": self.threads,
             "shared": self.shared, "args": list(self.args), "sizes": [str(d) for d in self.sizes], "loc": self.loc,
@@ -193,11 +203,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """One entry point for one range of sizes.
+    """One entry point for a range of sizes.
 
-    `symbols` holds every symbol with its bounds, in the order in which a step function takes their values;
-    `serves` narrows them to the steps this program is chosen for; `uniform`: one token a row (T = R).
-    `step` is (kernel hash, entry) of the unit that runs the launches in order, where the target has one.
+    `symbols` maps every symbol to its bounds, in the order in which a step function takes their values. `serves`
+    narrows the bounds to the steps for which this program is selected. `uniform` means one token per row (T = R).
+    `step` is (kernel hash, entry) of the function that runs the launches in order, on targets that have one.
     """
 
     name: str
@@ -211,21 +221,22 @@ class Program:
     ranks: int = 1
 
     def top(self) -> dict[str, int]:
-        """Every symbol at its upper bound: buffers are sized by it."""
+        """Return every symbol's upper bound, which determines the sizes of buffers."""
         return {s: high for s, (_, high) in self.symbols.items()}
 
     def fits(self, env: Mapping[str, int]) -> bool:
-        """Whether a step with these sizes is this program's to run."""
+        """Return whether this program serves a step of these sizes."""
         return all(lo <= env[s] <= hi for s, (lo, hi) in self.serves.items()) and not (
             self.uniform and env["T"] != env["R"]
         )
 
     @property
     def kernel_table(self) -> tuple[tuple[str, str], ...]:
-        """(kernel hash, entry) of every launch in order: the step function's table of functions."""
+        """(kernel hash, entry) of every launch in order: the function table of the step function."""
         return tuple((x.kernel, x.entry) for x in self.launches)
 
     def json(self) -> dict[str, Any]:
+        """Return the program as JSON values."""
         out: dict[str, Any] = {
             "name": self.name,
             "symbols": {s: list(r) for s, r in self.symbols.items()},
@@ -240,7 +251,9 @@ class Program:
         return {**out, "ranks": self.ranks}
 
     def dump(self) -> bytes:
-        """The file: one line a buffer and a launch, so that two programs can be compared as text."""
+        """Serialize to the file's bytes, with one line per buffer and launch, so that programs can be compared as
+        text.
+        """
         doc = self.json()
         rows = [
             f"  {json.dumps(k)}: {_rows(v) if k in ('buffers', 'launches') else json.dumps(v)}" for k, v in doc.items()
@@ -249,11 +262,12 @@ class Program:
 
     @staticmethod
     def load(data: bytes, where: str, lenient: bool = False) -> Program:
-        """The program that a file spells; LlmcError E103, E108 naming `where` and the field that is wrong."""
+        """Parse a program file; raise LlmcError E103 or E108, naming `where` and the field, if it is invalid."""
         return Program.read(load_json(data, where), where, lenient)
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Program:
+        """Read a program from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
         f = Fields(value, where, lenient)
         step = None
         if f.get("step", None) is not None:
@@ -283,7 +297,7 @@ def _rows(values: list[Any]) -> str:
 
 
 def _check(p: Program, where: str) -> None:
-    """What holds between the fields: indices in range, symbols bound, arena offsets inside the arena."""
+    """Check constraints between fields: indices in range, symbols declared, arena offsets inside the arena."""
     by_name = {b.name: b for b in p.buffers}
     known = frozenset(p.symbols)
     top = p.top()
@@ -322,7 +336,7 @@ def _check_param(param: Param, x: Launch, known: frozenset[str], place: str) -> 
 
 
 def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
-    """A map lies inside its memory, which is as large at each step, and is one that the driver takes."""
+    """Check that a tensor map lies inside its memory at every step, and that the driver will accept it."""
     if m.arg >= len(x.args) or sum(m.arg == other.arg for other in x.maps) > 1:
         raise damaged(place, "a tensor map's argument is out of range, or has two")
     b, top = p.buffers[x.args[m.arg]], p.top()
@@ -336,8 +350,8 @@ def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer
 
 
 def _memory(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:
-    """The buffer that another one is a name for."""
-    for _ in by_name:  # a circle of names ends, too
+    """Return the buffer that owns the memory of `b`, following aliases."""
+    for _ in by_name:  # bounded, in case aliases form a cycle
         if b.alias is None:
             break
         b = by_name[b.alias]

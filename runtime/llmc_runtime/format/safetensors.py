@@ -1,7 +1,7 @@
-"""The safetensors format: its header, checked as the reference reader checks it, and how to lay one out; no tensors.
+"""The safetensors format: parsing and validation of the header, and the layout of new files.
 
-A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without a gap.
-We keep tensors aligned, so gaps are tensors of their own, named `__pad__.N`, and every reader accepts the file.
+A file consists of an 8-byte little-endian header length, a JSON header of that length, and the tensors' bytes without
+gaps. We align tensors by inserting padding tensors named `__pad__.N`, which every reader accepts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.fields import load_json
 
-MAX_HEADER = 16 << 20  # readers elsewhere take 100 MB; ours parses no more than it can hold
+MAX_HEADER = 16 << 20  # other readers accept 100 MB
 MAX_RANK = 16
 MAX_BYTES = 1 << 50
 PAD = "__pad__."
 _MIN_ALIGN, _PAGE, _BIG = 64, 4096, 1 << 16
 
-# Ours to theirs; sub-byte codes are stored as plain bytes.
+# Our dtypes -> theirs. Sub-byte types are stored as plain bytes.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "f64": "F64",
@@ -67,7 +67,7 @@ _BITS: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes [begin, end) of the file, shape in elements, dtype by our name (or theirs)."""
+    """A tensor in a file: bytes [begin, end), shape in elements, and dtype by our name (or theirs if we have none)."""
 
     name: str
     dtype: str
@@ -77,16 +77,17 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return self.end - self.begin
 
 
 def broken(where: str, why: str) -> LlmcError:
-    """The error for a file that does not follow the format."""
+    """Return the error for a file that violates the format."""
     return LlmcError("E105", f"{where}: {why}", "copy or download the file again")
 
 
 def header_length(prefix: bytes, size: int, where: str) -> int:
-    """The header's length in bytes, from the first 8 bytes of a file of `size` bytes; LlmcError E105."""
+    """Return the header's length in bytes, from the first 8 bytes of a file of `size` bytes; raise LlmcError E105."""
     if len(prefix) < 8 or size < 8:
         raise broken(where, f"is not a safetensors file ({size} bytes)")
     n = int.from_bytes(prefix[:8], "little")
@@ -98,9 +99,9 @@ def header_length(prefix: bytes, size: int, where: str) -> int:
 
 
 def parse_header(header: bytes, size: int, where: str) -> dict[str, TensorInfo]:
-    """The tensors of a file of `size` bytes with this JSON header, in file order, padding left out.
+    """Return the tensors of a file of `size` bytes from its JSON header, in file order and without padding tensors.
 
-    Raises LlmcError E105 where the header is malformed, tensors overlap, leave a gap or end past the file.
+    Raises LlmcError E105 if the header is malformed, or if tensors overlap, leave a gap or end past the file.
     """
     doc = load_json(header, where)
     if not isinstance(doc, dict):
@@ -145,9 +146,10 @@ def _natural(value: Any) -> bool:
 
 
 def plan(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[TensorInfo], int]:
-    """Lay out a file of (name, dtype, shape, bytes): its prefix (length and header), the places, the file's size.
+    """Lay out a file of tensors given as (name, dtype, shape, bytes).
 
-    Tensors begin at multiples of 64 bytes, big ones of 4096; the places include the padding tensors.
+    Returns the prefix (length and header), the tensors' places, and the file's size. Tensors are aligned to 64 bytes,
+    those of 64 KiB and more to 4096. The places include padding tensors.
     """
     items: list[tuple[str, str, tuple[int, ...], int]] = []
     at = 0

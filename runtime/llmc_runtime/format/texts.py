@@ -1,6 +1,6 @@
-"""Safe reading of a tokenizer's files, whose library does not survive all of them; it tokenizes nothing.
+"""Validation of a tokenizer's files before the tokenizers library loads them.
 
-The library ends the process where memory lacks, so whatever grows without bound is refused before it is used.
+The library aborts the process if memory runs out, so inputs that can grow without bound are rejected beforehand.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from llmc_runtime.format.fields import check_unicode, too_much
 
-MOST_BYTES = 256 << 20  # of a tokenizer.json; the largest known ones have 40 MB
-MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # of the documents beside it
-MOST_GROWTH = 1000  # letters that one letter may become
-MOST_SPECIAL = 1024  # tokens around a text
+MOST_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
+MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
+MOST_GROWTH = 1000  # characters that one character may expand to
+MOST_SPECIAL = 1024  # special tokens added to a text
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
 def plain_bytes(path: Path, most: int) -> bytes:
-    """The bytes of a plain file (links are followed). OSError where it is none, ValueError where it is too large."""
+    """Read a regular file, following links. Raises OSError, or ValueError if it is larger than `most` bytes."""
     info = path.stat()
     if not S_ISREG(info.st_mode):
         raise ValueError("it is no plain file")
@@ -34,7 +34,9 @@ def plain_bytes(path: Path, most: int) -> bytes:
 
 
 def document(path: Path) -> Any:
-    """A file of JSON, parsed. OSError, ValueError or RecursionError where it is none, too large, or no Unicode."""
+    """Read and parse a JSON file. Raises OSError, ValueError or RecursionError if it is unreadable, too large or
+    invalid.
+    """
     data = plain_bytes(path, MOST_CONFIG)
     if (why := too_much(data, MOST_CONFIG, MOST_VALUES)) is not None:
         raise ValueError(why)
@@ -44,8 +46,10 @@ def document(path: Path) -> Any:
 
 
 def check_charsmaps(data: bytes) -> None:
-    """ValueError where a SentencePiece charsmap in a tokenizer.json claims a table larger than itself: 4 bytes of
-    size, then the table."""
+    """Raise ValueError if a SentencePiece charsmap in a tokenizer.json claims a table larger than its data.
+
+    A charsmap consists of the table's size in 4 bytes and the table.
+    """
     for found in _CHARSMAP.finditer(data):
         try:
             raw = base64.b64decode(found[1], validate=True)
@@ -57,8 +61,9 @@ def check_charsmaps(data: bytes) -> None:
 
 
 def check_growth(backend: Any) -> None:
-    """ValueError where a `tokenizers.Tokenizer` could make more than `MOST_GROWTH` letters of one, or puts more
-    special tokens around a text than are sane."""
+    """Raise ValueError if a `tokenizers.Tokenizer` may expand a character to more than `MOST_GROWTH` characters, or
+    adds more than `MOST_SPECIAL` special tokens to a text.
+    """
     for part in (backend.normalizer, backend.decoder):
         growth = 1.0
         for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
@@ -73,7 +78,7 @@ def check_growth(backend: Any) -> None:
 
 
 def _steps(state: Any) -> Iterator[dict[str, Any]]:
-    """The replacements of a normalizer or decoder, sequences flattened."""
+    """Yield the replacement steps of a normalizer or decoder, including those in nested sequences."""
     if isinstance(state, dict):
         if state.get("type") == "Replace":
             yield state
@@ -82,5 +87,5 @@ def _steps(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust gave up: such an error is no Exception."""
+    """Return whether the exception is a panic of a Rust library, which does not derive from Exception."""
     return type(error).__name__ == "PanicException"

@@ -1,7 +1,8 @@
-"""Structured outputs: llguidance in processes of its own, bounded in CPU time, memory and wall time.
+"""Structured outputs: llguidance in separate processes, with limits on CPU time, memory and wall time.
 
-`Grammars` is the engine's side. One host process builds the vocabulary and forks a worker for each grammar of each
-tenant; a worker compiles its grammar and then follows the outputs that use it. llguidance never runs in the engine.
+`Grammars` is the engine's side. A host process builds the vocabulary once and forks a worker per grammar and tenant; a
+worker compiles its grammar and then computes the token masks of the outputs that use it. llguidance never runs in the
+engine process.
 """
 
 from llmc_runtime.grammar.client import Grammars

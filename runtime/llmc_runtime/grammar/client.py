@@ -1,4 +1,4 @@
-"""The engine's side of the grammar processes: who compiles when, which guide is where, and what each of them says."""
+"""The engine's side of the grammar processes: schedules compilations and connects guides to workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from llmc_runtime.grammar.workers import Grammar, Worker, Workers
 from llmc_runtime.sched.structured import StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_TIDY = 0.05  # seconds between two looks at what takes too long
+_TIDY = 0.05  # seconds between checks for timeouts
 
 
 class Grammars:
-    """The grammars of one vocabulary. Any thread may call it.
+    """The grammars of one vocabulary. Thread-safe.
 
-    `tokenizer` is a Tokenizer, or the folder of one; `eos` are the end tokens. The host process starts with the first
-    grammar. A grammar is compiled once for each tenant while it is in use, and a while longer.
+    `tokenizer` is a Tokenizer or the path of a tokenizer's folder, and `eos` are the end-of-sequence tokens. The host
+    process starts with the first grammar. A grammar is compiled once per tenant, and kept while it is in use and for
+    some time after.
     """
 
     def __init__(self, tokenizer: Tokenizer | Path, vocab_size: int, eos: Sequence[int]) -> None:
@@ -36,8 +37,10 @@ class Grammars:
         self._tidied, self._closed = 0.0, False
 
     def prepare(self) -> str:
-        """Start the host and wait for the vocabulary, which takes seconds where it is large; the reason if that cannot
-        be, else an empty text."""
+        """Start the host and wait until it has built the vocabulary, which takes seconds if the vocabulary is large.
+
+        Returns "" on success, else the reason of the failure.
+        """
         try:
             _check_library()
             with self._lock:
@@ -52,8 +55,11 @@ class Grammars:
         return "" if self._workers.ready else f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s"
 
     def open(self, wanted: StructuredOutputsParams, tenant: str = "", count: int = 1) -> Opening:
-        """Have the grammar compiled, unless it is, and `count` outputs followed. LlmcError E608 after `close`, E650
-        without llguidance, E651 for a grammar that was refused before, E100 where there are no processes."""
+        """Request `count` guides of a grammar, compiling it if necessary.
+
+        Raises LlmcError E608 after `close`, E650 if llguidance is not installed, E651 if the grammar was rejected
+        before, and E100 if the host process cannot be started.
+        """
         _check_library()
         definition = Definition.of(wanted).encode()
         key = (tenant, hashlib.sha256(definition).digest())
@@ -74,13 +80,13 @@ class Grammars:
         return opening
 
     def wait(self, opening: Opening) -> list[GrammarGuide]:
-        """The guides, as soon as they are there. LlmcError as Opening.guides."""
+        """Block until the guides are ready and return them. Raises the errors of `Opening.guides`."""
         while not opening.done:
             self.pump(_TIDY)
         return opening.guides()
 
     def pump(self, seconds: float = 0.0) -> None:
-        """Take what the processes say; wait for the first word of it, at most so long."""
+        """Process the messages of the grammar processes, waiting up to `seconds` for the first one."""
         events = self._workers.select(seconds)
         with self._lock:
             for fd in events:
@@ -92,18 +98,18 @@ class Grammars:
             self._workers.begin()
 
     def fileno(self) -> int:
-        """A descriptor that can be read when `pump` has something to take."""
+        """Return a file descriptor that is readable when `pump` has messages to process."""
         return self._workers.fileno()
 
     def close(self) -> None:
-        """End all processes; what waits fails with E608."""
+        """End all processes. Pending openings fail with E608."""
         with self._lock:
             self._closed = True
             self._end_all(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
             self._workers.close()
 
     def _answered(self, grammar: Grammar, error: LlmcError | None) -> None:
-        """A worker of the grammar is there or has ended (see Workers)."""
+        """Handle that a worker of the grammar has compiled it (`error` is None) or has ended (see Workers)."""
         if error is not None:
             if error.code == "E651":
                 self._refused[grammar.tenant, grammar.digest] = error
@@ -113,7 +119,7 @@ class Grammars:
         self._serve(grammar)
 
     def _serve(self, grammar: Grammar) -> None:
-        """Give guides to the openings of this grammar, or queue a worker for it; forget it if it has neither."""
+        """Assign guides to the grammar's openings, or queue a worker for it. A grammar with neither is forgotten."""
         ready = [worker for worker in grammar.workers if worker.compiled]
         while ready and grammar.openings:
             opening = grammar.openings.popleft()
@@ -130,7 +136,7 @@ class Grammars:
             self._grammars.pop((grammar.tenant, grammar.digest), None)
 
     def _tidy(self, now: float) -> None:
-        """Fail what waits for too long, and replace a host that has ended."""
+        """Fail openings that have waited too long, and clean up after a host that has ended."""
         if (broken := self._workers.broken) is not None:
             self._end_all(broken)
             self._workers.close()
@@ -143,7 +149,7 @@ class Grammars:
                 self._expire(grammar, now)
 
     def _expire(self, grammar: Grammar, now: float) -> None:
-        """Fail the openings whose grammar has waited too long for its compilation to begin."""
+        """Fail the openings that have waited too long for the compilation to start."""
         since = max(grammar.openings[0].began, self._workers.ready_since)
         while grammar.openings and now > since + QUEUE_SECONDS:
             cause = f"the grammar waited {QUEUE_SECONDS:g} s for others to be compiled"

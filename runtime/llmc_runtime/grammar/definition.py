@@ -1,4 +1,4 @@
-"""A grammar on its way to a grammar process, and what llguidance makes of it there."""
+"""A grammar as it is sent to a grammar process, and its translation for llguidance."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from llmc_runtime.grammar.limits import PARSER_LIMITS
 from llmc_runtime.sched.structured import StructuredOutputsParams
 
-# Keywords of JSON Schema whose values are schemas, or lists of them, and those whose values are schemas by name.
+# JSON Schema keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
 _OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
 _OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class Refused(Exception):
-    """llguidance does not take the grammar."""
+    """llguidance rejected the grammar."""
 
 
 class Definition(NamedTuple):
-    """The fields of StructuredOutputsParams, the grammar itself as text (see `StructuredOutputsParams.text`)."""
+    """The fields of StructuredOutputsParams; `text` is the grammar (see `StructuredOutputsParams.text`)."""
 
     kind: str
     text: str
@@ -28,25 +28,25 @@ class Definition(NamedTuple):
 
     @classmethod
     def of(cls, wanted: StructuredOutputsParams) -> Definition:
-        """The definition of a request's structured outputs."""
+        """Return the definition of a request's structured outputs."""
         flags = (wanted.disable_any_whitespace, wanted.disable_additional_properties, wanted.whitespace_pattern)
         return cls(wanted.kind, wanted.text, *flags)
 
     def encode(self) -> bytes:
-        """As bytes, for another process."""
+        """Serialize for another process."""
         return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Definition:
-        """The definition that `encode` wrote."""
+        """Parse what `encode` wrote."""
         return cls(*json.loads(data))
 
 
 def compile_matcher(llguidance: Any, vocabulary: Any, wanted: Definition) -> Any:
-    """An LLMatcher at the beginning of a text. Raises Refused."""
+    """Compile the grammar into an LLMatcher at the start of the text. Raises Refused."""
     try:
         text = _llguidance_text(llguidance, wanted)
-    except (ValueError, RecursionError, AttributeError, TypeError) as e:  # a schema that is no object, a bad GBNF
+    except (ValueError, RecursionError, AttributeError, TypeError) as e:  # such as a schema that is not an object
         raise Refused(first_line(str(e))) from None
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
@@ -56,7 +56,7 @@ def compile_matcher(llguidance: Any, vocabulary: Any, wanted: Definition) -> Any
 
 
 def _llguidance_text(llguidance: Any, wanted: Definition) -> str:
-    """The grammar in llguidance's own form."""
+    """Translate the grammar into llguidance's own format."""
     if wanted.kind in ("json", "json_object"):
         schema = {"type": "object"} if wanted.kind == "json_object" else json.loads(wanted.text)
         if wanted.disable_additional_properties:
@@ -72,9 +72,9 @@ def _llguidance_text(llguidance: Any, wanted: Definition) -> str:
 
 
 def close_objects(schema: Any) -> None:
-    """Forbid further properties, in place, in every object that names its properties and does not say what others are.
+    """Forbid additional properties, in place, in every object that lists its properties and does not mention others.
 
-    An allOf of several parts keeps all objects open: its parts describe one object together, and closing each of them
+    If an allOf has several parts, all objects stay open: the parts describe one object together, and closing one part
     would exclude the properties of the others.
     """
     if '"allOf":' not in json.dumps(schema) or not _composed(schema):
@@ -107,6 +107,6 @@ def _close(schema: Any) -> None:
 
 
 def first_line(text: str) -> str:
-    """The first line of an error message that says something, cut to 200 characters."""
+    """Return the first nonempty line of an error message, cut to 200 characters."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[0][:200] if lines else ""

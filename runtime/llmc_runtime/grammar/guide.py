@@ -1,4 +1,4 @@
-"""What the engine holds of a grammar: a guide for each output, and the opening that gives guides to a request."""
+"""Guides: the engine's handles of outputs that a grammar process follows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from llmc_runtime.format.errors import LlmcError
 
 
 class GrammarGuide:
-    """The Guide (see sched.guide) of one output, computed by a worker process.
+    """The Guide (see sched.guide) of one output, whose masks a worker process computes.
 
-    `send` has the worker follow a token, None for the first mask; `leave` has it forget the output. `end_ids` end the
-    text where the mask allows them.
+    `send` makes the worker accept a token and compute the next mask, or with None the first mask. `leave` makes it
+    forget the output. `end_ids` are the tokens that end the text where the mask allows them.
     """
 
     def __init__(
@@ -23,10 +23,10 @@ class GrammarGuide:
     ) -> None:
         self._send, self._leave, self._end_ids = send, leave, end_ids
         self._mask: bytes | None = None
-        self._last = b""  # the mask before the one that is awaited
+        self._last = b""  # the mask before the one being computed
         self._error: LlmcError | None = None
         self._open = False
-        self.sent = 0.0  # when the worker was asked for what is awaited; 0: nothing is
+        self.sent = 0.0  # monotonic time of the pending request to the worker; 0: nothing is pending
 
     @property
     def pending(self) -> bool:
@@ -35,24 +35,24 @@ class GrammarGuide:
 
     @property
     def error(self) -> LlmcError | None:
-        """Why the text cannot go on."""
+        """The reason why the text cannot continue, or None."""
         return self._error
 
     def start(self) -> None:
-        """Have the first mask computed, unless that was done."""
+        """Request the first mask, if that has not been done."""
         if not self._open and self._error is None:
             self._open = True
             self._request(None)
 
     def mask(self) -> bytes | None:
-        """See Guide. LlmcError E652, E653."""
+        """See Guide. Raises LlmcError E652 or E653."""
         if self._error is not None:
             raise self._error
         self.start()
         return self._mask
 
     def accept(self, token: int) -> None:
-        """See Guide."""
+        """See Guide: accept the next token."""
         if token in self._end_ids:
             self._mask = b""
             self.close()
@@ -60,16 +60,16 @@ class GrammarGuide:
             self._request(token)
 
     def close(self) -> None:
-        """See Guide."""
+        """See Guide: release the output."""
         self._leave()
         self.sent = 0.0
 
     def take(self, mask: bytes | None) -> None:
-        """The worker's answer: a mask, empty where the text has ended; None: the same mask as before."""
+        """Store the worker's answer: a mask, empty if the text has ended, or None if the mask did not change."""
         self._mask, self.sent = self._last if mask is None else mask, 0.0
 
     def fail(self, error: LlmcError) -> None:
-        """The text cannot go on. The first reason stays."""
+        """Mark the text as failed. The first error is kept."""
         self._error, self.sent = self._error or error, 0.0
 
     def _request(self, token: int | None) -> None:
@@ -79,7 +79,7 @@ class GrammarGuide:
 
 
 class Opening:
-    """The guides of one request, `count` of them, while its grammar is compiled and their first masks are computed."""
+    """A request's pending `count` guides: the grammar is being compiled, or their first masks are being computed."""
 
     def __init__(self, count: int) -> None:
         self.count, self.began = count, time.monotonic()
@@ -88,22 +88,25 @@ class Opening:
 
     @property
     def done(self) -> bool:
-        """Whether `guides` has an answer."""
+        """Whether `guides` returns without waiting."""
         if self._error is not None:
             return True
         return len(self._guides) == self.count and not any(guide.sent for guide in self._guides)
 
     def guides(self) -> list[GrammarGuide]:
-        """The guides, once `done`. LlmcError E651 (refused), E652 (too costly), E653 (no room for it now)."""
+        """Return the guides, once `done`.
+
+        Raises LlmcError E651 (grammar rejected), E652 (too costly) or E653 (no capacity now).
+        """
         error = self._error or next((guide.error for guide in self._guides if guide.error is not None), None)
         if error is not None:
             raise error
         return self._guides
 
     def add(self, guides: list[GrammarGuide]) -> None:
-        """The worker that is going to follow the outputs is there."""
+        """Add the guides, once a worker is available."""
         self._guides += guides
 
     def fail(self, error: LlmcError) -> None:
-        """There will be no guides."""
+        """Mark the opening as failed. The first error is kept."""
         self._error = self._error or error

@@ -1,8 +1,8 @@
 """The grammar host: a process that builds the vocabulary once and forks a worker for every grammar.
 
-`main` is what the process runs: CONTROL SIZE EOS SOURCE, where CONTROL is the descriptor of the engine's socket, SIZE
-the vocabulary's size, EOS a JSON list of end tokens and SOURCE the tokenizer's folder, or the descriptor of a file with
-its JSON. The host and its workers end when the engine closes the socket.
+`main` runs with the arguments CONTROL SIZE EOS SOURCE NICE: the descriptor of the engine's socket, the size of the
+vocabulary, a JSON list of end-of-sequence tokens, the tokenizer's folder or the descriptor of a file with its JSON, and
+the nice value of the workers. The host and its workers exit when the engine closes the socket.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _libc = ctypes.CDLL(None)
 
 
 class Host:
-    """Forks workers on the engine's orders, and reports how each of them ended."""
+    """Forks and kills workers at the engine's request, and reports how each of them ended."""
 
-    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int) -> None:
-        self._control, self._vocabulary, self._mask_bytes = control, vocabulary, mask_bytes
-        self._workers: dict[int, int] = {}  # process ids by number
+    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int, nice: int) -> None:
+        self._control, self._vocabulary, self._mask_bytes, self._nice = control, vocabulary, mask_bytes, nice
+        self._workers: dict[int, int] = {}  # worker number -> process id
 
     def run(self) -> None:
-        """Serve until the engine closes its end; then no worker is left."""
+        """Serve until the engine closes its end, then kill all workers."""
         ended, wakeup = socket.socketpair()
         for end in (ended, wakeup):
             end.setblocking(False)
@@ -55,7 +55,7 @@ class Host:
                     return
 
     def _obey(self) -> bool:
-        """Carry out one order. False: the engine has gone."""
+        """Carry out one order. Returns False if the engine has closed the socket."""
         data, descriptors, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 2)
         if not data:
             return False
@@ -82,7 +82,7 @@ class Host:
             self._report(number, signal.SIGKILL)
 
     def _be_worker(self, host: int, link: int, definition: int) -> None:
-        """In the child: run the worker, and never return."""
+        """Run the worker in the forked child; never returns."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -90,7 +90,8 @@ class Host:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             self._control.close()
             if os.getppid() == host:
-                code = run_worker(socket.socket(fileno=link), definition, self._vocabulary, self._mask_bytes)
+                end = socket.socket(fileno=link)
+                code = run_worker(end, definition, self._vocabulary, self._mask_bytes, self._nice)
         finally:
             os._exit(code)
 
@@ -110,11 +111,11 @@ class Host:
 
 
 def _wake(number: int, frame: object) -> None:
-    """A handler that does nothing: the signal's number arrives on the wakeup descriptor."""
+    """Do nothing: the signal's number arrives on the wakeup descriptor."""
 
 
 def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
-    """The vocabulary as llguidance has it; its errors are of any type."""
+    """Build llguidance's vocabulary. May raise exceptions of any type."""
     import llguidance
 
     if source.isdecimal():
@@ -126,7 +127,7 @@ def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """What the host process runs. The exit code."""
+    """The entry point of the host process. Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control, size, eos, source = socket.socket(fileno=int(argv[0])), int(argv[1]), json.loads(argv[2]), argv[3]
@@ -136,11 +137,11 @@ def main(argv: Sequence[str]) -> int:
         control.send(wire.FAILED + first_line(str(e)).encode())
         return 1
     gc.collect()
-    gc.freeze()  # collections in the workers leave the shared pages alone
+    gc.freeze()  # garbage collection in the workers leaves the shared pages alone
     try:
         control.send(wire.READY)
-        Host(control, vocabulary, -(-size // 32) * 4).run()
-    except OSError:  # the engine has gone
+        Host(control, vocabulary, -(-size // 32) * 4, int(argv[4])).run()
+    except OSError:  # the engine has exited
         return 0
     except Exception:
         traceback.print_exc(file=sys.stderr)

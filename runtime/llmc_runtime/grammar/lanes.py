@@ -1,4 +1,4 @@
-"""Whose compilation begins next: tenants take turns, and none has more than its lane of what runs at a time."""
+"""Fair scheduling of compilations: tenants take turns, and each has a limit on what it runs concurrently."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 
 class Lanes(Generic[T]):
-    """Waiting jobs by tenant. At most `slots` run at a time, and at most `lane` of one tenant."""
+    """A queue of jobs per tenant. At most `slots` jobs run concurrently, and at most `lane` of one tenant."""
 
     def __init__(self, slots: int, lane: int) -> None:
         self._slots, self._lane = slots, lane
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # whose turn is next comes first
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # ordered by turn
         self._running: Counter[str] = Counter()
 
     def add(self, tenant: str, job: T) -> None:
-        """The job waits behind those of its tenant."""
+        """Append a job to the tenant's queue."""
         self._waiting.setdefault(tenant, deque()).append(job)
 
     def next(self) -> tuple[str, T] | None:
-        """A job that may begin now, which counts as running until `end`; None where none may."""
+        """Return a job that may start, which counts as running until `end`, or None."""
         if self._running.total() >= self._slots:
             return None
         for tenant in self._waiting:
@@ -39,13 +39,13 @@ class Lanes(Generic[T]):
         return tenant, job
 
     def end(self, tenant: str) -> None:
-        """A job of this tenant runs no more."""
+        """Record that a running job of this tenant has ended."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
 
     def remove(self, tenant: str, job: T) -> None:
-        """The job waits no more, if it did."""
+        """Remove a job from the tenant's queue, if it is there."""
         queue = self._waiting.get(tenant)
         if queue is not None and job in queue:
             queue.remove(job)
@@ -53,6 +53,6 @@ class Lanes(Generic[T]):
                 del self._waiting[tenant]
 
     def clear(self) -> None:
-        """Nothing waits and nothing runs."""
+        """Forget all waiting and running jobs."""
         self._waiting.clear()
         self._running.clear()

@@ -1,4 +1,4 @@
-"""What a grammar may cost: limits of the grammar processes and of llguidance itself."""
+"""Limits on the cost of grammars, for the grammar processes and for llguidance itself."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-COMPILE_CPU_SECONDS = 4.0  # of one compilation; the process is killed when it passes them
-COMPILE_SECONDS = 60.0  # wall time of one compilation, for a machine that has no processor to spare
-QUEUE_SECONDS = 10.0  # that a request waits for its compilation to begin
-MEMORY_BYTES = 256 << 20  # that a grammar process may allocate beside the vocabulary
-OPERATION_CPU_SECONDS = 1.0  # of one token accepted and its mask; the process is killed when it passes them
+COMPILE_CPU_SECONDS = 4.0  # per compilation; the process is killed if it exceeds this
+COMPILE_SECONDS = 60.0  # wall time of one compilation, for a heavily loaded machine
+QUEUE_SECONDS = 10.0  # that a request waits for its compilation to start
+MEMORY_BYTES = 256 << 20  # that a grammar process may allocate beyond the vocabulary
+OPERATION_CPU_SECONDS = 1.0  # to accept a token and compute a mask; the process is killed if it exceeds this
 OPERATION_SECONDS = 30.0  # wall time of the same
-GUIDE_CPU_SECONDS = 2.0  # of one output, and for each of its tokens:
+GUIDE_CPU_SECONDS = 2.0  # per output, plus, for each of its tokens:
 TOKEN_CPU_SECONDS = 0.02
-VOCABULARY_SECONDS = 120.0  # that the vocabulary may take to build, once a process
+VOCABULARY_SECONDS = 120.0  # to build the vocabulary, once per process
 
-SLOTS = 4  # compilations at a time
-LANE = 2  # of these of one tenant
-WORKERS = 256  # grammar processes
-TENANT_BYTES = 1 << 30  # of memory of all grammar processes of one tenant, when they have compiled
-SMALL_BYTES = 32 << 20  # that a process may use whatever the others of its tenant do
-KEPT = 16  # of these without a guide
+SLOTS = 4  # concurrent compilations
+LANE = 2  # of these for one tenant
+WORKERS = 256  # maximum number of grammar processes
+TENANT_BYTES = 1 << 30  # memory of all compiled grammar processes of one tenant
+SMALL_BYTES = 32 << 20  # that a process may use regardless of the tenant's total
+KEPT = 16  # processes kept without guides
 KEPT_BYTES = 64 << 20  # private memory above which a process without guides is not kept
-GUIDES = 16  # of one process, before the same grammar gets another one
-EAGER = 1024  # guides whose first mask is computed before their request is scheduled
-REFUSALS = 4096  # refused grammars that are remembered
-NICE = 19  # the engine and the server go first
+GUIDES = 16  # per process, before another one is started for the same grammar
+EAGER = 1024  # open guides below which first masks are computed before the request is scheduled
+REFUSALS = 4096  # rejected grammars to remember
+NICE = 19  # the engine and the server take precedence
 
-# llguidance's own counters. They bound one operation: about 20 ms for the first lexer, 15 ms of lexing and 50,000
-# parser items for a mask, 20 MB of lexer states.
+# llguidance's own limits. They bound one operation: about 20 ms for the first lexer, 15 ms of lexing and 50,000 parser
+# items for a mask, 20 MB of lexer states.
 PARSER_LIMITS: Mapping[str, Any] = MappingProxyType(
     {
         "initial_lexer_fuel": 1_000_000,

@@ -1,4 +1,4 @@
-"""The host process and its workers as the engine sees them: started, written to, read from, ended."""
+"""The engine's handle of the grammar host process and its control socket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import BinaryIO
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import wire
-from llmc_runtime.grammar.limits import COMPILE_CPU_SECONDS, MEMORY_BYTES, OPERATION_CPU_SECONDS
+from llmc_runtime.grammar.limits import COMPILE_CPU_SECONDS, MEMORY_BYTES, NICE, OPERATION_CPU_SECONDS
 from llmc_runtime.grammar.worker import OUT_OF_MEMORY
 from llmc_runtime.launch import module_command
 from llmc_runtime.text.tokenizer import Tokenizer
 
 
 class HostProcess:
-    """A running grammar host. LlmcError E100 where the system gives no process."""
+    """A running grammar host. Raises LlmcError E100 if the process cannot be created."""
 
     def __init__(self, tokenizer: Tokenizer | Path, size: int, eos: Sequence[int]) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -36,11 +36,11 @@ class HostProcess:
             else:
                 source = str(tokenizer.resolve())
             command = module_command("llmc_runtime.grammar.host")
-            arguments = [str(theirs.fileno()), str(size), json.dumps(list(eos)), source]
+            arguments = [str(theirs.fileno()), str(size), json.dumps(list(eos)), source, str(NICE)]
             try:
                 self._process = subprocess.Popen(
                     [*command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed,
-                    process_group=0,  # a Ctrl-C is not for it
+                    process_group=0,  # not affected by Ctrl-C
                 )  # fmt: skip
             except OSError as e:
                 self.control.close()
@@ -49,7 +49,7 @@ class HostProcess:
         self.close = weakref.finalize(self, _end, self.control, self._process, os.getpid())
 
     def spawn(self, number: int, definition: bytes) -> socket.socket:
-        """Have a worker forked for the definition; our end of its link. OSError where the system gives none."""
+        """Fork a worker for the definition and return our end of its socket. Raises OSError if the system refuses."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs, _memory_file(definition) as file:
@@ -62,7 +62,7 @@ class HostProcess:
         return ours
 
     def kill(self, number: int) -> None:
-        """End a worker now."""
+        """Kill a worker."""
         with contextlib.suppress(OSError):
             self.control.send(wire.ORDER.pack(wire.KILL, number))
 
@@ -77,7 +77,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -
 
 
 def _memory_file(data: bytes) -> BinaryIO:
-    """A file in memory with this content, at its beginning."""
+    """Return a file in memory with this content, positioned at the start."""
     file = os.fdopen(os.memfd_create("llmc-grammar"), "wb+")
     file.write(data)
     file.seek(0)
@@ -85,12 +85,12 @@ def _memory_file(data: bytes) -> BinaryIO:
 
 
 def compile_limit(status: int) -> str | None:
-    """The limit that a compilation passed, by the wait status of its process; None where no limit says it."""
+    """Return the limit that a compilation exceeded, from the process's wait status; None if it exceeded none."""
     return _limit(status, f"{COMPILE_CPU_SECONDS:g} s of CPU time to compile")
 
 
 def operation_limit(status: int) -> str | None:
-    """The limit that one token passed, by the wait status of the worker."""
+    """Return the limit that the processing of a token exceeded, from the worker's wait status, or None."""
     return _limit(status, f"{OPERATION_CPU_SECONDS:g} s of CPU time for one token")
 
 

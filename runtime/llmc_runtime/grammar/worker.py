@@ -1,8 +1,8 @@
-"""One grammar process: it compiles one grammar and follows the outputs that use it, within limits.
+"""A grammar process: compiles one grammar and computes the masks of the outputs that use it, within limits.
 
-The kernel enforces the limits: RLIMIT_AS bounds the memory, and a timer of CPU time (ITIMER_PROF) ends the process,
-whatever native code it is in. Beside that every output has a CPU budget of its own; the one that passes it fails, and
-the others go on.
+The kernel enforces the limits: RLIMIT_AS bounds the memory, and a timer of CPU time (ITIMER_PROF) kills the process,
+even inside native code. In addition, every output has its own budget of CPU time; an output that exceeds it fails,
+while the others continue.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from llmc_runtime.grammar.limits import (
     COMPILE_CPU_SECONDS,
     GUIDE_CPU_SECONDS,
     MEMORY_BYTES,
-    NICE,
     OPERATION_CPU_SECONDS,
     TOKEN_CPU_SECONDS,
 )
 
-OUT_OF_MEMORY = 3  # exit code; native code that finds no memory aborts instead
+OUT_OF_MEMORY = 3  # exit status; native code that runs out of memory aborts instead
 
 
 class _Follower:
-    """One output: its matcher, the last mask that was sent, tokens and CPU seconds so far."""
+    """An output: its matcher, the last mask sent, and the tokens and CPU seconds so far."""
 
     def __init__(self, matcher: Any) -> None:
         self.matcher, self.mask, self.tokens, self.seconds = matcher, b"", 0, 0.0
 
 
 class Worker:
-    """The grammar of one definition, served on `link` until the other end closes it."""
+    """Serves one grammar on `link` until the other end closes it."""
 
     def __init__(self, link: socket.socket, vocabulary: Any, mask_bytes: int) -> None:
         self._link, self._vocabulary, self._size = link, vocabulary, mask_bytes
         self._followers: dict[int, _Follower] = {}
 
     def run(self, definition: bytes) -> None:
-        """Compile, then answer operations. Returns when the engine has closed the link."""
+        """Compile the grammar, then process operations until the engine closes the link."""
         import llguidance
 
         _limit_cpu(COMPILE_CPU_SECONDS)
@@ -66,7 +65,7 @@ class Worker:
             _limit_cpu(0.0)
 
     def _advance(self, number: int, token: int | None) -> None:
-        """Follow a token, if there is one, and send what may come next."""
+        """Accept a token, if there is one, and send the next mask."""
         follower = self._followers[number]
         began = time.thread_time()
         what, payload = self._next(follower, token)
@@ -100,29 +99,31 @@ class Worker:
         self._link.send(wire.RESULT.pack(number, what) + payload)
 
 
-def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int) -> int:
-    """Be the worker of a definition that is in the file `definition`. The exit code."""
-    _confine()
+def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:
+    """Run the worker for the definition in the file descriptor `definition`. Returns the exit status."""
+    _confine(nice)
     try:
         with open(definition, "rb") as file:
             Worker(link, vocabulary, mask_bytes).run(file.read())
     except MemoryError:
         return OUT_OF_MEMORY
-    except OSError:  # the engine has gone
+    except OSError:  # the engine has exited
         return 0
     return 0
 
 
-def _confine() -> None:
-    """Take the lowest priority and the limit of memory; be silent, and the first to go where memory runs out."""
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+def _confine(nice: int) -> None:
+    """Set the priority, limit the memory, redirect the standard streams to /dev/null, and volunteer for the OOM
+    killer.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
     used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    except OSError:  # a system that does not let it
+    except OSError:  # not permitted on this system
         pass
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -130,12 +131,12 @@ def _confine() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End the process when it has used so much more CPU time; 0: no limit."""
+    """Kill the process once it has used this many more seconds of CPU time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _private_bytes() -> int:
-    """Resident memory that is not shared with the host, about."""
+    """Return approximately the resident memory that is not shared with the host, in bytes."""
     resident, shared = _read("/proc/self/statm").split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""The workers of the grammar host: queued, forked, compiled, followed, ended. It knows grammars, not requests."""
+"""The life cycle of grammar workers in the engine: queued, forked, compiling, serving, ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GONE = LlmcError("E653", "the process that compiles grammars has ended", "send 
 
 
 class Grammar:
-    """One grammar of one tenant: its workers, and the requests that wait for one."""
+    """A grammar of one tenant, with its workers and the openings that wait for one."""
 
     def __init__(self, tenant: str, digest: bytes, kind: str, definition: bytes) -> None:
         self.tenant, self.digest, self.kind, self.definition = tenant, digest, kind, definition
@@ -43,31 +43,34 @@ class Grammar:
         self.openings: deque[Opening] = deque()
 
     def refusal(self, why: str) -> LlmcError:
-        """E651: the grammar is wrong or too large."""
+        """Return E651: the grammar is invalid or too large."""
         return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {why}", "correct it, or ask for less")
 
 
 class Worker:
-    """A process of one grammar: queued until it may be forked, compiling until it is `compiled`."""
+    """A process of one grammar: queued until it is forked, then compiling until `compiled` is set."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self.queued, self.compiled, self.killed = True, False, False
-        self.began = 0.0  # when it was forked
+        self.began = 0.0  # monotonic time of the fork
         self.link: socket.socket | None = None
         self.guides: dict[int, GrammarGuide] = {}
-        self.private = 0  # bytes of memory when it had compiled
+        self.private = 0  # bytes of private memory after compilation
 
     def fail(self, error: LlmcError) -> None:
-        """Every output that it follows ends with this error."""
+        """Fail all outputs that the worker follows."""
         for guide in self.guides.values():
             guide.fail(error)
         self.guides.clear()
 
 
 class Workers:
-    """All workers of one host. `answered` is called when a worker of a grammar has compiled (None) or has ended (why;
-    the grammar's remaining openings fail with it)."""
+    """All workers of one host.
+
+    `answered(grammar, error)` is called when a worker has compiled its grammar (None) or has ended; in the latter case
+    the grammar's remaining openings fail with `error`.
+    """
 
     def __init__(
         self,
@@ -80,15 +83,15 @@ class Workers:
         self._ends = frozenset(eos)
         self._host: HostProcess | None = None
         self._selector = selectors.EpollSelector()
-        self._workers: dict[int, Worker] = {}  # those that were forked, by number
-        self._by_link: dict[int, int] = {}  # numbers by descriptor
-        self._idle: OrderedDict[int, Worker] = OrderedDict()  # without guides, the longest idle first
+        self._workers: dict[int, Worker] = {}  # forked workers by number
+        self._by_link: dict[int, int] = {}  # worker numbers by descriptor
+        self._idle: OrderedDict[int, Worker] = OrderedDict()  # workers without guides, longest idle first
         self._lanes: Lanes[Worker] = Lanes(SLOTS, LANE)
         self._numbers, self._guide_numbers = itertools.count(), itertools.count()
         self._started = self.ready_since = 0.0
-        self.guides = 0  # those that are open
-        self.shards = max(1, (os.cpu_count() or 1) // 4)  # workers of one grammar
-        self.broken: LlmcError | None = None  # why the host has ended
+        self.guides = 0  # number of open guides
+        self.shards = max(1, (os.cpu_count() or 1) // 4)  # maximum workers per grammar
+        self.broken: LlmcError | None = None  # the reason why the host has ended
 
     @property
     def ready(self) -> bool:
@@ -96,11 +99,11 @@ class Workers:
         return self._host is not None and self._host.ready
 
     def fileno(self) -> int:
-        """Readable when `read` has something to do."""
+        """Return a descriptor that is readable when `read` has messages to process."""
         return self._selector.fileno()
 
     def start(self) -> None:
-        """Start the host, unless it runs. LlmcError E100."""
+        """Start the host, if it is not running. Raises LlmcError E100."""
         if self._host is None:
             self._host, self._started, self.broken = HostProcess(*self._source), time.monotonic(), None
             self._selector.register(self._host.control, selectors.EVENT_READ)
@@ -112,13 +115,13 @@ class Workers:
         self._lanes.add(grammar.tenant, worker)
 
     def forget(self, grammar: Grammar) -> None:
-        """No worker of the grammar that is queued is needed any more."""
+        """Remove the grammar's queued workers."""
         for worker in [one for one in grammar.workers if one.queued]:
             grammar.workers.remove(worker)
             self._lanes.remove(grammar.tenant, worker)
 
     def begin(self) -> None:
-        """Fork workers as far as slots and lanes allow."""
+        """Fork queued workers, as far as slots and lanes allow."""
         host = self._host
         if host is None or not host.ready:
             return
@@ -138,7 +141,7 @@ class Workers:
             self._selector.register(worker.link, selectors.EVENT_READ)
 
     def guide(self, worker: Worker) -> GrammarGuide:
-        """A guide of an output that this worker follows."""
+        """Open a guide for an output that this worker follows."""
         number = next(self._guide_numbers)
         send, leave = partial(self._send, worker, number), partial(self._close_guide, worker, number)
         guide = GrammarGuide(send, leave, self._ends)
@@ -149,18 +152,18 @@ class Workers:
         return guide
 
     def select(self, seconds: float) -> list[int]:
-        """The descriptors that have something to read, as soon as there is one."""
+        """Wait up to `seconds` and return the readable descriptors."""
         return [key.fd for key, _ in self._selector.select(seconds)]
 
     def read(self, fd: int) -> None:
-        """Take what has come on a descriptor of `select`."""
+        """Process the messages on a descriptor from `select`."""
         if (number := self._by_link.get(fd)) is not None:
             self._read_link(number)
         elif self._host is not None and fd == self._host.control.fileno():
             self._read_host(self._host)
 
     def tidy(self, now: float) -> None:
-        """End the workers that take too long."""
+        """Kill workers that exceed their time limits."""
         if self._host is None:
             return
         if not self._host.ready and now > self._started + VOCABULARY_SECONDS:
@@ -174,7 +177,7 @@ class Workers:
                 self._host.kill(number)
 
     def close(self) -> None:
-        """End every process."""
+        """End all processes."""
         for worker in self._workers.values():
             self._unlink(worker)
         if self._host is not None:
@@ -186,7 +189,7 @@ class Workers:
         self._lanes.clear()
 
     def _room(self) -> bool:
-        """Whether one more worker may be forked; the longest idle one gives way."""
+        """Return whether another worker may be forked, ending the longest idle worker if necessary."""
         if len(self._workers) >= WORKERS and self._idle:
             self._dismiss(next(iter(self._idle)))
         return len(self._workers) < WORKERS
@@ -208,13 +211,13 @@ class Workers:
             return
         try:
             worker.link.send(wire.OPERATION.pack(number, wire.CLOSE, 0))
-        except OSError:  # it has ended: `read` finds out
+        except OSError:  # it has ended, which `read` will notice
             return
         if not worker.guides:
             self._rest(worker)
 
     def _rest(self, worker: Worker) -> None:
-        """A worker without guides is kept for the next request, if it is small."""
+        """Keep a worker without guides for later requests, if its memory is small."""
         assert worker.link is not None
         number = self._by_link[worker.link.fileno()]
         self._idle[number] = worker
@@ -248,7 +251,7 @@ class Workers:
             except OSError:
                 data = b""
             if not data:
-                self._unlink(worker)  # the host says how it ended
+                self._unlink(worker)  # the host reports how it ended
                 return
             guide, what = wire.RESULT.unpack_from(data)
             self._take(worker, guide, what, data[wire.RESULT.size :])
@@ -258,7 +261,7 @@ class Workers:
         if what == wire.COMPILED and self._too_large(worker, int(payload)):
             cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
             self._refuse(worker, LlmcError("E653", cause, "send the request again when others have ended"))
-            self._unlink(worker)  # which ends it
+            self._unlink(worker)  # this ends the worker
         elif what == wire.COMPILED:
             worker.compiled, worker.private = True, int(payload)
             self._lanes.end(grammar.tenant)
@@ -275,13 +278,13 @@ class Workers:
                 guide.take(None if what == wire.SAME else payload)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
-        """Whether a worker that has compiled needs memory that its tenant has used up."""
+        """Return whether a newly compiled worker exceeds its tenant's memory limit."""
         tenant = worker.grammar.tenant
         used = sum(one.private for one in self._workers.values() if one.grammar.tenant == tenant)
         return private > SMALL_BYTES and used + private > TENANT_BYTES
 
     def _refuse(self, worker: Worker, error: LlmcError) -> None:
-        """The compilation has failed: the worker leaves the grammar."""
+        """Record a failed compilation and remove the worker from its grammar."""
         if worker in worker.grammar.workers:
             self._lanes.end(worker.grammar.tenant)
             worker.grammar.workers.remove(worker)
@@ -305,11 +308,11 @@ class Workers:
                 return
 
     def _ended(self, number: int, status: int) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         worker = self._workers.get(number)
         if worker is None:
             return
-        self._read_link(number)  # its last words
+        self._read_link(number)  # its last messages
         self._unlink(worker)
         del self._workers[number]
         self._idle.pop(number, None)
@@ -337,7 +340,7 @@ def _compile_error(worker: Worker, status: int) -> LlmcError:
 
 
 def _oldest(worker: Worker) -> float:
-    """When the worker was asked for what it has not answered; 0: it has answered everything."""
+    """Return the time of the worker's oldest unanswered request; 0 if there is none."""
     return min((guide.sent for guide in worker.guides.values() if guide.sent), default=0.0)
 
 

@@ -1,1 +1,1 @@
-"""The KV cache as the scheduler sees it: pages and the prefixes they hold. It holds no memory and knows no device."""
+"""The KV cache as the scheduler sees it: page allocation and prefix caching. Memory is managed by the executor."""

@@ -1,8 +1,8 @@
-"""Reference-counted pages of the KV cache and the order in which free ones are given out. No tokens, no requests.
+"""Reference-counted pages of the KV cache and the free list.
 
-A page is a number. One in use by n tables has n references; one with none is on the free list: at its head pages whose
-content nobody can ask for again, at its tail pages that a prefix may still hit, least recently used first. Every
-operation costs O(1) a page.
+A page is a number. A page used by n tables has n references; a page without references is on the free list. Pages are
+taken from the head of the list: first those whose content is of no further use, then pages of cached prefixes, least
+recently used first. Every operation takes O(1) time per page.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 
 
 class PageError(RuntimeError):
-    """A broken promise of the caller (a page freed twice, taken when there is none): a bug, never bad input."""
+    """An operation that violates the pool's contract, such as freeing a page twice: a bug in the caller."""
 
 
 class PagePool:
-    """`num_pages` pages, all free at first, given out in ascending order.
+    """A pool of `num_pages` pages, all free at first, allocated in ascending order.
 
-    `forget(page)` is called when a kept page is given out again, before its content is lost.
+    `forget(page)` is called when a page with cached content is reallocated, before its content is overwritten.
     """
 
     def __init__(self, num_pages: int, forget: Callable[[int], None] | None = None) -> None:
@@ -27,18 +27,20 @@ class PagePool:
         self.num_free = num_pages
         self.forget = forget
         self.refs = [0] * num_pages
-        self.kept = bytearray(num_pages)  # 1: some prefix may ask for this page's content
-        # The free list is a ring through a sentinel, number num_pages: next[sentinel] is its head.
+        self.kept = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
+        # The free list is a ring with a sentinel, whose number is num_pages: next[sentinel] is the head.
         self._next = [*range(1, num_pages + 1), 0]
         self._prev = [num_pages, *range(num_pages)]
 
     @property
     def num_used(self) -> int:
-        """Pages with at least one reference."""
+        """The number of pages with at least one reference."""
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """`count` pages from the head of the free list, with one reference each. PageError where there are fewer."""
+        """Take `count` pages from the head of the free list, with one reference each. Raises PageError if there are
+        fewer.
+        """
         if count > self.num_free:
             raise PageError(f"{count} pages asked for, {self.num_free} free")
         following, refs, kept, end = self._next, self.refs, self.kept, self.num_pages
@@ -58,7 +60,7 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """One more reference to a page, whether in use or kept on the free list."""
+        """Add a reference to a page, whether it is in use or cached on the free list."""
         if not self.refs[page]:
             before, after = self._prev[page], self._next[page]
             self._next[before] = after
@@ -67,8 +69,11 @@ class PagePool:
         self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less to each page, in the given order: give a table's pages last first, so that the end of a
-        sequence is lost before its beginning. PageError where a page has no reference."""
+        """Drop one reference to each page, in the given order.
+
+        Pass a table's pages last to first, so that the end of a sequence is evicted before its beginning. Raises
+        PageError if a page has no reference.
+        """
         refs, kept, following, previous, end = self.refs, self.kept, self._next, self._prev, self.num_pages
         for page in pages:
             left = refs[page] - 1
@@ -77,25 +82,26 @@ class PagePool:
             refs[page] = left
             if left:
                 continue
+            # Cached pages go to the tail, others to the head, from which pages are taken.
             before, after = (previous[end], end) if kept[page] else (end, following[end])
             following[before] = previous[after] = page
             previous[page], following[page] = before, after
             self.num_free += 1
 
     def keep(self, page: int) -> None:
-        """The content of a page in use may be asked for again: when freed it goes to the tail."""
+        """Mark the content of a page in use as cached: once free, the page goes to the tail of the free list."""
         if not self.refs[page]:
             raise PageError(f"page {page} is free: its content cannot be kept")
         self.kept[page] = 1
 
     def drop_all(self) -> None:
-        """Nobody asks for any content again. PageError while a page is in use."""
+        """Forget all cached content. Raises PageError if a page is in use."""
         if self.num_used:
             raise PageError(f"{self.num_used} pages are in use")
         self.kept = bytearray(self.num_pages)
 
     def free_list(self) -> list[int]:
-        """The free pages in the order in which they will be given out; O(pages), for audits."""
+        """Return the free pages in the order of allocation. Takes O(pages) time; for audits."""
         found: list[int] = []
         page = self._next[self.num_pages]
         while page != self.num_pages and len(found) <= self.num_pages:

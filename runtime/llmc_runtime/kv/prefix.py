@@ -1,8 +1,8 @@
-"""Which pages hold which prefix: a hash chain of full pages. It knows no requests and computes no KV.
+"""The prefix cache: finds the pages that hold a known prefix, by a hash chain over full pages.
 
-The digest of a page is sha256 over its parent's digest and its own tokens; the first parent is sha256 over everything
-else that KV depends on (the artifact, the KV dtype, the request's salt). The scheme follows vLLM's automatic prefix
-caching; on a hit the tokens are compared as well, so that a chosen collision cannot hand out foreign KV.
+The digest of a page is the SHA-256 of its parent's digest and its own tokens. The first parent is the SHA-256 of
+everything else that KV depends on (the artifact, the KV dtype, the request's salt). The scheme follows vLLM's automatic
+prefix caching. On a hit the tokens are also compared, so that a hash collision cannot expose foreign KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmc_runtime.kv.pages import PageError, PagePool
 
 
 class PrefixCache:
-    """The published pages of a pool. `context`: what KV depends on besides tokens and salt (the artifact)."""
+    """The cached pages of a pool. `context` is what KV depends on besides tokens and salt (the artifact)."""
 
     def __init__(self, pool: PagePool, page_size: int, context: str = "", enabled: bool = True) -> None:
         self.pool, self.page_size, self.enabled = pool, page_size, enabled
@@ -28,27 +28,28 @@ class PrefixCache:
         return len(self._page)
 
     def root(self, salt: str = "") -> bytes:
-        """The parent of every first page. Equal prefixes share pages only within one salt."""
+        """Return the parent digest of first pages. Prefixes are shared only between requests with equal salts."""
         parts = (self._context, salt.encode())
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], upto: int) -> None:
-        """Lengthen `chain` (the root, then one digest a page) to the digests of the first `upto` pages of `tokens`."""
+        """Extend `chain` (the root, then one digest per page) to the first `upto` pages of `tokens`."""
         size = self.page_size
         for page in range(len(chain) - 1, upto):
             own = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
             chain.append(hashlib.sha256(chain[page] + own).digest())
 
     def match(self, chain: list[bytes], tokens: Sequence[int]) -> list[int]:
-        """The pages that hold the longest published prefix of `tokens`; no reference is taken.
+        """Return the pages of the longest cached prefix of `tokens`, without taking references.
 
-        At most len(tokens) - 1 tokens are covered: one is computed, for its logits. `chain` is extended as needed.
+        At most len(tokens) - 1 tokens are covered, as the last one must be computed for its logits. `chain` is extended
+        as needed.
         """
         size = self.page_size
         found: list[int] = []
         if not self.enabled:
             return found
-        for index in range((len(tokens) - 1) // size):
+        for index in range((len(tokens) - 1) // size):  # full pages without the last token
             if len(chain) - 1 <= index:
                 self.extend(chain, tokens, index + 1)
             page = self._page.get(chain[index + 1])
@@ -58,9 +59,9 @@ class PrefixCache:
         return found
 
     def publish(self, chain: list[bytes], tokens: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
-        """Pages `start` to `stop` of a table are full and computed: others may share them from now on.
+        """Add the pages `start` to `stop` of a table to the cache. They must be full and computed.
 
-        A prefix that another page holds already stays there; this table keeps its own copy, unpublished.
+        If another page already caches the same prefix, that page stays, and this table's copy remains private.
         """
         if not self.enabled:
             return
@@ -74,7 +75,7 @@ class PrefixCache:
                 self._content[page] = (digest, tuple(tokens[index * size : (index + 1) * size]))
 
     def reset(self) -> None:
-        """Forget every prefix. PageError while a page is in use: its table may still be shared."""
+        """Empty the cache. Raises PageError if a page is in use, as its table may still be shared."""
         self.pool.drop_all()
         self._page.clear()
         self._content.clear()
@@ -85,5 +86,5 @@ class PrefixCache:
             raise PageError(f"page {page} held a prefix that was published elsewhere")
 
     def held(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
-        """A copy of what is published, page -> (digest, tokens); for audits."""
+        """Return a copy of the cache's content, page -> (digest, tokens); for audits."""
         return dict(self._content)

@@ -1,1 +1,1 @@
-"""The HTTP server over an engine, in OpenAI's words; it schedules nothing and touches no device. Extra: "serve"."""
+"""The OpenAI-compatible HTTP server over an engine. Requires the extra "serve"."""

@@ -1,4 +1,6 @@
-"""The routes of whoever runs the server: what is open, a trace of the engine's loop, small levers; never any text."""
+"""The routes under /admin/: open requests, a trace of the engine's loop, and maintenance. Request texts are not
+exposed.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,33 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.trace import document
 
 T = TypeVar("T", bound=msgspec.Struct)
-MOST_OPEN = 1000  # requests that the state lists, the oldest
+MOST_OPEN = 1000  # maximum number of requests listed, oldest first
 _MOST_BODY = 4 << 10  # bytes
 _LEVELS = ("debug", "info", "warning", "error")
-_SECONDS = 5.0  # of a trace
+_SECONDS = 5.0  # default duration of a trace
 
 
 class AbortRequest(msgspec.Struct):
-    """POST /admin/abort: the id of an answer (cmpl-..., chatcmpl-...), as the state lists it."""
+    """The body of POST /admin/abort: the id of a response (cmpl-..., chatcmpl-...), as listed by /admin/state."""
 
     id: str
 
 
 class LevelRequest(msgspec.Struct):
-    """POST /admin/log_level."""
+    """The body of POST /admin/log_level."""
 
     level: str
 
 
 class Admin:
-    """The routes under /admin/. The guard lets admin keys alone through; each route looks once more."""
+    """The routes under /admin/. The guard admits only admin keys to them; each route checks this again."""
 
     def __init__(self, serving: Serving, limits: Limits) -> None:
         self.serving, self.limits = serving, limits
         self._began = time.monotonic()
 
     def routes(self) -> list[Route]:
-        """Every route there is."""
+        """Return all routes."""
         get = {"/admin/state": self.state, "/admin/trace": self.trace}
         post = {"/admin/reset_prefix_cache": self.reset, "/admin/abort": self.abort, "/admin/log_level": self.log_level}
         routes = [Route(path, _for_admins(endpoint), methods=["GET"]) for path, endpoint in get.items()]
@@ -62,12 +64,12 @@ class Admin:
 
     @told
     async def state(self, request: Request) -> Response:
-        """GET /admin/state: the engine's figures, and what is open by id, tokens and age."""
+        """GET /admin/state: the engine's statistics, and the open requests with id, tokens and age."""
         return as_json({**state_of(self.serving), "uptime": round(time.monotonic() - self._began, 3)})
 
     @told
     async def trace(self, request: Request) -> Response:
-        """GET /admin/trace?seconds=N: the engine's loop from now on, in the trace event format."""
+        """GET /admin/trace?seconds=N: record the engine's loop for N seconds, in the trace event format."""
         seconds = _seconds(request.query_params.get("seconds"))
         try:
             rows = await while_connected(request.receive, self.serving.llm.record(seconds))
@@ -81,7 +83,7 @@ class Admin:
 
     @told
     async def reset(self, request: Request) -> Response:
-        """POST /admin/reset_prefix_cache: forget all prefixes; 409 while requests hold pages."""
+        """POST /admin/reset_prefix_cache: empty the prefix cache; 409 while requests use pages."""
         try:
             done = await self.serving.llm.reset_prefix_cache()
         except LlmcError:
@@ -92,7 +94,7 @@ class Admin:
 
     @told
     async def abort(self, request: Request) -> Response:
-        """POST /admin/abort: end an answer; its client is told 503."""
+        """POST /admin/abort: end a response; its client receives 503."""
         wanted = (await self._read(request, AbortRequest)).id
         names = {one["id"] for one in self.serving.llm.open_requests()}
         found = [name for name in names if wanted in (name, name.rpartition("-")[0])]
@@ -103,7 +105,7 @@ class Admin:
 
     @told
     async def log_level(self, request: Request) -> Response:
-        """POST /admin/log_level: what is told on stderr from now on."""
+        """POST /admin/log_level: set the level of the log on stderr."""
         asked = await self._read(request, LevelRequest)
         if asked.level not in _LEVELS:
             raise ApiError(f"level: one of {', '.join(_LEVELS)}", param="level")
@@ -119,7 +121,7 @@ class Admin:
 
 
 def state_of(serving: Serving) -> dict[str, Any]:
-    """What is open and how the engine is, for a person; no text."""
+    """Return the state of the server and its open requests, without their texts."""
     llm, admission = serving.llm, serving.admission
     requests = llm.open_requests()
     return {

@@ -1,7 +1,7 @@
-"""How much may be open at a time: sequences, tokens, shares of keys, seconds of waiting; nothing once it drains.
+"""Admission control: limits on open sequences and tokens, shares of API keys, and expected waiting times.
 
-It counts; it queues nothing and knows no request. Places are taken before a prompt is tokenized, with a guess of its
-tokens, and corrected after: who is refused costs next to nothing.
+This module only counts; requests are queued in the engine. A place is reserved before the prompt is tokenized, with an
+estimate of its tokens that is corrected afterwards, so that refusing a request costs next to nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from dataclasses import dataclass, field
 from llmc_runtime.server.errors import ApiError, retry_after, unavailable
 from llmc_runtime.server.pace import Pace
 
-SOONEST, LATEST = 1.0, 60.0  # seconds after which a refused client may be told to try again
+SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
            "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
-_SHARE = 4  # a key may hold so many times what is free
-_NEW = 0.1  # weight of the newest answer in the mean length
+_SHARE = 4  # a key may have this many times the free capacity open
+_NEW = 0.1  # weight of the newest output in the mean length
 
 
 @dataclass
 class Admission:
-    """`sequences` and `tokens` (prompts and what may be generated) bound what is open, waiting and running; `rows` of
-    the sequences run at a time, or fewer where `backlog` says that the engine has some waiting. `per_key` bounds the
-    sequences of one API key; where there are several `keys`, none of them can take all. Who would wait longer than
-    `most_wait` seconds is refused. `refused` is told why somebody was."""
+    """The admission state of a server.
+
+    `sequences` and `tokens` limit what is open, running or waiting; tokens include prompts and the maximum outputs. At
+    most `rows` of the sequences run at a time, or fewer if `backlog` reports that the engine has some waiting.
+    `per_key` limits the sequences of one API key; if there are several `keys`, none of them can use everything. A
+    request whose expected wait exceeds `most_wait` seconds is refused. `refused` is called with the reason of every
+    refusal. No request is admitted while `draining` is set.
+    """
 
     sequences: int
     tokens: int
@@ -40,27 +44,30 @@ class Admission:
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
-    waiting_sequences: int = 0  # of places that found a queue and have not begun
-    work: dict[str, float] = field(default_factory=dict)  # tokens that these are expected to take, by key
+    waiting_sequences: int = 0  # of places that are queued and have not started
+    work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
     by_key: Counter[str] = field(default_factory=Counter)
     tokens_by_key: Counter[str] = field(default_factory=Counter)
-    mean_output: float = math.inf  # tokens of an output, lately
-    answers: int = 256 << 20  # bytes of answers with log-probabilities or ids, all together; a key has half of them
-    answer_bytes: Counter[str] = field(default_factory=Counter)  # those that are open, by key
+    mean_output: float = math.inf  # recent mean of the tokens per output
+    answers: int = 256 << 20  # bytes of open responses with log-probabilities or ids; half per key if there are several
+    answer_bytes: Counter[str] = field(default_factory=Counter)  # bytes of open responses, by key
 
     @property
     def full(self) -> bool:
-        """Whether one more sequence would be refused."""
+        """Whether another sequence would be refused."""
         return self.open_sequences >= self.sequences or self.open_tokens >= self.tokens
 
     @property
     def queued(self) -> bool:
-        """Whether a new sequence would find a queue."""
+        """Whether a new sequence would have to wait."""
         return self.open_sequences >= self.rows or self.backlog() > 0
 
     def wait(self, key: str | None = None) -> float | None:
-        """Seconds that a new sequence is expected to wait for a row, behind all that wait now, or as one of `key`:
-        behind those of its own, and as much of each other key's; None where nothing is known yet."""
+        """Return the expected seconds until a new sequence gets a row.
+
+        Without `key`, it waits behind everything queued. With `key`, it waits behind the key's own sequences, and at
+        most as much work of each other key. Returns None if there is no estimate yet.
+        """
         if not self.waiting_sequences or not self.queued:
             return 0.0
         ahead = whole = sum(self.work.values())
@@ -72,18 +79,18 @@ class Admission:
 
     @property
     def retry(self) -> float:
-        """Seconds after which another try makes sense: half of those waiting now will have begun."""
+        """Seconds after which to retry: half of the waiting sequences will have started by then."""
         return min(max((self.wait() or 0.0) / 2, SOONEST), LATEST)
 
     def check_open(self) -> None:
-        """ApiError 503 while the server drains, or is full."""
+        """Raise ApiError 503 if the server is draining or full."""
         if self.draining:
             raise self.turn_away("draining", "the server is shutting down", "shutting_down")
         if self.full:
             raise self.turn_away("queue_full", "the server's queue is full")
 
     def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
-        """ApiError 503 where a new sequence would wait too long, for the server or for itself."""
+        """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
         wait = self.wait(key)
         if wait is None or wait <= min(within, self.most_wait):
             return
@@ -95,7 +102,10 @@ class Admission:
     def turn_away(
         self, reason: str, words: str, code: str = "server_overloaded", seconds: float | None = None
     ) -> ApiError:
-        """The refusal, counted; `seconds` after which another try makes sense, where the queue does not decide that."""
+        """Count a refusal and return its ApiError 503.
+
+        `seconds` is the time after which to retry, if it does not depend on the queue.
+        """
         return self._refusal(reason, unavailable(words, code, self.retry if seconds is None else max(seconds, SOONEST)))
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
@@ -105,22 +115,26 @@ class Admission:
 
     @property
     def busy(self) -> bool:
-        """Whether `check_least` could refuse anybody."""
+        """Whether `check_least` might refuse a request."""
         if self.draining or self.queued or self.full:
             return True
         half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
         return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
 
     def check_least(self, key: str) -> None:
-        """ApiError as `place` for the smallest request there is: a refusal before anything else is known of it."""
+        """Raise the ApiError of `place` for the smallest possible request: an early check, before anything is known of
+        it.
+        """
         self.check_open()
         self._check_key(1, 2, key)
         self.check_wait(key)
 
     def place(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> Place:
-        """Room for so many sequences, tokens of prompts and most tokens of all outputs, to be closed at the end; it has
-        to begin `within` seconds. ApiError 429 where the key has too much open, 400 what never fits, 503 where there is
-        too little room now."""
+        """Reserve room for sequences and for the tokens of prompts and maximum outputs; the caller closes the place.
+
+        The request has to start `within` seconds. Raises ApiError 429 if the key has too much open, 400 if the request
+        can never fit, and 503 if there is too little room now.
+        """
         tokens = prompts + outputs
         self.check_size(sequences, tokens)
         self._check_key(sequences, tokens, key)
@@ -130,8 +144,11 @@ class Admission:
         return Place(self, key, sequences, prompts, outputs)
 
     def answer(self, key: str, nbytes: int) -> AnswerRoom:
-        """Room for an answer of so many bytes, to be closed when it was sent. ApiError 429 where the key has too much
-        open, 503 where all keys have. One answer alone always has room."""
+        """Reserve memory for a response of `nbytes`; the caller closes it once the response was sent.
+
+        Raises ApiError 429 if the key has too much open, and 503 if all keys together have. A single response always
+        fits.
+        """
         mine, all_keys = self.answer_bytes[key], self.answer_bytes.total()
         if mine and self.keys > 1 and mine + nbytes > self.answers // 2:
             words = f"this API key has answers of {mine:,} bytes open; with this one of {nbytes:,} bytes"
@@ -141,7 +158,7 @@ class Admission:
         return AnswerRoom(self, key, nbytes)
 
     def check_size(self, sequences: int, tokens: int) -> None:
-        """ApiError 400 for what never fits."""
+        """Raise ApiError 400 if the request can never fit."""
         if sequences > self.sequences or tokens > self.tokens:
             self.refused("too_large")
             cause = f"the request asks for {sequences} sequences and {tokens} tokens, with its prompts"
@@ -162,7 +179,7 @@ class Admission:
         return self._refusal(reason, ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry)))
 
     def count(self, place: Place, sign: int) -> None:
-        """A place is taken, or given back."""
+        """Count a place as taken (`sign` 1) or released (-1)."""
         self.open_sequences += sign * place.sequences
         self.open_tokens += sign * place.tokens
         for counts, number in ((self.by_key, place.sequences), (self.tokens_by_key, place.tokens)):
@@ -172,20 +189,20 @@ class Admission:
         self.pace.queue(self.waiting_sequences > 0)
 
     def learn(self, tokens: float) -> None:
-        """An output had so many tokens."""
+        """Update the mean output length with an output of `tokens` tokens."""
         known = tokens if math.isinf(self.mean_output) else self.mean_output
         self.mean_output = known + _NEW * (tokens - known)
 
 
 class AnswerRoom:
-    """Bytes of one answer that are accounted for until `close`."""
+    """The memory of one response, counted until `close`."""
 
     def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
         self._counts, self._key, self._bytes = admission.answer_bytes, key, nbytes
         self._counts[key] += nbytes
 
     def close(self) -> None:
-        """The answer was sent, or is not wanted any more. Once, or again without effect."""
+        """Release the memory. Further calls have no effect."""
         self._counts[self._key] -= self._bytes
         self._bytes = 0
         if not self._counts[self._key]:
@@ -193,7 +210,7 @@ class AnswerRoom:
 
 
 class Place:
-    """Room that one request has, until it is closed."""
+    """The capacity reserved for one request until it is closed."""
 
     def __init__(self, admission: Admission, key: str, sequences: int, prompts: int, outputs: int) -> None:
         self._admission, self.key, self.sequences = admission, key, sequences
@@ -203,7 +220,7 @@ class Place:
         self._wait(self._expected(prompts, outputs))
 
     def resize(self, prompts: int, outputs: int) -> None:
-        """The true tokens of the prompts, and most tokens of all outputs. ApiError as `Admission.place`."""
+        """Set the true number of prompt tokens, and the maximum tokens of all outputs. Raises the errors of `place`."""
         admission, tokens = self._admission, prompts + outputs
         admission.check_size(self.sequences, tokens)
         if admission.open_tokens - self.tokens + tokens > admission.tokens:
@@ -214,14 +231,14 @@ class Place:
         self._wait(self._expected(prompts, outputs))
 
     def begin(self) -> None:
-        """Its first token is there: it waits no more."""
-        if self._queued:
+        """Record that the first token has arrived, so the request no longer waits."""
+        if self._queued:  # a place that never waited says nothing about the queue's pace
             self._admission.pace.left(self._work)
             self._wait(0.0)
             self._queued = False
 
     def close(self, tokens: int = 0) -> None:
-        """It is over, with so many tokens generated. Once, or again without effect."""
+        """Release the place after `tokens` generated tokens. Further calls have no effect."""
         if self._open:
             self._open = False
             self._wait(0.0)
@@ -233,7 +250,7 @@ class Place:
         return prompts + min(outputs, self._admission.mean_output * self.sequences)
 
     def _wait(self, work: float) -> None:
-        """So much work is expected of it while it waits; 0: it waits no more."""
+        """Set the expected work of this place in the queue; 0 if it no longer waits."""
         if not self._queued:
             return
         admission, key, before = self._admission, self.key, self._work

@@ -1,4 +1,4 @@
-"""An answer gathered from news: texts, ids, log-probabilities and the usage that both kinds of completion tell."""
+"""Collects the outputs of a response, and the usage object common to both kinds of completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.lazy import Lazy
 from llmc_runtime.server.serving import News
 
-LEAST = -9999.0  # log-probabilities on the wire; JSON has no infinity
+LEAST = -9999.0  # smallest log-probability sent, as JSON has no infinity
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Choice:
     stop_reason: int | str | None = None
 
     def take(self, news: CompletionOutput) -> None:
-        """Add what is new."""
+        """Append an update."""
         self.text.append(news.text)
         self.token_ids += news.token_ids
         rows = news.logprobs
@@ -38,20 +38,20 @@ class Choice:
 
 @dataclass
 class Usage:
-    """Tokens of one answer; `generated` is every output's."""
+    """The tokens of a response; `generated` covers all outputs."""
 
     prompt: int
     generated: int = 0
-    reasoning: int | None = None  # of these; None where no reasoning is told apart
-    cached: dict[int, int] = field(default_factory=dict)  # by prompt
+    reasoning: int | None = None  # part of `generated`; None if reasoning is not separated
+    cached: dict[int, int] = field(default_factory=dict)  # cached prompt tokens by prompt
 
     def take(self, index: int, news: RequestOutput) -> None:
-        """Count what is new of the prompt `index`."""
+        """Count an update of prompt `index`."""
         self.cached[index] = news.num_cached_tokens
         self.generated += sum(len(one.token_ids) for one in news.outputs)
 
     def told(self) -> dict[str, Any]:
-        """As OpenAI has it."""
+        """Return OpenAI's usage object."""
         details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         return {
             "prompt_tokens": self.prompt,
@@ -64,7 +64,7 @@ class Usage:
 
 @dataclass
 class Whole:
-    """A finished answer: outputs by prompt, the scores of each prompt, usage."""
+    """A finished response: outputs by prompt, the scores of each prompt, and usage."""
 
     choices: list[list[Choice]]
     prompt_logprobs: list[Sequence[Row | None] | None]
@@ -72,7 +72,7 @@ class Whole:
 
 
 async def gather(news: News, prompts: list[Prompt], n: int) -> Whole:
-    """Everything, once it is there."""
+    """Collect all outputs until they have ended."""
     usage = Usage(sum(len(prompt.ids) for prompt in prompts))
     whole = Whole([[Choice() for _ in range(n)] for _ in prompts], [None] * len(prompts), usage)
     async with aclosing(news) as items:  # type: ignore[type-var]
@@ -86,7 +86,7 @@ async def gather(news: News, prompts: list[Prompt], n: int) -> Whole:
 
 
 def told_scores(rows: Sequence[Row | None] | None) -> Lazy | None:
-    """prompt_logprobs in vLLM's form: a list over positions of {id: {logprob, rank, decoded_token}}."""
+    """Return prompt_logprobs in vLLM's format: per position, {id: {logprob, rank, decoded_token}}."""
     if rows is None:
         return None
     return Lazy(
@@ -101,10 +101,10 @@ def told_scores(rows: Sequence[Row | None] | None) -> Lazy | None:
 
 
 def clamped(one: Logprob) -> float:
-    """Its log-probability as JSON can hold it."""
+    """Return the log-probability, limited to a value that JSON can represent."""
     return max(one.logprob, LEAST)
 
 
 def spelled(token: int, one: Logprob, as_id: bool | None = False) -> str:
-    """The text of a candidate; its id where the model has no text, or where that was asked for."""
+    """Return a candidate's text, or "token_id:N" if it has none or `as_id` is set."""
     return f"token_id:{token}" if as_id or one.decoded_token is None else one.decoded_token

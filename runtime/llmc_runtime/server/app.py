@@ -1,4 +1,4 @@
-"""The routes: each endpoint of the server, from a request to a reply; the work is done in the rooms it calls."""
+"""The routes of the server, and its assembly as an ASGI application."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ def application(
     key_scope: str = "all",
     shed: Shed | None = None,
 ) -> ASGIApp:
-    """The server as an ASGI application; `hosts`: names that a Host header may have (None: any); `root_path`: what a
-    proxy in front takes off the path, or not; without `admin_keys` there is nothing under /admin/; `key_scope`: which
-    paths need one of `keys` (guard.KEY_SCOPES); `shed` refuses requests from their heads, and gets its check of keys
-    here."""
+    """Return the server as an ASGI application.
+
+    `hosts` are the accepted names in Host headers (None: any). `root_path` is a path prefix that a proxy may or may not
+    strip. Without `admin_keys` there are no routes under /admin/. `key_scope` names the paths that require one of
+    `keys` (guard.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here.
+    """
     limits, root_path = limits or Limits(), tidy(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
     if admin_keys:
@@ -87,7 +89,7 @@ class Endpoints:
         )
 
     def routes(self) -> list[Route]:
-        """Every route there is, also with a slash behind it."""
+        """Return all routes, each with and without a trailing slash."""
         get: dict[str, Any] = {
             "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
             "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models,
@@ -121,7 +123,7 @@ class Endpoints:
 
     @told
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: of a text or of a conversation."""
+        """POST /tokenize: tokenize a text or a conversation."""
         serving, key = self.serving, request.scope["llmc.key"]
         body = await read_body(request, self.limits, serving.bodies)
         with serving.texts(key):
@@ -154,13 +156,13 @@ class Endpoints:
 
     @told
     async def tokenizer_info(self, request: Request) -> Response:
-        """GET /tokenizer_info: the tokens that have names. The chat template stays here; /tokenize applies it."""
+        """GET /tokenizer_info: the named special tokens. The chat template is not exposed; /tokenize applies it."""
         most = self.serving.llm.config.max_model_len
         return as_json({**self.serving.prompting.tokenizer.named_tokens, "model_max_length": most})
 
     @told
     async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings, which models here have none of."""
+        """POST /v1/embeddings: always 404, as the models generate text."""
         raise not_found("models here generate text; none makes embeddings", code="unsupported_endpoint")
 
     @told
@@ -176,12 +178,12 @@ class Endpoints:
         return as_json(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine lives."""
+        """GET /health: 200 while the engine is running or the server is draining."""
         return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
 
     @told
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while a request would be admitted."""
+        """GET /ready: 200 while requests are admitted."""
         self.serving.check_ready()
         self.serving.admission.check_wait()
         return Response()
@@ -207,7 +209,7 @@ class Endpoints:
 
     @asynccontextmanager
     async def _read(self, request: Request, kind: type[T], name: bytes) -> AsyncIterator[tuple[T, OffloadedJob | None]]:
-        """The request, and where its body is large the job of the text process that has its prompts."""
+        """Yield the parsed request. If its body is large, also the text process's job that has its prompts."""
         body = await read_body(request, self.limits, self.serving.bodies)
         if not is_large(body.data, SMALL_BODY):
             yield self._small(body, kind), None
@@ -225,7 +227,7 @@ class Endpoints:
             body.drop()
 
     async def _offloaded(self, request: Request, name: bytes, body: Body) -> Response:
-        """The answer that a text process makes of a large body."""
+        """Let a text process handle a large body and return its response."""
         job = await while_connected(request.receive, self.serving.offload.begin(name, body))
         job.close()
         return InParts(job.answer, "application/json")
@@ -241,8 +243,10 @@ class Endpoints:
         )
 
     async def _reply(self, request: Request, answer: Completion | Chat, stream: bool, call: Call) -> Response:
-        """The answer, ended early where the client goes away. Whoever generates gives the call's place back; who does
-        not come so far has it given back here."""
+        """Return the response, which ends early if the client disconnects.
+
+        Generation releases the admission slot; it is released here if generation never starts.
+        """
         try:
             if not stream:
                 return await while_connected(request.receive, self._whole(answer, call))

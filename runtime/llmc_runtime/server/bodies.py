@@ -1,4 +1,4 @@
-"""Request bodies in memory: a budget of their bytes for the whole server, shared by API key, and a least rate."""
+"""Memory for request bodies: a limit for the whole server, shared fairly by API key, and a minimum transfer rate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-MOST_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or wait to be read as JSON
-FREE_BYTES = 16 << 10  # a body up to this size is never counted
-STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it, so many bytes or the body's end come in so many seconds
+MOST_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or waiting to be parsed
+FREE_BYTES = 16 << 10  # bodies up to this size are not counted
+STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it: minimum bytes per interval in seconds
 
 
 class BodyBudget:
-    """The bytes of all bodies, at most `most`. Where one more has no room, the key with the most bytes gives way: the
-    body that grows if it is that key's own, else that key's largest one. `refusal` makes what its reader gets."""
+    """The bytes of all bodies, at most `most`.
+
+    If a growing body exceeds the limit, the key with the most bytes gives way: the growing body if it belongs to that
+    key, else that key's largest body. `refusal` creates the exception raised to the reader of that body.
+    """
 
     def __init__(self, refusal: Callable[[], Exception], most: int = MOST_BYTES) -> None:
         self.most, self.used = most, 0
@@ -24,7 +27,7 @@ class BodyBudget:
         self._bodies: set[Body] = set()
 
     def update(self, body: Body) -> None:
-        """Count the body as large as it is now. Raises the refusal where it has to give way itself."""
+        """Update the count to the body's current size. Raises the refusal if this body has to give way."""
         size = len(body.data) if len(body.data) > FREE_BYTES else 0
         self.used += size - body.counted
         self._by_key[body.key] += size - body.counted
@@ -46,7 +49,7 @@ class BodyBudget:
 
 
 class Body:
-    """The bytes of one request's body, `data`, counted until they are dropped."""
+    """The bytes of a request's body, `data`, counted until they are dropped."""
 
     def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget, self.key = budget, key
@@ -60,12 +63,14 @@ class Body:
 
     @property
     def waits(self) -> bool:
-        """Whether it can be evicted now."""
+        """Whether the body can be evicted now."""
         return self._clock is not None and not self._evicted
 
     @asynccontextmanager
     async def evictable(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """The block may be ended by `evict`, which raises the refusal, and ends after `seconds` with a TimeoutError."""
+        """Allow `evict` to end the block, which then raises the refusal. After `seconds` the block raises
+        TimeoutError.
+        """
         try:
             async with asyncio.timeout(seconds) as clock:
                 self._clock, self._end = clock, clock.when() or math.inf
@@ -78,7 +83,7 @@ class Body:
             self._clock = None
 
     def take(self, part: bytes) -> None:
-        """Add a part, within `evictable`, and set the time for the next ones. Raises the refusal."""
+        """Append a part, within `evictable`, and set the deadline for the next parts. Raises the refusal."""
         self.data += part
         if len(self.data) > FREE_BYTES:
             if len(self.data) >= self._next and self._clock is not None:
@@ -88,13 +93,13 @@ class Body:
             self._budget.update(self)
 
     def evict(self) -> None:
-        """Drop it, and end whoever waits with it."""
+        """Drop the body and interrupt its reader."""
         self._evicted = True
         if self._clock is not None:
             self._clock.reschedule(asyncio.get_running_loop().time())
         self.drop()
 
     def drop(self) -> None:
-        """Give its memory back."""
+        """Release the memory."""
         self.data = bytearray()
         self._budget.update(self)

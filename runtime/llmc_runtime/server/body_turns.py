@@ -1,7 +1,7 @@
-"""Turns of the connections whose bodies are arriving: few of them are read at a time, and none for long.
+"""Turns for connections whose bodies are arriving: few of them are read at a time, each for a short while.
 
-Hundreds of sockets that can all be read make every turn of the event loop long, however few of them it serves. A
-connection whose turn has not come is paused, so that the system's own buffers slow its client down.
+Hundreds of readable sockets make every iteration of the event loop slow, even if few of them are served. Connections
+waiting for their turn are paused, so that the kernel's buffers slow the client down.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import asyncio
 from collections import OrderedDict
 from typing import Protocol
 
-MOST = 8  # connections that are read at a time
-BYTES = 512 << 10  # of one turn
-SECONDS = 0.02  # of one turn, while others wait
+MOST = 8  # connections read at a time
+BYTES = 512 << 10  # bytes per turn
+SECONDS = 0.02  # per turn, while others wait
 
 
 class Reader(Protocol):
     """A connection whose reading can be paused."""
 
     def pause_body(self) -> None:
-        """Read nothing."""
+        """Stop reading."""
 
     def resume_body(self) -> None:
-        """Read again, unless the body read so far waits to be taken."""
+        """Continue reading, unless the part of the body read so far has not been consumed."""
 
 
 class BodyTurns:
-    """The connections of one server that are in the midst of a body."""
+    """The connections of one server that are in the middle of a body."""
 
     def __init__(self) -> None:
-        self._active: OrderedDict[Reader, int] = OrderedDict()  # bytes of this turn
+        self._active: OrderedDict[Reader, int] = OrderedDict()  # bytes read in the current turn
         self._waiting: OrderedDict[Reader, None] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
     def read(self, one: Reader, size: int) -> None:
-        """So many bytes of a body have come over this connection."""
+        """Count `size` bytes of a body that were read from this connection."""
         if one in self._active:
             self._active[one] += size
             if self._active[one] >= BYTES:
@@ -47,7 +47,7 @@ class BodyTurns:
             self._watch()
 
     def leave(self, one: Reader) -> None:
-        """The body has ended, or the connection has."""
+        """Remove a connection whose body or which itself has ended."""
         if one in self._waiting:
             del self._waiting[one]
             one.resume_body()
@@ -55,7 +55,7 @@ class BodyTurns:
             self._next()
 
     def _pass_on(self, one: Reader) -> None:
-        """The turn of this one is over."""
+        """End the connection's turn, if others wait."""
         self._active[one] = 0
         if self._waiting:
             del self._active[one]
@@ -74,7 +74,7 @@ class BodyTurns:
             self._timer = asyncio.get_running_loop().call_later(SECONDS, self._tick)
 
     def _tick(self) -> None:
-        """While some wait, those that were read since the last look give way."""
+        """End the turns of the connections that were read since the last tick, as far as others wait."""
         self._timer = None
         for one in list(self._active)[: len(self._waiting)]:
             self._pass_on(one)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the answer's JSON, whole and in pieces, with log-probabilities; it renders no template."""
+"""The endpoint /v1/chat/completions: builds the JSON of the response, complete or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from llmc_runtime.server.tools.plan import Plan, plan_of
 
 
 class Chat:
-    """One call of the endpoint; `job` has the messages where the body was large."""
+    """One request to the endpoint. If the body was large, `job` has its messages."""
 
     def __init__(self, serving: Serving, asked: ChatRequest, call: Call, job: OffloadedJob | None = None) -> None:
         self._serving, self._asked, self._call, self._job = serving, asked, call, job
         self._head = {"id": call.id, "created": int(time.time()), "model": serving.names[0]}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """Return the JSON of the complete response."""
         prompt, params, plan = await self._ready()
         whole = await gather(self._news(prompt, params, plan), [prompt], params.n)
         choices = [self._choice(i, choice, plan, whole.usage) for i, choice in enumerate(whole.choices[0])]
@@ -45,7 +45,7 @@ class Chat:
         return told
 
     async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
-        """The answer's JSON, or ready events of it, chunk by chunk; it returns once the first news are there."""
+        """Return a stream of chunks, as JSON values or encoded events, once the first output is available."""
         prompt, params, plan = await self._ready()
         news = await begun(self._news(prompt, params, plan))
         return self._chunks(news, prompt, params, plan)
@@ -58,12 +58,12 @@ class Chat:
         serving.reserve(self._call, params)
         prompt, plan = await self._prompt(plan)
         form = "response_format" if asked.structured_outputs is None else "structured_outputs"
-        if plan.tools is not None or params.structured_outputs is not None:  # schemas become a grammar
+        if plan.tools is not None or params.structured_outputs is not None:  # compiling schemas to a grammar takes time
             return prompt, await asyncio.to_thread(plan.constrained, params, form), plan
         return prompt, params, plan
 
     async def _prompt(self, plan: Plan) -> tuple[Prompt, Plan]:
-        """The prompt, and the plan for an output behind it."""
+        """Return the prompt, and the plan for the output after it."""
         asked, serving, job = self._asked, self._serving, self._job
         if job is not None:
             (prompt,) = await job.prompts(self._call.logged_characters)
@@ -75,7 +75,7 @@ class Chat:
         return prompt, plan.behind(prompt, asked)
 
     async def _news(self, prompt: Prompt, params: SamplingParams, plan: Plan) -> News:
-        """What the engine says; a grammar that was made of tools is blamed on them."""
+        """Yield the engine's outputs. Errors of a grammar that was derived from tools are attributed to the tools."""
         call = replace(self._call, visible=plan.visible)
         try:
             async with aclosing(self._serving.run([prompt], params, self._asked, call)) as news:  # type: ignore[type-var]
@@ -87,7 +87,7 @@ class Chat:
             raise
 
     def _choice(self, index: int, choice: Choice, plan: Plan, usage: Usage) -> dict[str, Any]:
-        """One finished output; its reasoning is counted."""
+        """Return the JSON of a finished output, and count its reasoning tokens."""
         turn, text = Turn(plan, self._asked.include_reasoning is False), "".join(choice.text)
         message = turn.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
         if plan.thoughts is not None:
@@ -141,8 +141,10 @@ class Chat:
             yield Final(event({**head, "choices": [], "usage": usage.told()}))
 
     def _pieces(self, one: CompletionOutput, turn: Turn | None) -> list[dict[str, Any]]:
-        """The choices of chunks, none where they would say nothing: calls and the end are not told in the same one, as
-        clients look at the end first."""
+        """Return the choices of the next chunks, or none if they would be empty.
+
+        Tool calls and the finish reason are sent in separate chunks, as some clients check the finish reason first.
+        """
         logprobs, finish = self._logprobs(one.token_ids, one.logprobs or []), one.finish_reason
         if turn is None:
             delta: dict[str, Any] = {"content": one.text} if one.text else {}
@@ -172,7 +174,7 @@ class Chat:
     def _content(self, tokens: list[int], rows: Sequence[Row | None]) -> Iterator[dict[str, Any]]:
         most, as_id = self._asked.top_logprobs or 0, bool(self._asked.return_tokens_as_token_ids)
         for token, row in zip(tokens, rows, strict=True):
-            assert row is not None  # that of a token which was generated
+            assert row is not None  # generated tokens always have a row
             ranked = sorted(row.items(), key=lambda item: item[1].rank)
             top = [self._told(t, row, as_id) for t, one in ranked if one.rank <= most][:most]
             yield {**self._told(token, row, as_id), "top_logprobs": top}

@@ -1,4 +1,4 @@
-"""/v1/completions: the answer's JSON, whole and in pieces, with echoes and log-probabilities; it samples nothing."""
+"""The endpoint /v1/completions: builds the JSON of the response, complete or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Chunks = AsyncIterator[dict[str, Any] | bytes]
 
 
 class Completion:
-    """One call of the endpoint; `job` has the prompts where the body was large."""
+    """One request to the endpoint. If the body was large, `job` has its prompts."""
 
     def __init__(self, serving: Serving, asked: CompletionRequest, call: Call, job: OffloadedJob | None = None) -> None:
         self._serving, self._asked, self._call, self._job = serving, asked, call, job
         self._head = {
             "id": call.id, "object": "text_completion", "created": int(time.time()), "model": serving.names[0],
         }  # fmt: skip
-        self._silent = asked.max_tokens == 0  # the prompt alone is scored
+        self._silent = asked.max_tokens == 0  # only the prompt is scored
 
     async def whole(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """Return the JSON of the complete response."""
         prompts, params = await self._ready()
         news = self._serving.run(prompts, params, self._asked, self._call)
         whole = await gather(news, prompts, params.n)
@@ -58,7 +58,7 @@ class Completion:
                 yield told
 
     async def pieces(self) -> Chunks:
-        """The answer's JSON, or ready events of it, chunk by chunk; it returns once the first news are there."""
+        """Return a stream of chunks, as JSON values or encoded events, once the first output is available."""
         prompts, params = await self._ready()
         news = await begun(self._serving.run(prompts, params, self._asked, self._call))
         return self._chunks(news, prompts, params)
@@ -71,7 +71,7 @@ class Completion:
         params = of_completion(asked, serving.llm)
         job = self._job
         count, known = prompts_in(asked.prompt) if job is None else (job.parsed.prompts, job.parsed.known)
-        if count <= MAX_PROMPTS:  # more are refused below
+        if count <= MAX_PROMPTS:  # larger counts are rejected below
             serving.reserve(self._call, params, count, known)
         if job is not None:
             return await job.prompts(-1 if asked.echo else self._call.logged_characters), params
@@ -80,12 +80,12 @@ class Completion:
 
     async def _chunks(self, news: News, prompts: list[Prompt], params: SamplingParams) -> Chunks:
         usage = Usage(sum(len(prompt.ids) for prompt in prompts))
-        offsets: dict[int, int] = {}  # of the text so far, by choice
+        offsets: dict[int, int] = {}  # length of the text so far, by choice
         options = self._asked.stream_options
         always = bool(options and options.continuous_usage_stats)
         last = bool(options and options.include_usage)
         plain = None if always else self._plain(last)
-        left, ends = params.n * len(prompts), b""  # outputs that have not ended; the last one's end
+        left, ends = params.n * len(prompts), b""  # outputs that have not ended; the last one's final event
         async with aclosing(news) as items:  # type: ignore[type-var]
             async for i, output in items:
                 if not self._silent:
@@ -112,7 +112,7 @@ class Completion:
         yield Final(ends)
 
     def _plain(self, usage: bool) -> Plain | None:
-        """The chunks in the midst of a stream, where all that they tell is a text."""
+        """Return the encoder of chunks that contain only text, or None if chunks contain more."""
         asked = self._asked
         if self._silent or asked.echo or asked.logprobs is not None or asked.return_token_ids:
             return None
@@ -122,7 +122,7 @@ class Completion:
     def _piece(
         self, index: int, prompt: Prompt, one: CompletionOutput, scores: Scores, offsets: dict[int, int]
     ) -> dict[str, Any] | None:
-        """One chunk's choice; None where it would say nothing."""
+        """Return the choice of a chunk, or None if it would be empty."""
         choice = Choice()
         if not self._silent:
             choice.take(one)
@@ -137,7 +137,10 @@ class Completion:
     def _choice(
         self, index: int, prompt: Prompt | None, choice: Choice, scores: Scores, offsets: dict[int, int]
     ) -> dict[str, Any]:
-        """The JSON of an output, its text's length so far in `offsets`; `prompt` is echoed where that was asked for."""
+        """Return the JSON of an output. If `prompt` is set and echo was requested, the prompt is included.
+
+        `offsets` maps the choice's index to the length of its text so far.
+        """
         asked, ids = self._asked, {}
         if asked.return_token_ids:
             ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
@@ -166,8 +169,11 @@ class Completion:
         offsets: dict[int, int],
         index: int,
     ) -> dict[str, Any]:
-        """OpenAI's object. When it is encoded, offsets[index] becomes the place in the text of the next token; tokens
-        that are not `shown` take no room."""
+        """Return OpenAI's logprobs object.
+
+        During encoding, offsets[index] advances to the offset of the next token. Tokens that are not `shown` have no
+        width.
+        """
         texts = partial(self._texts, tokens, rows)
 
         def places() -> Iterator[int]:
@@ -188,7 +194,7 @@ class Completion:
         return {name: make(items) for name, items in out.items()}
 
     def _texts(self, tokens: list[int], rows: list[Sequence[Row | None]]) -> Iterator[tuple[Logprob | None, str]]:
-        """Each token's own log-probability, where it has one, and text."""
+        """Yield each token's own log-probability, or None, and its text."""
         at = 0
         for some in rows:
             for i in range(len(some)):
@@ -197,9 +203,9 @@ class Completion:
                 yield one, self._serving.prompting.spelled(token) if one is None else spelled(token, one)
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
-        """The likeliest candidates and the token itself by their texts; of two with one text the likelier."""
+        """Return the most likely candidates and the token itself, by text; the more likely of two with equal text."""
         most, as_id = self._asked.logprobs or 0, self._asked.return_tokens_as_token_ids
         kept = [(t, one) for t, one in row.items() if t == token or one.rank <= most]
         return {
             spelled(t, one, as_id): clamped(one) for t, one in sorted(kept, key=lambda item: item[1].logprob)
-        }  # the likelier of two overwrites
+        }  # the more likely one overwrites the other

@@ -1,4 +1,4 @@
-"""What a running server does at this moment, written to stderr on SIGQUIT: stacks, tasks, open requests; never text."""
+"""Diagnostics on SIGQUIT: writes stacks, tasks and open requests to stderr, but no text of requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from typing import Any
 from llmc_runtime.server.admin import state_of
 from llmc_runtime.server.serving import Serving
 
-_MOST_TASKS = 20  # kinds of tasks
+_MOST_TASKS = 20  # kinds of tasks to list
 
 
 def dump_on_quit(loop: asyncio.AbstractEventLoop, serving: Serving) -> None:
-    """Have SIGQUIT write the stacks of all threads at once, even where the loop hangs, then the rest, then those of the
-    engine process."""
+    """Install a handler for SIGQUIT.
+
+    It writes the stacks of all threads at once, even if the event loop hangs, then the server's state, and finally
+    forwards the signal to the engine process.
+    """
 
     def rest() -> None:
         told = json.dumps({**state_of(serving), "tasks": _tasks()})
@@ -36,7 +39,7 @@ def dump_on_quit(loop: asyncio.AbstractEventLoop, serving: Serving) -> None:
 
 
 def _tasks() -> dict[str, int]:
-    """How many tasks wait where."""
+    """Count tasks by the place where they wait."""
     found: Counter[str] = Counter()
     for task in asyncio.all_tasks():
         coroutine: Any = task.get_coro()

@@ -1,6 +1,7 @@
-"""What a client is told when a request fails: OpenAI's error object and an HTTP status; it handles no request.
+"""API errors: OpenAI's error object, an HTTP status, and the translation of the runtime's errors.
 
-Texts about a client's own input pass through; of a failure of ours a fixed text is told, and never an exception's.
+Messages about a client's own input are passed on. For internal errors, clients get a fixed text and never an
+exception's message.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _OF_GRAMMAR = frozenset({"E650", "E651", "E652"})
 
 
 class ApiError(Exception):
-    """`status` and the four fields of OpenAI's error object; `headers` go with the answer. `reason`: why the request
-    was not admitted, one of admission.REASONS; None for errors of other kinds."""
+    """An HTTP status and the four fields of OpenAI's error object; `headers` are sent with the response.
+
+    `reason` is the reason why a request was not admitted (one of admission.REASONS), or None for other errors.
+    """
 
     reason: str | None = None
 
@@ -40,18 +43,18 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """{"error": {message, type, param, code}}."""
+        """Return {"error": {message, type, param, code}}."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def told(error: LlmcError, prompt_param: str) -> ApiError:
-    """The client's view of an error of the runtime; `prompt_param` is the field that the prompt came in."""
+    """Convert an error of the runtime for the client; `prompt_param` is the field that contained the prompt."""
     words = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
     if error.code == "E601":
         return ApiError(words, param=error.remedy.partition(":")[0] or None)
     if error.code in _TOO_LONG:
         param = "max_tokens" if error.code == "E603" else prompt_param
-        words = f"this model's maximum context length is exceeded: {words}"  # clients look for the first words
+        words = f"this model's maximum context length is exceeded: {words}"  # clients search for these words
         return ApiError(words, param=param, code="context_length_exceeded")
     if error.code in _OF_PROMPT:
         return ApiError(words, param=prompt_param)
@@ -69,26 +72,26 @@ def told(error: LlmcError, prompt_param: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """500: a mistake of ours, told without its words."""
+    """Return 500 for a bug of the server, with a fixed message."""
     return ApiError("the server failed on this request", status=500, kind=SERVER, code="internal_error")
 
 
 def late(seconds: float) -> ApiError:
-    """504: the request's time is over; another try would not have more."""
+    """Return 504 for a timeout; a retry would not have more time."""
     cause = f"the request did not end within its {seconds:g} s"
     return ApiError(cause, status=504, kind=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str = "server_overloaded", seconds: float = 1.0) -> ApiError:
-    """503 with the time after which another try makes sense."""
+    """Return 503 with the time after which to retry."""
     return ApiError(message, status=503, kind=SERVER, code=code, headers=retry_after(seconds))
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The two headers that clients obey: whole seconds, and milliseconds."""
+    """Return both headers that clients honor: whole seconds and milliseconds."""
     return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(round(seconds * 1000))}
 
 
 def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:
-    """404."""
+    """Return 404."""
     return ApiError(message, status=404, param=param, code=code)

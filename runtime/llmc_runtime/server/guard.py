@@ -1,8 +1,9 @@
-"""Checks on the raw request before any routing: API keys, hosts, headers and the size of bodies.
+"""Checks on the raw request before routing: API keys, hosts, headers and the size of bodies.
 
-With API keys, every path needs one but the exceptions of KEY_SCOPES, which are compared as the bytes that came: a path
-that a router reads differently is no exception. A browser brings the key for PAGE by HTTP Basic, which opens nothing
-else: what a browser sends by itself is good for the page alone, which has no data and changes nothing.
+If API keys are set, every path requires one except those in KEY_SCOPES. These are compared with the raw bytes of the
+path, so that a path that a router normalizes is never an exception. A browser sends the key for PAGE with HTTP Basic,
+which is accepted for no other path: credentials that a browser sends automatically give access only to the page, which
+contains no data and changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from llmc_runtime.server.handler import noted
 from llmc_runtime.server.replies import as_error
 
 PAGE = "/"
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # the last one is this machine, too, to who asks from it
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reaches the local machine from itself
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
@@ -40,7 +41,7 @@ def _open(*reads: str, posts: Sequence[str] = ()) -> Mapping[str, frozenset[str]
     return MappingProxyType(dict.fromkeys(reads, _READS) | dict.fromkeys(posts, frozenset({"POST"})))
 
 
-# For each --api-key-scope the paths, with methods, that need no API key. What is under /admin/ is never among them.
+# The paths and methods that need no API key, by --api-key-scope. Paths under /admin/ are never included.
 KEY_SCOPES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "all": _open(*_PROBES),
@@ -52,7 +53,7 @@ KEY_SCOPES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes and counts of one request, and seconds that its body may take to come."""
+    """Limits on one request: bytes and counts, and the seconds in which its body must arrive."""
 
     body: int = 8 << 20
     headers: int = 32 << 10
@@ -61,7 +62,7 @@ class Limits:
 
 
 class Keys:
-    """API keys, kept as digests. With none, everybody may ask."""
+    """API keys, stored as digests. Without keys, every request is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(dict.fromkeys(hashlib.sha256(key.encode()).digest() for key in keys))
@@ -70,8 +71,11 @@ class Keys:
         return len(self._digests)
 
     def name_of(self, authorization: bytes) -> str | None:
-        """A name of the key in an Authorization header, which does not tell the key; None where it is none of ours.
-        The work is the same whichever it is."""
+        """Return an identifier of the key in an Authorization header, which does not reveal the key; None if it is
+        unknown.
+
+        Takes the same time for all keys.
+        """
         scheme, _, given = authorization.partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()
         found = None
@@ -82,11 +86,10 @@ class Keys:
 
 
 class Guard:
-    """ASGI middleware. A request that passes has `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
+    """ASGI middleware that checks requests. It sets `scope["llmc.key"]`, `scope["llmc.id"]` and `scope["llmc.admin"]`.
 
-    Keys of `admin` open what is under /admin/, and nothing else; no other key opens that. `key_scope`: which paths need
-    an API key, a name of KEY_SCOPES. `refuse` raises ApiError for a request that is refused whatever its body says; the
-    body is not read then.
+    The keys in `admin` give access to paths under /admin/ only, and no other key does. `key_scope` is a name of
+    KEY_SCOPES. `refuse` raises ApiError for a request that is refused regardless of its body, which is then not read.
     """
 
     def __init__(
@@ -105,13 +108,13 @@ class Guard:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See Guard. What is not HTTP, and no lifespan event either, is closed."""
+        """Check the request and pass it on. WebSockets are closed."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             await receive()
             return await send({"type": "websocket.close", "code": 1008})
-        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        headers = dict(reversed(scope["headers"]))  # the first of several headers with a name is used
         name = headers.get(b"x-request-id", b"")
         scope["llmc.id"] = name.decode() if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
 
@@ -129,23 +132,23 @@ class Guard:
         return await self._app(scope, receive, named)
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """ApiError where the request's host, headers or key are refused. Sets `llmc.key` and `llmc.admin`."""
+        """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""
         raw = scope["headers"]
         if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
             cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
             raise ApiError(cause, status=431, code="headers_too_large")
-        if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may see another end of the body
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-        if not path.startswith("/") and path != "*":  # see target.OriginForm, which rewrites what may be rewritten
+        if not path.startswith("/") and path != "*":  # see target.OriginForm, which rewrites the permitted forms
             cause = "the request target has to be a path, or a URL of this server without user information"
             raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
-        if b"host" in headers:  # HTTP/1.1 has one; checks of old load balancers have none, and no browser's page is so
+        if b"host" in headers:  # absent in health checks of old load balancers, never in requests of browsers
             self._check_host(headers[b"host"].decode("latin-1"))
         scope["llmc.key"], scope["llmc.admin"] = "", False
         authorization = headers.get(b"authorization", b"")
-        if len(self._admin) and scope["path"].startswith("/admin/"):  # as the router will see it
+        if len(self._admin) and scope["path"].startswith("/admin/"):  # the path that the router sees
             self._check_admin(scope, authorization)
             return
         if not len(self._keys) or scope["method"] in self._open.get(path, ()):
@@ -166,7 +169,9 @@ class Guard:
         scope["llmc.admin"] = True
 
     def _check_host(self, host: str) -> None:
-        """A web page may have its own name lead here; it cannot have the Host header say another."""
+        """Check the Host header, against DNS rebinding: a web page can point its own name here, but cannot fake the
+        header.
+        """
         match = _HOST.fullmatch(host.lower())
         if match is None:
             raise ApiError("the Host header is none", code="invalid_host")
@@ -176,13 +181,13 @@ class Guard:
 
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:
-    # litellm tells a wrong key from other invalid requests by the first words, which are OpenAI's.
+    # litellm recognizes a wrong key by the first words of the message, which are OpenAI's.
     cause = "Incorrect API key provided, or none: a valid one is needed, as in Authorization: Bearer KEY"
     return ApiError(cause, status=401, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
 def _of_basic(authorization: bytes) -> bytes:
-    """HTTP Basic with any name as the header that its password would be as a key; any other header as it is."""
+    """Convert HTTP Basic credentials to a Bearer header with the password as the key. Other headers are unchanged."""
     scheme, _, given = authorization.partition(b" ")
     if scheme.lower() != b"basic":
         return authorization
@@ -193,7 +198,7 @@ def _of_basic(authorization: bytes) -> bytes:
 
 
 async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Body:
-    """The whole body of a POST. ApiError 408, 413, 415, and 503 where the budget has no room for it."""
+    """Read the body of a POST. Raises ApiError 408, 413, 415, or 503 if the budget has no room for it."""
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise ApiError("send the body as it is: no Content-Encoding", status=415, code="unsupported_media_type")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""A route's function made safe: its errors become replies, its mistakes places in the log; it knows no route."""
+"""A decorator for route handlers that converts exceptions into error responses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from llmc_runtime.server.errors import ApiError, internal
 from llmc_runtime.server.replies import Gone, as_error, place
 
 log = logging.getLogger("llmc.serve")
-_GONE = 499  # nobody reads it
+_GONE = 499  # never sent, as the client has disconnected
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
 
 def noted(scope: Scope, error: ApiError) -> None:
-    """Have the request's line in the log name the error."""
+    """Record the error in the request's log line."""
     record = scope.get("llmc.record")
     if record is not None:
         record.fail(error.code, error.reason)
 
 
 def told(handler: Handler) -> Handler:
-    """The handler, a method of something with `serving`; of mistakes the log has the place, and the client nothing."""
+    """Wrap a handler, a method of an object with `serving`.
+
+    API errors become responses. For unexpected exceptions the place is logged, and the client gets a generic error.
+    """
 
     @functools.wraps(handler)
     async def safe(self: Any, request: Request) -> Response:
@@ -36,7 +39,7 @@ def told(handler: Handler) -> Handler:
             return await handler(self, request)
         except ApiError as e:
             noted(request.scope, e)
-            if e.status >= 500 and e.reason is None:  # refusals have the request's own line
+            if e.status >= 500 and e.reason is None:  # refusals appear in the request's own line
                 log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
             return as_error(e)
         except (Gone, ClientDisconnect):

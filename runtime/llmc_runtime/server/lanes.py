@@ -1,4 +1,4 @@
-"""Slots for work, shared fairly by API key: a key that has much work waiting delays its own work, and no other's."""
+"""Slots for work, shared fairly by API key: a key with much work waiting delays only itself."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-MOST_WAITING = 1024  # jobs, of all keys
-SECONDS = 30.0  # that a job waits at most
+MOST_WAITING = 1024  # jobs of all keys
+SECONDS = 30.0  # maximum wait of a job
 
 
 class Lanes:
-    """`slots` jobs run at a time. The next one is the oldest job of the key that has waited longest for its turn.
+    """Runs up to `slots` jobs at a time; keys with waiting jobs take turns, and each key's jobs run in order.
 
-    `reserved`: slots that one key leaves to others, so that a key with slow jobs never holds all of them. Of more than
-    `most` waiting jobs the newest of the key with the most waiting ones is refused, and so is a job that waits longer
-    than `seconds`; `refusal` makes the exception.
+    `reserved` slots are kept free of any single key, so that a key with slow jobs cannot occupy all of them. If more
+    than `most` jobs wait, the newest job of the key with the most waiting ones is rejected, as is a job that waits
+    longer than `seconds`; `refusal` creates the exception.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Lanes:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a slot."""
+        """The number of jobs that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def slot(self, key: str) -> AsyncIterator[None]:
-        """A slot for the time of the block. Raises what `refusal` makes."""
+        """Hold a slot for the block. Raises the exception of `refusal`."""
         await self.acquire(key)
         try:
             yield
@@ -48,7 +48,7 @@ class Lanes:
             self.release(key)
 
     async def acquire(self, key: str) -> None:
-        """Wait for a slot; the caller gives it back with `release`. Raises what `refusal` makes."""
+        """Wait for a slot, which the caller returns with `release`. Raises the exception of `refusal`."""
         if self._free and self._running[key] < self._each and key not in self._waiting:
             self._take(key)
             return
@@ -65,7 +65,7 @@ class Lanes:
             raise
 
     def release(self, key: str) -> None:
-        """Give a slot back."""
+        """Return a slot."""
         self._free += 1
         self._running[key] -= 1
         if not self._running[key]:
@@ -96,7 +96,7 @@ class Lanes:
             self._waiting[key][-1].set_exception(self._refusal())
 
     def _forget(self, key: str, turn: asyncio.Future[None]) -> None:
-        """The job of this turn does not run; it may have been given a slot in the same moment."""
+        """Remove a job that will not run; it may have received a slot at the same moment."""
         line = self._waiting.get(key)
         if line is not None and turn in line:
             line.remove(turn)

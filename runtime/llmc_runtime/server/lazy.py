@@ -1,4 +1,4 @@
-"""JSON that is made while it is sent: lists that hold an iterator, and an encoder that walks them. No HTTP."""
+"""Incremental JSON encoding: lists backed by iterators, and an encoder that yields to the event loop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 
-SLICE_SECONDS = 0.001  # of encoding without a pause
+SLICE_SECONDS = 0.001  # encoding without a pause
 PAUSE_BYTES = 8 << 10  # of events with objects: about SLICE_SECONDS of work
-_SLICE_BYTES = 64 << 10  # the same, where the client is the faster one
-_LONG = 512  # items of a list that are encoded at once
+_SLICE_BYTES = 64 << 10  # the same, if the client is faster
+_LONG = 512  # items of a list that are encoded in one call
 
 
 class Lazy:
-    """A JSON array whose items are made while it is encoded, which happens once. `small`: each item is encoded at once,
-    without a look at whether it is lazy itself."""
+    """A JSON array whose items are computed during encoding, which is possible once.
+
+    With `small`, each item is encoded in one call, without checking whether it contains lazy values.
+    """
 
     __slots__ = ("items", "small")
 
@@ -27,7 +29,7 @@ class Lazy:
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether encoding the value may take long: it contains a Lazy or a long list."""
+    """Return whether encoding may take long: the value contains a Lazy or a long list."""
     if isinstance(value, dict):
         return any(is_lazy(one) for one in value.values() if isinstance(one, dict | list | Lazy))
     if isinstance(value, list):
@@ -36,7 +38,7 @@ def is_lazy(value: Any) -> bool:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON text in small pieces; joined they are what msgspec makes of the value with lists for Lazy."""
+    """Yield the JSON text in small pieces; joined, they equal msgspec's encoding of the value with lists for Lazy."""
     if not is_lazy(value):
         yield msgspec.json.encode(value)
     elif isinstance(value, dict):
@@ -59,7 +61,7 @@ def pieces(value: Any) -> Iterator[bytes]:
 def _array(items: Iterable[Any]) -> Iterator[bytes]:
     before, rest = b"[", iter(items)
     if isinstance(items, list) and not any(isinstance(one, dict | list | Lazy) for one in islice(items, _LONG)):
-        while chunk := list(islice(rest, _LONG)):  # numbers or texts
+        while chunk := list(islice(rest, _LONG)):  # numbers or strings
             yield before + msgspec.json.encode(chunk)[1:-1]
             before = b","
     else:
@@ -71,19 +73,22 @@ def _array(items: Iterable[Any]) -> Iterator[bytes]:
 
 
 class Encoding:
-    """Encodes lazy values for all connections of a server: one slice of SLICE_SECONDS at a time, and a pause as long
-    behind each, in which the event loop serves the others."""
+    """Encodes lazy values for all connections of a server.
+
+    One slice of at most SLICE_SECONDS is encoded at a time, followed by a pause of the same length in which the event
+    loop serves others.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Let the event loop serve the others, after about SLICE_SECONDS of encoding."""
+        """Let the event loop serve others after about SLICE_SECONDS of encoding."""
         async with self._turn:
             await asyncio.sleep(SLICE_SECONDS)
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
-        """The JSON text of the value between two texts, a slice at a time."""
+        """Yield `before`, the JSON text of the value, and `after`, one slice at a time."""
         made, part = pieces(value), bytearray(before)
         while True:
             async with self._turn:
@@ -100,7 +105,7 @@ class Encoding:
 
 
 def _fill(made: Iterator[bytes], part: bytearray) -> bool:
-    """Encode one slice into `part`. True at the end of the value."""
+    """Encode one slice into `part`. Returns True at the end of the value."""
     until, most = time.perf_counter() + SLICE_SECONDS, len(part) + _SLICE_BYTES
     for piece in made:
         part += piece

@@ -1,6 +1,6 @@
-"""How long the values of fields may be, checked on the decoded JSON before anything looks at their contents.
+"""Limits on the lengths of request fields, checked on the decoded JSON before the contents are examined.
 
-A check takes the same time however long the value is: it reads the lengths of lists, mappings and texts.
+A check takes constant time: it only reads the lengths of lists, objects and strings.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llmc_runtime.server.errors import ApiError
 
 MAX_SALT = 256
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of the contents of all messages together
-MAX_CALLS = 4096  # of earlier tool calls, all messages together
+MAX_PARTS = 4096  # content parts of all messages together
+MAX_CALLS = 4096  # earlier tool calls in all messages together
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
-MAX_WORD = 256  # characters of names: a model's, a reasoning effort
+MAX_WORD = 256  # characters of names: of a model, a reasoning effort
 
-# By the path of a field: items of a list or a mapping, and characters of a text.
+# Maximum items of a list or object, and maximum characters of a string, by the field's path.
 MOST_ITEMS: Mapping[str, int] = MappingProxyType(
     {
         "stop": MAX_STOP_STRINGS, "stop_token_ids": STOPS, "allowed_token_ids": MAX_ALLOWED, "logit_bias": BIASES,
@@ -43,7 +43,7 @@ MOST_CHARACTERS: Mapping[str, int] = MappingProxyType(
 
 
 def check_lengths(fields: Mapping[str, Any]) -> None:
-    """ApiError 400 for a value that is longer than its field allows."""
+    """Raise ApiError 400 if a value is longer than its field allows."""
     for path, most in MOST_ITEMS.items():
         value = _at(fields, path)
         if isinstance(value, list | dict) and len(value) > most:
@@ -55,7 +55,7 @@ def check_lengths(fields: Mapping[str, Any]) -> None:
 
 
 def _at(fields: Mapping[str, Any], path: str) -> Any:
-    """The value at a path of names, None where there is none."""
+    """Return the value at a dotted path, or None."""
     value: Any = fields
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None

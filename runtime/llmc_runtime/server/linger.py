@@ -1,7 +1,7 @@
-"""A transport that closes when the client has heard: what it still sends is dropped, for a while; it reads nothing.
+"""Lingering close: after the server closes a connection, data that the client still sends is discarded for a while.
 
-A connection that is closed with something unread is reset, and a client that was still sending its body never sees the
-answer that refused it.
+If a connection is closed with unread data, the kernel resets it, and a client that is still sending its body never sees
+the response that rejected it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 2.0  # that a client has to stop sending
-MOST = 16  # connections that do so at a time: dropping what clients send costs processor time
-_READ = 256 << 10  # bytes that are dropped at a time
+SECONDS = 2.0  # for the client to stop sending
+MOST = 16  # concurrent connections that linger: discarding data costs processor time
+_READ = 256 << 10  # bytes discarded at a time
 
 
 class Room:
-    """How many connections of a server linger."""
+    """Counts the lingering connections of a server."""
 
     def __init__(self) -> None:
         self.used = 0
 
 
 class Lingering:
-    """`inner` with another way of closing, where `unread` says that the client has more to send and `room` has room.
-    Its protocol drops what comes from then on, and says `end` when asyncio has closed the connection."""
+    """Wraps the transport `inner` so that `close` lingers, if `unread` returns true and `room` is not used up.
+
+    The protocol discards data received after that, and calls `end` when asyncio has closed the connection.
+    """
 
     def __init__(self, inner: asyncio.Transport, unread: Callable[[], bool], room: Room) -> None:
         self._inner, self._unread, self._room = inner, unread, room
@@ -35,11 +37,11 @@ class Lingering:
         return getattr(self._inner, name)
 
     def is_closing(self) -> bool:
-        """Nothing more is sent or taken."""
+        """Return whether the transport is closing or lingering."""
         return self.lingers or self._inner.is_closing()
 
     def close(self) -> None:
-        """Say that this is the end; the connection itself ends when the client has done so, too, or had its time."""
+        """Close for writing. The connection itself is closed when the client closes it, or after SECONDS."""
         if self.is_closing():
             return
         if self._room.used >= MOST or not (self._unread() and self._inner.can_write_eof()):
@@ -53,5 +55,5 @@ class Lingering:
         asyncio.get_running_loop().call_later(SECONDS, self._inner.close)
 
     def end(self) -> None:
-        """The connection is closed."""
+        """Release the connection's place, once it is closed."""
         self._room.used -= self.lingers

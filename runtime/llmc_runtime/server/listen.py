@@ -1,4 +1,4 @@
-"""Where the server listens: an address or a Unix socket, bound before the model is opened, and TLS; it answers none."""
+"""The listening socket, which is bound before the model is loaded, and TLS."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from llmc_runtime.server.selector import FairSelector
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM; `cert_reqs`: certificates of clients, 0 none, 1 optional, 2 required; `ciphers` of TLS 1.2;
-    `refresh`: take up new files while serving (see renew)."""
+    """TLS options. Files are in PEM format.
+
+    `cert_reqs` is the policy for client certificates: 0 none, 1 optional, 2 required. `ciphers` applies to TLS 1.2.
+    `refresh` reloads changed files while serving (see renew).
+    """
 
     certfile: Path
     keyfile: Path | None = None
@@ -31,7 +34,7 @@ class Tls:
     refresh: bool = False
 
     def context(self) -> ssl.SSLContext:
-        """TLS 1.2 and newer. LlmcError E649 where a file cannot be used."""
+        """Create a context for TLS 1.2 and newer. Raises LlmcError E649 if a file cannot be used."""
         found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         found.minimum_version = ssl.TLSVersion.TLSv1_2
         found.set_alpn_protocols(["http/1.1"])
@@ -42,7 +45,7 @@ class Tls:
         except ssl.SSLError as e:
             where = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
             raise LlmcError("E649", f"{where}: {_reason(e)}", _PAIR) from None
-        except ValueError:  # what _no_password says
+        except ValueError:  # raised by _no_password
             raise LlmcError(
                 "E649", f"the key of {self.certfile} is encrypted", "openssl pkey -in KEY -out PLAIN"
             ) from None
@@ -63,30 +66,32 @@ class Tls:
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
-    """An event loop that accepts and serves few connections at a time: those over the bound are seen before descriptors
-    run out, and many that send at once do not hold up the engine's tokens. Clients have to end a TLS handshake in time;
-    before that they count as no connection."""
+    """An event loop that accepts and serves few connections per iteration.
+
+    Connections over the limit are thus detected before descriptors run out, and many clients that send at once do not
+    delay the engine's tokens. TLS handshakes have a time limit; connections do not count before their handshake ends.
+    """
 
     handshake_seconds = 10.0
-    tls_buffer = 16 << 10  # bytes that are decrypted at a time
-    at_once = 4  # connections that are accepted in one turn of the loop, so that open ones are served between
+    tls_buffer = 16 << 10  # bytes decrypted at a time
+    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see HeadTurns)
 
     def __init__(self) -> None:
         self.fair = FairSelector()
         super().__init__(self.fair)
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
-        """As asyncio has it, on a bound `sock`; `backlog` is how many may wait to be accepted."""
+        """Extend asyncio's method for a bound `sock`; `backlog` is the length of the accept queue."""
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = self.handshake_seconds
         waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
         few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
         server = await super().create_server(*args, **options, backlog=few)
-        options["sock"].listen(waiting)  # asyncio has one number for both
+        options["sock"].listen(waiting)  # asyncio uses one number for both
         return server
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
-        """As asyncio has it, with a smaller buffer: its 256 KiB a connection are much memory, and one turn's work."""
+        """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
         transport = super()._make_ssl_transport(*args, **options)  # type: ignore[misc]
         protocol = transport._ssl_protocol
         protocol.max_size = self.tls_buffer
@@ -111,7 +116,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    reason = getattr(error, "reason", None)  # not every one has it
+    reason = getattr(error, "reason", None)  # absent in some errors
     if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
         return "the private key is another certificate's"
     return (reason or "a certificate or a private key is not there, or damaged").lower().replace("_", " ")
@@ -119,7 +124,10 @@ def _reason(error: ssl.SSLError) -> str:
 
 @contextlib.contextmanager
 def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]:
-    """A bound socket; that of `uds` is for this user alone, and goes with the server. LlmcError E646."""
+    """Yield a bound socket. A Unix socket at `uds` is accessible to this user only, and is removed at the end.
+
+    Raises LlmcError E646 if the address cannot be used.
+    """
     if uds is None:
         with _address(host, port) as bound:
             yield bound
@@ -135,7 +143,7 @@ def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]
 
 
 def name_of(bound: socket.socket, tls: bool) -> str:
-    """What to tell a person who wants to reach it."""
+    """Return the URL of a bound socket, for display."""
     if bound.family == socket.AF_UNIX:
         return f"{'https' if tls else 'http'}+unix://{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -157,7 +165,7 @@ def _address(host: str, port: int) -> socket.socket:
 def _unix(path: Path) -> socket.socket:
     remedy = "choose another --uds, of 100 characters at most, in a folder of yours"
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)  # nobody else, not even for a moment
+    before = os.umask(0o177)  # inaccessible to others from the start
     try:
         _remove_stale(path)
         bound.bind(str(path))
@@ -170,7 +178,7 @@ def _unix(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """A socket that nobody listens on goes; of anything else `bind` says that it is there."""
+    """Remove a socket file without a listener. Other files are left, so that `bind` reports them."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

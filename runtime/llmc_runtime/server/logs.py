@@ -1,4 +1,4 @@
-"""What the server writes to stderr, a line for each thing, as text or JSON; no key ever, no prompt unless asked."""
+"""The server's log on stderr, one line per event, as text or JSON. Keys are never logged, prompts only on request."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.replies import place
 
 log = logging.getLogger("llmc.request")
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at "debug": probes and scrapers ask all the time
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at level debug: frequent probes and scrapes
 MOST_WAITING = 10_000  # lines
-_FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # a disk that is full may have room again
-_GONE = 499  # the client went before its answer ended
+_FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # may be temporary, such as a full disk
+_GONE = 499  # the client disconnected before the response ended
 _MOST_PATH, _MOST_TEXT, _MOST_LINE = 200, 2000, 8000  # characters
 
 
 def to_stderr(level: str, form: str) -> None:
-    """Send what our rooms and uvicorn log to stderr; `form`: "text" or "json"."""
+    """Send the logs of llmc, uvicorn and asyncio to stderr; `form` is "text" or "json"."""
     handler = Lines(sys.stderr)
     handler.setFormatter(Json() if form == "json" else Text())
     for name in ("llmc", "uvicorn", "asyncio"):
@@ -42,13 +42,13 @@ def to_stderr(level: str, form: str) -> None:
 
 
 def teller(form: str) -> Callable[[str], None]:
-    """Says what a person who starts the server wants to know, whatever the level of the log."""
+    """Return a function that prints startup messages to stderr, regardless of the log level."""
     if form != "json":
         return say_on_stderr
 
     def say(line: str) -> None:
         if sys.stderr is not None:
-            with contextlib.suppress(OSError, ValueError):  # closed, full, read by nobody: no failure of a server
+            with contextlib.suppress(OSError, ValueError):  # stderr closed or full: not an error of the server
                 print(Json().format(_told(line)), file=sys.stderr, flush=True)
 
     return say
@@ -59,8 +59,11 @@ def _told(line: str) -> logging.LogRecord:
 
 
 class Lines(logging.Handler):
-    """Writes lines to `stream` from a thread of its own: a reader that stalls holds nobody. Of lines that wait then,
-    those over MOST_WAITING are lost, and counted in a line once somebody reads again."""
+    """A handler that writes to `stream` from its own thread, so that a blocked reader does not block the server.
+
+    Of the lines that wait meanwhile, those beyond MOST_WAITING are dropped; their number is logged when writing
+    succeeds again.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Lines(logging.Handler):
             self._lost += 1
 
     def flush(self) -> None:
-        """Wait until all is written, a second at most."""
+        """Wait until all lines are written, for at most a second."""
         until = time.monotonic() + 1.0
         while self._waiting.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.002)
@@ -94,17 +97,17 @@ class Lines(logging.Handler):
             except (OSError, ValueError) as e:
                 if getattr(e, "errno", None) in _FOR_NOW:
                     self._lost += lost + 1
-                else:  # nobody will ever read it
+                else:  # permanent
                     self._stream = None
             finally:
                 self._waiting.task_done()
 
 
 class Text(logging.Formatter):
-    """TIME LEVEL LOGGER: MESSAGE NAME=VALUE ..., in one line of printable characters."""
+    """One line of printable characters: TIME LEVEL LOGGER: MESSAGE NAME=VALUE ..."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         fields = "".join(f" {name}={_spelled(value)}" for name, value in _fields(record).items())
         message = f"{record.getMessage()}{_exception(record)}"[:_MOST_LINE]
@@ -112,10 +115,10 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """An object a line: time (UTC, ISO 8601), level, logger, message, and what else there is by name."""
+    """One JSON object per line: time (UTC, ISO 8601), level, logger, message, and further fields by name."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         head = {"time": at, "level": record.levelname.lower(), "logger": record.name}
         message = (record.getMessage() + _exception(record))[:_MOST_LINE]
@@ -123,7 +126,7 @@ class Json(logging.Formatter):
 
 
 class Record:
-    """One HTTP request on its way: rooms that know more add to it. `texts`: log the texts of prompts, too."""
+    """The log record of one HTTP request, filled in as it is processed. With `texts`, prompts are logged as well."""
 
     def __init__(self, texts: bool = False, began: float | None = None) -> None:
         self._texts, self._began = texts, time.monotonic() if began is None else began
@@ -138,11 +141,11 @@ class Record:
 
     @property
     def prompt_characters(self) -> int:
-        """How much of each prompt's text is logged."""
+        """The number of characters of each prompt to log."""
         return _MOST_TEXT if self._texts else 0
 
     def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
-        """The answer `name` is generated for these prompts."""
+        """Record that the response `name` is generated for these prompts."""
         self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)
         if self._texts:
             for prompt in prompts:
@@ -151,7 +154,7 @@ class Record:
                 log.info("prompt", extra={"fields": fields})
 
     def take(self, output: RequestOutput) -> None:
-        """News of the answer."""
+        """Record an update of the response."""
         new = sum(len(one.token_ids) for one in output.outputs)
         if new and self._first is None:
             self._first = time.monotonic()
@@ -162,12 +165,11 @@ class Record:
                 self._reasons[one.finish_reason] = None
 
     def fail(self, code: str | None, refusal: str | None = None) -> None:
-        """The request is refused, or its answer ended, with an error of this code; `refusal`: why it was not
-        admitted."""
+        """Record an error code. `refusal` is the reason if the request was not admitted."""
         self._error, self.refusal = self._error or code or "error", refusal
 
     def fields(self) -> dict[str, Any]:
-        """What is known of it now; what it has not is left out."""
+        """Return the fields known so far."""
         told: dict[str, Any] = {"status": self.status if self.complete else _GONE}
         told["duration_ms"] = _ms(time.monotonic() - self._began)
         if self._id is not None:
@@ -180,8 +182,11 @@ class Record:
 
 
 class Refusals:
-    """Bounds the log lines of requests that were not admitted: LINES a second have lines of their own, and one line at
-    the end of the second counts the others by reason. Without `lines` there are none of either."""
+    """Limits the log lines of refused requests.
+
+    The first LINES of a second are logged individually, and the others in one line at its end, counted by reason.
+    Without `lines`, none is logged.
+    """
 
     LINES = 10
 
@@ -191,7 +196,7 @@ class Refusals:
         self._second: asyncio.TimerHandle | None = None
 
     def take(self, reason: str) -> bool:
-        """A request was refused; whether it has a line of its own. In an event loop."""
+        """Count a refusal and return whether to log it individually. Must be called in an event loop."""
         if not self.lines:
             return False
         if self._second is None:
@@ -211,13 +216,13 @@ class Refusals:
 
 
 class Logged:
-    """ASGI middleware around all others: one line for each request that has ended."""
+    """The outermost ASGI middleware: logs a line for each request that has ended."""
 
     def __init__(self, app: ASGIApp, texts: bool = False, refusals: Refusals | None = None) -> None:
         self._app, self._texts, self._refusals = app, texts, refusals or Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See Logged."""
+        """Handle a request and log it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = scope["llmc.record"] = Record(self._texts)
@@ -241,7 +246,7 @@ class Logged:
 
 
 def request_line(scope: Mapping[str, Any], record: Record) -> None:
-    """Write the line of a request that has ended."""
+    """Write the log line of a request that has ended."""
     path = scope["path"]
     fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
     quiet = path in _QUIET and scope["method"] == "GET"
@@ -254,7 +259,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _exception(record: logging.LogRecord) -> str:
-    """Kinds and places of an exception, none of its words: they may be a request's."""
+    """Return types and places of an exception, without its messages, which may quote a request."""
     return place(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
 
 

@@ -1,4 +1,6 @@
-"""Keeps freed memory with the system: large blocks are mapped one by one, and the heap's end is given back."""
+"""Tunes glibc's allocator to return freed memory: large blocks are mapped individually, and the heap's end is
+trimmed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import ctypes
 import resource
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # in glibc's malloc.h
 _THRESHOLD = 256 << 10  # bytes
 
 
@@ -15,8 +17,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def return_freed_memory(arenas: int) -> None:
-    """Have this process return what it frees; setting the thresholds also keeps glibc from raising them. `arenas`
-    bounds the heaps of threads. Without effect where the C library has no mallopt."""
+    """Make this process return freed memory to the system. `arenas` limits the number of heaps for threads.
+
+    Setting the thresholds also keeps glibc from raising them. Has no effect if the C library has no mallopt.
+    """
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
@@ -25,19 +29,19 @@ def return_freed_memory(arenas: int) -> None:
 
 
 def trim() -> None:
-    """Return the free pages within the heap, too."""
+    """Also return free pages inside the heap."""
     malloc_trim = getattr(_libc(), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 if unknown."""
     return _pages(1)
 
 
 def address_bytes() -> int:
-    """Size of this process's address space; 0 where the system does not tell."""
+    """Return the size of this process's address space in bytes; 0 if unknown."""
     return _pages(0)
 
 

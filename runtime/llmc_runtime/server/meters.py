@@ -1,7 +1,8 @@
-"""What the server measures, in Prometheus' form: vLLM's names behind the prefix "llmc:". It decides nothing.
+"""The server's metrics in Prometheus format, with vLLM's names after the prefix "llmc:".
 
-Labels are from closed sets: the served model's name, finish reasons, reasons of refusal, parts of starting. Each value
-is kept once: what the engine counts is read when somebody asks, and other prefixes are made of the finished text.
+Labels take values from closed sets: the model's name, finish reasons, reasons of refusal, stages of startup. Every
+value is stored once: the engine's own counters are read when metrics are requested, and metrics with another prefix are
+derived from the finished text.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ _ENDS = ("stop", "length", "abort", "error")
 
 
 class Meters:
-    """The metrics of one served model. `stats` gives the engine's own figures by name (see metrics); `about` what does
-    not change while it runs, as families; `gauges` numbers of the server as they are now."""
+    """The metrics of one served model.
+
+    `stats` returns the engine's figures by name (see metrics), and `about` metric families that are constant while the
+    engine runs. `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix.
+    """
 
     def __init__(
         self,
@@ -71,40 +75,40 @@ class Meters:
         self.histograms = {name: Sketch(bounds) for name, _, bounds in _HISTOGRAMS}
         self._counts = dict.fromkeys((name for name, _ in _COUNTERS), 0)
         self._refused = dict.fromkeys(REASONS, 0)
-        self.ends = dict.fromkeys(_ENDS, 0)  # outputs by how they ended
+        self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
         self.registry.register(self)
 
     def text(self) -> bytes:
-        """Everything, as a scraper reads it; with an alias, once more under its prefix."""
+        """Return all metrics in text format."""
         text = generate_latest(self.registry)
         if self._alias is None:
             return text
         return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", text)
 
     def refused(self, reason: str) -> None:
-        """A request was not admitted; `reason` is one of admission.REASONS."""
+        """Count a refused request; `reason` is one of admission.REASONS."""
         self._refused[reason] += 1
 
     def unknown(self, fields: int) -> None:
-        """So many fields of a request mean nothing."""
+        """Count unknown fields of a request."""
         self._counts["request_unknown_fields"] += fields
 
     def gone(self) -> None:
-        """A client went away before its answer ended."""
+        """Count a client that disconnected before its response ended."""
         self._counts["request_disconnects"] += 1
 
     def late(self) -> None:
-        """A request's time was over."""
+        """Count a request that timed out."""
         self._counts["request_timeouts"] += 1
 
     def ended(self, reason: str, count: int = 1) -> None:
-        """Outputs ended so."""
+        """Count outputs by finish reason."""
         self.ends[reason if reason in self.ends else "error"] += count
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> Meter:
-        """One request starts."""
+        """Count a new request and return its meter."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
@@ -112,7 +116,7 @@ class Meters:
         return Meter(self, params.n)
 
     def collect(self) -> Iterable[Metric]:
-        """Everything as it is now."""
+        """Yield all metric families with their current values."""
         for name, words in _COUNTERS:
             yield self._family(CounterMetricFamily, name, words, {(): self._counts[name]})
         refused = {(reason,): count for reason, count in self._refused.items()}
@@ -133,7 +137,7 @@ class Meters:
 
     def _of_engine(self) -> Iterable[Metric]:
         stats: dict[str, Stat] = dict(self._stats())
-        stats.pop("request_success", None)  # the front knows more: stop strings, clients that left, dead engines
+        stats.pop("request_success", None)  # the server counts more: disconnects, engine failures
         for name, (told, words, bounds) in _OF_ENGINE:
             values = stats.pop(name, None)
             if isinstance(values, list):
@@ -164,7 +168,7 @@ class Meters:
 
 
 class Meter:
-    """One request's times and tokens."""
+    """Measures the times and tokens of one request."""
 
     def __init__(self, meters: Meters, outputs: int) -> None:
         self._meters, self._outputs, self._open = meters, outputs, outputs
@@ -175,7 +179,7 @@ class Meter:
         self.tokens = 0
 
     def take(self, output: RequestOutput) -> None:
-        """News of the request."""
+        """Record an update of the request."""
         new = 0
         for one in output.outputs:
             new += len(one.token_ids)
@@ -193,7 +197,7 @@ class Meter:
         self.tokens += new
 
     def end(self, rest: str) -> None:
-        """The request is over; outputs that had not ended did so by `rest`."""
+        """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
         meters = self._meters.histograms
         if self._open:
             self._meters.ended(rest, self._open)
@@ -218,7 +222,7 @@ class Meter:
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
-    """What is known of an engine since its start: its cache, and how long each part of starting took."""
+    """Yield the configuration of an engine's cache, and how long each stage of its startup took."""
     config, startup = llm.config, llm.startup
     cache = {
         "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,

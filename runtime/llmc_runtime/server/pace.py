@@ -1,6 +1,6 @@
-"""How fast the queue moves: the work that left it, over the seconds in which there was one. It queues nothing.
+"""Estimates the throughput of the queue: the work that left it, per second in which there was a queue.
 
-Seconds in which nobody had to wait tell nothing of what the engine can do, so the clock stands still in them.
+Time without a queue says nothing about the engine's capacity and is not counted.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_WINDOW = 30.0  # seconds with a queue that an estimate looks back over
-_LEAST = 1.0  # seconds with a queue before there is one
+_WINDOW = 30.0  # seconds with a queue that an estimate covers
+_LEAST = 1.0  # seconds with a queue before there is an estimate
 _APART = 0.5  # seconds between two samples
 
 
 class Pace:
-    """Work in tokens; `clock` tells seconds."""
+    """The throughput estimate. Work is measured in tokens; `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._since: float | None = None  # the queue has been there since; None: there is none
-        self._busy = self._work = 0.0  # seconds with a queue, work that left it in them
-        self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # those two, the oldest at the window's begin
+        self._since: float | None = None  # start of the current queue; None: there is none
+        self._busy = self._work = 0.0  # seconds with a queue; work that left it in that time
+        self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # pairs of these, since the start of the window
 
     def queue(self, there: bool) -> None:
-        """There is a queue from now on, or none."""
+        """Record whether there is a queue from now on."""
         now = self._clock()
         if self._since is not None:
             self._busy += now - self._since
         self._since = now if there else None
 
     def left(self, work: float) -> None:
-        """So much work has left the queue."""
+        """Record that `work` left the queue."""
         if self._since is None:
             return
         self.queue(True)
@@ -40,8 +40,10 @@ class Pace:
             self._samples.append((self._busy, self._work))
 
     def seconds(self, work: float, sequences: int) -> float | None:
-        """In which so much work of so many sequences leaves the queue; None where too little was seen. Where nothing
-        has left it in all the time, one sequence is taken to do so now."""
+        """Return the seconds in which `work` of so many sequences will leave the queue; None without enough data.
+
+        If nothing has left the queue in the window, one sequence is assumed to leave it now.
+        """
         if not sequences:
             return 0.0
         if self._since is not None:

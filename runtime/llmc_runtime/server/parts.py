@@ -1,4 +1,4 @@
-"""Answers of many bytes, sent in parts, so that the event loop has turns between them."""
+"""Large responses, sent in parts so that the event loop can serve others in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PART = 64 << 10  # bytes
 
 
 class InParts(Response):
-    """A whole body of type `media_type` that is sent part by part, as fast as the client takes it."""
+    """A complete body of type `media_type`, sent part by part as fast as the client reads it."""
 
     def __init__(self, data: bytes | bytearray, media_type: str) -> None:
         super().__init__(b"", media_type=media_type)
@@ -19,7 +19,7 @@ class InParts(Response):
         self.headers["content-length"] = str(len(data))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it."""
+        """Send the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for begin in range(0, len(self._data), _PART):
             part = bytes(self._data[begin : begin + _PART])

@@ -1,4 +1,6 @@
-"""`llmc-serve --dry-run`: what would be served, what it needs, whether that is there; no device, socket or model."""
+"""`llmc-serve --dry-run`: reports what would be served, what it needs, and whether it fits, without loading the
+model.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,23 @@ from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.cache import is_id
-from llmc_runtime.device.host import free_memory
 from llmc_runtime.environment import gpus
 from llmc_runtime.exec.capacity import KvCapacity, human, plan_kv
 from llmc_runtime.exec.layout import need_of
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.host import free_memory
 from llmc_runtime.llm import resolve
 from llmc_runtime.open import limit_of
 from llmc_runtime.server.command import Options, names_of, require_packages
 
-_GPU_SHARE, _CPU_SHARE = 0.9, 0.5  # of what is free, for the KV cache: as the devices have it
+_GPU_SHARE, _CPU_SHARE = 0.9, 0.5  # share of the free memory for the KV cache, equal to the devices' defaults
 
 
 def plan(options: Options) -> dict[str, Any]:
-    """ "model", "artifact", "target", "memory", "kv", "limits", "server", "fits", "why".
+    """Return the report with the keys "model", "artifact", "target", "memory", "kv", "limits", "server", "fits", "why".
 
-    "fits" is None where it cannot be known: the model is not compiled, or no GPU is in sight. LlmcError as opening an
-    artifact, and E204, E649, E665.
+    "fits" is None if it is unknown: the model is not compiled, or no GPU is visible. Raises the LlmcErrors of opening
+    an artifact, and E204, E649 and E665.
     """
     require_packages()
     told: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
@@ -41,7 +43,7 @@ def plan(options: Options) -> dict[str, Any]:
 
 
 def render(told: Mapping[str, Any]) -> str:
-    """The plan as text."""
+    """Format the report as text."""
     lines = [f"{told['model']}, served as {', '.join(told['names'])}"]
     if told["compiled"]:
         limits, kv, memory = told["limits"], told["kv"], told["memory"]
@@ -94,7 +96,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
 
 
 def _capacity(kv: KvCapacity, limits: Mapping[str, int]) -> dict[str, Any]:
-    """The pool, and how many sequences of the greatest length run at a time in it."""
+    """Return the size of the KV cache, and how many sequences of maximum length it can hold concurrently."""
     pages = -(-limits["max_model_len"] // kv.page_size)
     most = min(limits["max_num_seqs"], kv.pages // pages)
     sizes = {"bytes": kv.nbytes, "pages": kv.pages, "page_size": kv.page_size, "tokens": kv.tokens}
@@ -102,7 +104,7 @@ def _capacity(kv: KvCapacity, limits: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _device(target: str) -> tuple[int | None, str]:
-    """Free bytes and the name of what would run it, as far as can be seen without opening it."""
+    """Return the free memory in bytes and the device's name, as far as known without opening the device."""
     if target.startswith("cpu"):
         return free_memory(), "this machine"
     found = gpus() if target.startswith("cuda") else []

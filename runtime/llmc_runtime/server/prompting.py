@@ -1,4 +1,4 @@
-"""The prompts of a request as token ids: texts, ids, conversations; in threads, or within a text process."""
+"""Converts the prompts of a request (texts, ids or conversations) to token ids, in threads or in a text process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from llmc_runtime.text.chat import ChatTemplate, choose_template
 from llmc_runtime.text.stream import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
-MAX_PROMPTS = 128  # of one request
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # and those that the chat template names
-LIST_TOKENS = 262_144  # that /tokenize and /detokenize take at most, or as many as the model's context has
+MAX_PROMPTS = 128  # in one request
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names
+LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model's context is longer
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
-# Types of parts that are text, and where it is.
+# Types of text parts -> the field that contains the text.
 _TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
 _FORMS = "prompt: a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
@@ -33,10 +33,11 @@ T = TypeVar("T")
 
 
 class Prompting:
-    """Tokenizes for one model. The methods that are coroutines work in threads of `pool`.
+    """Tokenizes for one model. The coroutine methods work in threads of `pool`.
 
-    `template`: another chat template than the model's own, or the name of one; `length`: tokens that the model has room
-    for, beyond which a prompt is refused while it is tokenized; `longest`: see `text.bounded.encode_bounded`.
+    `template` is the text or name of a chat template to use instead of the model's default. `length` is the model's
+    maximum context in tokens; longer prompts are rejected during tokenization. `longest` is described in
+    `text.bounded.encode_bounded`.
     """
 
     def __init__(
@@ -51,32 +52,34 @@ class Prompting:
         self._given, self._vocab_size, self._pool = given, vocab_size, pool
         self._length, self._longest = length, longest
         self.list_tokens = max(LIST_TOKENS, length)
-        self._wanted, self._templates = template, dict[bool, ChatTemplate]()  # for chats with tools and without
+        self._wanted, self._templates = template, dict[bool, ChatTemplate]()  # for chats with and without tools
         if template is not None:
             self._template(False)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. LlmcError E620 where the artifact has none."""
+        """The tokenizer. Raises LlmcError E620 if the artifact has none."""
         if self._given is None:
             raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
         return self._given
 
     def spelled(self, token: int) -> str:
-        """The text of one id; the id where the model has no text."""
+        """Return the text of one id, or "token_id:N" without a tokenizer."""
         return f"token_id:{token}" if self._given is None else self._given.spelled(token)
 
     def raw(self, token: int, text: str) -> bytes:
-        """The bytes of an id whose own text is `text`: parts of characters, which that cannot hold, as they are."""
+        """Return the bytes of an id with the text `text`. They are exact even if the token contains only part of a
+        character.
+        """
         found = token_bytes(self._given, token) if self._given is not None and "\ufffd" in text else None
         return text.encode(errors="replace") if found is None else found
 
     def is_special(self, token: int) -> bool:
-        """Whether texts leave it out unless asked."""
+        """Return whether the token is special, and therefore left out of texts by default."""
         return self._given is not None and token in self._given.special_ids
 
     def unseen(self, prompt: Prompt) -> int:
-        """How many ids the tokenizer has put in front of the prompt's text."""
+        """Return how many special tokens the tokenizer has added before the prompt's text."""
         text, count = prompt.text or "", 0
         for token in prompt.ids:
             if not self.is_special(token) or text.startswith(self.spelled(token)):
@@ -85,26 +88,28 @@ class Prompting:
         return count
 
     async def of_completion(self, asked: CompletionRequest) -> list[Prompt]:
-        """The prompts of a completion, each with its text where texts can be had. ApiError 400."""
+        """Return the prompts of a completion, with their texts if available. Raises ApiError 400."""
         listed(asked.prompt)
         return await self._off(lambda: list(self.completion(asked)))
 
     async def of_chat(
         self, asked: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
     ) -> Prompt:
-        """See `chat`."""
+        """Run `chat` in a thread."""
         return await self._off(lambda: self.chat(asked, tools, short_ids))
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text. ApiError 400 where they are more than `list_tokens`."""
+        """Tokenize a text. Raises ApiError 400 if it has more than `list_tokens` tokens."""
         return await self._off(lambda: self.listed_ids(text, special))
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of token ids. ApiError 400 where one is none of the vocabulary, or they are too many."""
+        """Return the text of token ids. Raises ApiError 400 if one is not in the vocabulary, or if there are too
+        many.
+        """
         return await self._off(lambda: self.text_of(ids))
 
     def completion(self, asked: CompletionRequest) -> Iterator[Prompt]:
-        """The prompts of a completion, one by one. ApiError 400."""
+        """Yield the prompts of a completion. Raises ApiError 400."""
         special = asked.add_special_tokens is not False
         for one in listed(asked.prompt):
             with _errors("prompt"):
@@ -114,8 +119,10 @@ class Prompting:
     def chat(
         self, asked: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
     ) -> Prompt:
-        """The prompt that the model's template makes of a conversation and of `tools`; `short_ids`: see tools.history.
-        ApiError 400."""
+        """Render a conversation and `tools` with the model's chat template, and tokenize the result.
+
+        `short_ids` is described in tools.history. Raises ApiError 400.
+        """
         messages = _checked(asked.messages or [])
         variables = _variables(asked.chat_template_kwargs or {})
         continues = bool(asked.continue_final_message)
@@ -133,12 +140,12 @@ class Prompting:
             return Prompt(self._listed_ids(text, False, "messages"), text)
 
     def listed_ids(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text, for /tokenize. ApiError 400 where they are more than `list_tokens`."""
+        """Tokenize a text for /tokenize. Raises ApiError 400 if it has more than `list_tokens` tokens."""
         with _errors("prompt"):
             return self._listed_ids(text, special, "prompt")
 
     def text_of(self, ids: list[int]) -> str:
-        """The text of token ids, for /detokenize. ApiError 400."""
+        """Return the text of token ids, for /detokenize. Raises ApiError 400."""
         if len(ids) > self.list_tokens:
             raise ApiError(f"tokens: {len(ids)} token ids, at most {self.list_tokens}", param="tokens")
         check_ids(ids, self._vocab_size, "tokens")
@@ -190,7 +197,7 @@ class Prompting:
 
 @contextmanager
 def _errors(param: str) -> Iterator[None]:
-    """Errors of the runtime as ApiErrors about the field `param`."""
+    """Context manager that converts LlmcErrors to ApiErrors about the field `param`."""
     try:
         yield
     except LlmcError as e:
@@ -198,14 +205,17 @@ def _errors(param: str) -> Iterator[None]:
 
 
 def prompts_in(given: str | list[Any]) -> tuple[int, int]:
-    """How many prompts the field has, and how many token ids where it is one list of these; it may be malformed."""
+    """Return how many prompts the field contains, and the number of token ids if it is a single list of ids.
+
+    The value may still turn out to be malformed.
+    """
     if isinstance(given, str) or not given:
         return 1, 0
     return (1, len(given)) if isinstance(given[0], int) else (len(given), 0)
 
 
 def listed(given: str | list[Any]) -> list[Any]:
-    """The prompts as a list of texts and lists of ids."""
+    """Return the prompts as a list of texts and lists of ids. Raises ApiError 400."""
     if isinstance(given, str):
         return [given]
     if given and _is_ids(given):
@@ -222,13 +232,13 @@ def _is_ids(given: Any) -> bool:
 
 
 def check_ids(ids: list[int], size: int, param: str) -> None:
-    """ApiError 400 where one of `ids` is none of a vocabulary of `size`."""
+    """Raise ApiError 400 if an id is outside a vocabulary of `size`."""
     if ids and (min(ids) < 0 or max(ids) >= size):
         raise ApiError(f"{param}: token ids of the vocabulary, 0 to {size - 1}", param=param)
 
 
 def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation, if its size is allowed and it is text alone."""
+    """Check the number of messages and content parts, and convert the contents to text. Raises ApiError 400."""
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise ApiError(f"messages: 1 to {MAX_MESSAGES} of them, not {len(messages)}", param="messages")
     parts = sum(len(content) for one in messages if isinstance(content := one.get("content"), list))
@@ -238,8 +248,10 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_roles(messages: list[dict[str, Any]], more: frozenset[str]) -> None:
-    """ApiError 400 for a role that is neither one of OpenAI's nor named by the chat template: templates write a role
-    into the prompt as it is."""
+    """Raise ApiError 400 for a role that is neither one of OpenAI's nor named by the chat template.
+
+    Templates copy a role into the prompt as it is.
+    """
     for i, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str) or not (role in ROLES or role in more):
@@ -248,7 +260,9 @@ def _check_roles(messages: list[dict[str, Any]], more: frozenset[str]) -> None:
 
 
 def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """The message; content that is not there is empty, unless there are calls in its place, and its parts are texts."""
+    """Return the message with its content parts as text parts. Missing content becomes "", unless there are tool
+    calls.
+    """
     content = message.get("content")
     if content is None:
         return message if message.get("tool_calls") else {**message, "content": ""}
@@ -262,7 +276,7 @@ def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _part(part: Any) -> dict[str, Any] | None:
-    """A part that is text under one of its names; None for any other."""
+    """Return a text part under its canonical names; None for other parts."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
     return {**part, "type": "text", "text": text} if isinstance(text, str) else None

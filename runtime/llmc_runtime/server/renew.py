@@ -1,4 +1,4 @@
-"""A TLS context that takes up new files of certificates while the server runs; it says nothing of whom to trust."""
+"""A TLS context that reloads its certificate files while the server runs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.listen import Tls
 
 log = logging.getLogger("llmc.serve")
-SECONDS = 0.25  # between two looks at the files
+SECONDS = 0.25  # between checks of the files
 
 Marks = tuple[tuple[int, int, int] | None, ...]
 
 
 class Renewed(ssl.SSLContext):
-    """Gives every new connection the latest context of `tls`; those that are open keep the one they began with."""
+    """Uses the latest context of `tls` for new connections; open connections keep theirs."""
 
     tls: Tls
     latest: ssl.SSLContext
 
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
-        """As the latest context does."""
+        """Wrap a connection with the latest context."""
         return self.latest.wrap_bio(*args, **options)
 
     async def follow(self) -> None:
-        """Look at the files for ever. Those that changed are taken up once they rest, as a certificate and its key do
-        not change together; of what cannot be used the log tells, and the context before stays."""
+        """Watch the files forever, and reload them once they have changed and settled.
+
+        A certificate and its key are not replaced at the same instant, so changed files are loaded only when they are
+        unchanged since the check before. If they cannot be used, the error is logged and the previous context stays.
+        """
         used = before = _marks(self.tls)
         while True:
             await asyncio.sleep(SECONDS)
@@ -50,7 +53,7 @@ class Renewed(ssl.SSLContext):
 
 
 def context_of(tls: Tls | None) -> ssl.SSLContext | None:
-    """What to serve with. LlmcError E649 where a file cannot be used."""
+    """Return the server's TLS context, or None without TLS. Raises LlmcError E649 if a file cannot be used."""
     if tls is None or not tls.refresh:
         return None if tls is None else tls.context()
     made = Renewed(ssl.PROTOCOL_TLS_SERVER)
@@ -59,7 +62,7 @@ def context_of(tls: Tls | None) -> ssl.SSLContext | None:
 
 
 def _marks(tls: Tls) -> Marks:
-    """Which files lie there now, behind links; None for one that cannot be seen."""
+    """Identify the current files, following links; None for a file that cannot be read."""
     return tuple(_mark(path) for path in (tls.certfile, tls.keyfile, tls.ca_certs) if path is not None)
 
 

@@ -1,4 +1,4 @@
-"""How answers leave: JSON, events of a stream, and what happens when the client goes away; it knows no endpoint."""
+"""How responses are sent: JSON, server-sent events, and the handling of disconnected clients."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from llmc_runtime.server.lazy import PAUSE_BYTES, Encoding, is_lazy
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
-_WHOLE = 256 << 10  # bytes of an answer that is sent at once
+_WHOLE = 256 << 10  # bytes up to which a response is sent at once
 
 
 class Gone(Exception):
-    """The client went away before its answer ended."""
+    """The client disconnected before its response ended."""
 
 
 def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def as_error(error: ApiError) -> Response:
-    """An error's answer. A 5xx that another try would meet again says so."""
+    """Return the response for an error. A 500, which a retry would meet again, carries the header x-should-retry:
+    false.
+    """
     headers = dict(error.headers)
     if error.status == 500:
         headers["x-should-retry"] = "false"
@@ -41,15 +43,18 @@ def as_error(error: ApiError) -> Response:
 
 
 def event(value: Any) -> bytes:
-    """JSON as a server-sent event."""
+    """Encode a value as a server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def as_answer(
     value: Any, encoding: Encoding, gone: Callable[[], None], sent: Callable[[], None] = lambda: None
 ) -> Response:
-    """A JSON answer. Up to _WHOLE bytes are sent with their length, more in chunks as they are made; `gone`
-    is called where the client goes away meanwhile, `sent` when the answer is not needed any more."""
+    """Return a JSON response.
+
+    Up to _WHOLE bytes are sent with a length, larger responses in chunks as they are encoded. `gone` is called if the
+    client disconnects meanwhile, and `sent` once the response is no longer needed.
+    """
     parts, first = encoding.parts(value), bytearray()
     async for part in parts:
         first += part
@@ -66,7 +71,7 @@ async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 class InParts(Response):
-    """A JSON answer of unknown length, sent as the client takes it."""
+    """A JSON response of unknown length, sent as fast as the client reads it."""
 
     media_type = "application/json"
 
@@ -77,7 +82,7 @@ class InParts(Response):
         self._parts, self._gone, self._sent = parts, gone, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it."""
+        """Send the response."""
         try:
             await while_connected(receive, self._send(send))
         except Gone:
@@ -94,13 +99,13 @@ class InParts(Response):
 
 
 class Final(bytes):
-    """The last events of a stream: they leave together with its end."""
+    """The last events of a stream, which are sent together with its end."""
 
 
 class Plain:
-    """Events of a stream that differ in an index and a text alone: what is around those is encoded once.
+    """Encodes events of a stream that differ only in an index and a text; everything else is encoded once.
 
-    `told` is such a chunk, whose only choice has the index 0 and somewhere in it the text "" after the key `key`.
+    `told` is an example of such a chunk. Its only choice has the index 0 and contains an empty string under `key`.
     """
 
     def __init__(self, told: dict[str, Any], key: str) -> None:
@@ -110,13 +115,16 @@ class Plain:
         self._before, self._between, self._after = before + b'"index":', between + name[:-2], after
 
     def event(self, index: int, text: str) -> bytes:
-        """The event of this index and text."""
+        """Return the event with this index and text."""
         return b"%b%d%b%b%b" % (self._before, index, self._between, msgspec.json.encode(text), self._after)
 
 
 class Events(Response):
-    """Chunks, JSON or events that are ready, as server-sent events, then [DONE]; an error on the way becomes the last
-    event. `gone` is called where the client went away, `sent` when the stream is over."""
+    """A stream of server-sent events, ended by [DONE]. Chunks are JSON values or encoded events.
+
+    An error during the stream becomes its last event. `gone` is called if the client disconnects, and `sent` when the
+    stream is over.
+    """
 
     media_type = "text/event-stream"
 
@@ -133,7 +141,7 @@ class Events(Response):
         self._chunks, self._encoding, self._gone, self._sent = chunks, encoding, gone, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it."""
+        """Send the stream."""
         try:
             await while_connected(receive, self._send(send, scope.get("llmc.part")))
         except Gone:
@@ -142,7 +150,7 @@ class Events(Response):
             self._sent()
 
     async def _send(self, send: Send, part: Callable[[bytes], Awaitable[None]] | None) -> None:
-        """`part` sends a part of the body, the last one excepted; None: `send` does."""
+        """Send the stream's parts with `part`, except the last one; None: with `send`."""
 
         async def sent(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -162,7 +170,7 @@ class Events(Response):
                     else:
                         await part(made := event(chunk))
                         unpaused += len(made)
-                        if unpaused > PAUSE_BYTES:  # a burst of them would hold the loop: taking one need not wait
+                        if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
                             await self._encoding.pause()
                             unpaused = 0
                 last = DONE
@@ -177,7 +185,9 @@ class Events(Response):
 
 
 def place(error: BaseException | None) -> str:
-    """What failed where, for the log: kinds and lines of code, none of the words, which may be a request's."""
+    """Return where an exception occurred, for the log: types and lines of code, but no messages, which may quote a
+    request.
+    """
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
@@ -185,7 +195,7 @@ def place(error: BaseException | None) -> str:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and Gone raised, when the client goes away."""
+    """Return the result of `work`. If the client disconnects, `work` is cancelled and Gone is raised."""
     task, gone, left = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive)), False
     assert task is not None
 

@@ -1,4 +1,4 @@
-"""Durations that a request names in a header or a query parameter."""
+"""Durations in headers and query parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?|\.[0-9]{
 
 
 def seconds_of(text: str, most: float) -> float | None:
-    """A decimal number of seconds above 0 and up to `most`, such as 30, 0.5 or 1e-3, in ASCII digits; None for any
-    other text. float() would also take underscores, spaces, and digits of other scripts."""
+    """Parse a decimal number of seconds above 0 and up to `most`, such as 30, 0.5 or 1e-3; return None for other text.
+
+    Only ASCII digits are accepted. float() would also accept underscores, spaces, and digits of other scripts.
+    """
     value = float(text) if _SECONDS.fullmatch(text) else 0.0
     return value if 0.0 < value <= most else None

@@ -1,4 +1,4 @@
-"""One model being served: requests become jobs of the engine, watched, counted and ended early; no JSON, no routes."""
+"""The service of one model: submits requests to the engine, meters them, and ends them early if necessary."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ from llmc_runtime.server.seconds import seconds_of
 from llmc_runtime.server.size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.tools.dialect import AUTO, dialect_of
 
-MAX_CHOICES = 256  # outputs of one request, all prompts together
-MAX_TEXTS = 32  # of one key at a time for /tokenize and /detokenize
-_THREADS = 4  # that tokenize
+MAX_CHOICES = 256  # of one request, over all prompts
+MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
+_THREADS = 4  # for tokenization
 MOST_SECONDS = 1_000_000
-_TOGETHER = 4  # prompts of one request that start in the same turn of the loop
+_TOGETHER = 4  # prompts of one request that are started in one iteration of the loop
 
 News = AsyncIterator[tuple[int, RequestOutput]]
 
 
 @dataclass
 class Hold:
-    """What a call has while it is answered: its time, in seconds and as a moment of time.monotonic, and its place."""
+    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic) and its
+    place.
+    """
 
     seconds: float | None = None
     deadline: float | None = None
@@ -52,24 +54,27 @@ class Hold:
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left; None: no end is set."""
+        """The remaining seconds; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def release(self, tokens: int = 0) -> None:
-        """Give the place back; so many tokens were generated."""
+        """Release the place after `tokens` generated tokens."""
         if self.place is not None:
             self.place.close(tokens)
 
     def sent(self) -> None:
-        """The answer has left, or nobody waits for it any more."""
+        """Record that the response was sent or is no longer needed."""
         if self.answer is not None:
             self.answer.close()
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request: its id, whose key it brought ("" for none), the field that holds the prompt, and for the log
-    its record and the id that the client knows. The text of its answer shows the special tokens `visible`."""
+    """One HTTP request.
+
+    `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
+    request in the log and for the client. The special tokens in `visible` appear in the response's text.
+    """
 
     id: str
     key: str
@@ -81,14 +86,17 @@ class Call:
 
     @property
     def logged_characters(self) -> int:
-        """How much of a prompt's text the log shows."""
+        """How many characters of a prompt's text to log."""
         return 0 if self.record is None else self.record.prompt_characters
 
 
 class Serving:
-    """A started AsyncLLM under `names`, the first of which answers carry; `template`: another chat template; `calls`,
-    `thoughts`: how the model marks calls and reasoning, by name (see tools.dialect); `timeout`: seconds that a request
-    may take; `max_answer`: bytes that one answer may have. LlmcError E601 for other names."""
+    """Serves a started AsyncLLM under `names`; responses carry the first one.
+
+    `template` is a chat template to use instead of the model's. `calls` and `thoughts` name the formats of tool calls
+    and reasoning (see tools.dialect). `timeout` is the maximum time of a request in seconds, and `max_answer` the
+    maximum size of a response in bytes. Raises LlmcError E601 for unknown formats.
+    """
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class Serving:
         self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
         self.encoding = Encoding()
-        self._texts: Counter[str] = Counter()  # of each key, being tokenized for their own sake
+        self._texts: Counter[str] = Counter()  # concurrent /tokenize and /detokenize requests by key
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
@@ -117,7 +125,7 @@ class Serving:
         self.offload = TextPool(spec, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
-        """Tokenize nothing more."""
+        """Stop tokenization."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.offload.close()
 
@@ -130,23 +138,23 @@ class Serving:
         return self.admission.turn_away("texts", "too many texts are being tokenized")
 
     def check_model(self, name: str | None) -> None:
-        """ApiError 404 where it is not served here; no name means the first one."""
+        """Raise ApiError 404 if the model is not served here. No name means the default model."""
         if name and name not in self.names:
             raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
 
     def check_ready(self) -> None:
-        """ApiError 503 where nothing can be generated now."""
+        """Raise ApiError 503 if nothing can be generated now."""
         self._check_engine()
         self.admission.check_open()
 
     def check_least(self, key: str) -> None:
-        """ApiError where even the smallest request of this key would be refused now."""
+        """Raise ApiError if even the smallest request of this key would be refused now."""
         self._check_engine()
         self.admission.check_least(key)
 
     @property
     def busy(self) -> bool:
-        """Whether `check_least` could refuse anybody."""
+        """Whether `check_least` might refuse a request."""
         return self.admission.busy or not self.llm.is_running
 
     def _check_engine(self) -> None:
@@ -155,8 +163,10 @@ class Serving:
             raise self.admission.turn_away("engine", words, "engine_unavailable", seconds)
 
     def _absence(self) -> tuple[str, float]:
-        """Why there is no engine now, and seconds after which another try makes sense: a start takes as long as the
-        last one, a minute at most of which counts."""
+        """Return why the engine is not running, and the seconds after which to retry.
+
+        A restart is expected to take as long as the last start, but at most a minute.
+        """
         start, ended = min(self.llm.startup.get("total", SOONEST), LATEST), self.llm.failures
         if self.llm.gave_up:
             return f"the engine ended {ended} times within an hour; the server is ending", start
@@ -166,7 +176,7 @@ class Serving:
 
     @contextmanager
     def texts(self, key: str) -> Iterator[None]:
-        """Around what is tokenized and not generated from. ApiError 503 where one key has too much of that."""
+        """Limit concurrent tokenization by key, for the block. Raises ApiError 503 if the key has too many requests."""
         if self._texts[key] >= MAX_TEXTS:
             raise self._too_many_texts()
         self._texts[key] += 1
@@ -178,8 +188,11 @@ class Serving:
                 del self._texts[key]
 
     def hold(self, asked: str | None) -> Hold:
-        """For a call whose client asks for so many seconds at most: a text, of which the server's own limit is the
-        upper bound. ApiError 400 where it is no such number."""
+        """Return the hold of a call.
+
+        `asked` is the client's timeout in seconds, as text, limited by the server's own. Raises ApiError 400 if it is
+        invalid.
+        """
         seconds = self.timeout
         if asked is not None:
             given = seconds_of(asked, MOST_SECONDS)
@@ -190,9 +203,11 @@ class Serving:
         return Hold(seconds, None if seconds is None else time.monotonic() + seconds)
 
     def reserve(self, call: Call, params: SamplingParams, count: int = 1, known: int = 0) -> None:
-        """Take the place of `count` prompts before they are tokenized; of their tokens at least `known` are there.
-        ApiError as Admission.place, and 400 for what the model has no room for whatever is free; who calls releases the
-        call's hold where `run` is not reached."""
+        """Reserve a place for `count` prompts before they are tokenized; they have at least `known` tokens.
+
+        Raises the ApiErrors of Admission.place, and 400 if the model can never serve the request. The caller releases
+        the call's hold if `run` is not reached.
+        """
         sequences, most = params.n * count, self.llm.config.max_model_len
         if known >= most and count == 1:
             raise _too_long(known, most, call)
@@ -207,10 +222,12 @@ class Serving:
         call.hold.place = self.admission.place(sequences, *tokens, call.key, math.inf if left is None else left)
 
     def run(self, prompts: list[Prompt], params: SamplingParams, asked: Generation, call: Call) -> News:
-        """(index of the prompt, what is new of its outputs) as it comes. Raises ApiError, before the first item where
-        a prompt cannot be served."""
+        """Generate, and yield (index of the prompt, update of its outputs) as they arrive.
+
+        Raises ApiError, before the first item if a prompt cannot be served.
+        """
         most = self.llm.config.max_model_len
-        if (longest := max(len(prompt.ids) for prompt in prompts)) >= most:  # whatever the queue holds
+        if (longest := max(len(prompt.ids) for prompt in prompts)) >= most:  # independent of the queue
             raise _too_long(longest, most, call)
         given = asked.max_tokens if asked.max_tokens is not None else getattr(asked, "max_completion_tokens", None)
         if given is None:
@@ -236,9 +253,11 @@ class Serving:
         call: Call,
         open_end: bool,
     ) -> list[SamplingParams]:
-        """The parameters of each prompt, once the answer has room. ApiError 400, 429 or 503."""
+        """Return the parameters for each prompt, after reserving memory for the response. Raises ApiError 400, 429 or
+        503.
+        """
         lengths, outputs = [len(prompt.ids) for prompt in prompts], params.n * len(prompts)
-        most = self.llm.config.max_model_len  # what an output without a limit of its own ends at
+        most = self.llm.config.max_model_len  # the limit of an output without max_tokens
 
         def tokens() -> int:
             return sum((one.max_tokens or most - length) * one.n for one, length in zip(each, lengths))
@@ -256,7 +275,7 @@ class Serving:
         record, hold = call.record or Record(), call.hold
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
         meters = [self.meters.begin(len(prompt.ids), params) for prompt, params in jobs]
-        assert hold.place is not None  # see run
+        assert hold.place is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
             hold.place.resize(sum(_weight(params) * len(prompt.ids) for prompt, params in jobs), outputs)
@@ -278,8 +297,8 @@ class Serving:
     async def _watched(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, call: Call, meter: Meter
     ) -> AsyncIterator[RequestOutput]:
-        """One job, metered; errors as ApiError."""
-        rest = "error"  # how outputs end that have no end of their own
+        """Run one job with metering, and convert its errors to ApiErrors."""
+        rest = "error"  # the finish reason of outputs that have none
         try:
             generated = self.llm.generate(
                 prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.left,
@@ -311,12 +330,12 @@ class Serving:
 
 
 def _weight(params: SamplingParams) -> int:
-    """What a token of the prompt counts."""
+    """Return the weight of a prompt token in admission."""
     return 1 if params.prompt_logprobs is None else SCORE_WEIGHT
 
 
 def _spec(llm: AsyncLLM, names: tuple[str, ...], tokens: int, template: str | None, calls: str, thoughts: str) -> Spec:
-    """What text processes are told of the model."""
+    """Return the configuration for text processes."""
     tokenizer, config = llm.tokenizer, llm.config
     return Spec(
         None if tokenizer is None else tokenizer.backend.to_str(),
@@ -332,8 +351,8 @@ def _too_long(tokens: int, most: int, call: Call) -> ApiError:
 
 
 async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
-    """The items of all sources as they come, with the index of each; the first error ends all."""
-    if len(sources) == 1:  # read as fast as it is taken: what comes meanwhile is one item
+    """Yield the items of all sources as they arrive, with the source's index. The first error ends all of them."""
+    if len(sources) == 1:  # updates that arrive between reads are merged into one item
         async with aclosing(sources[0]) as only:  # type: ignore[type-var]
             async for output in only:
                 yield 0, output
@@ -342,7 +361,7 @@ async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
 
     async def follow(index: int) -> None:
         for _ in range(index // _TOGETHER):
-            await asyncio.sleep(0)  # others have a turn of the loop between the starts of many prompts
+            await asyncio.sleep(0)  # let others run between the starts of many prompts
         try:
             async with aclosing(sources[index]) as source:  # type: ignore[type-var]
                 async for item in source:
@@ -369,7 +388,7 @@ async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:
 
 
 async def begun(news: News) -> News:
-    """The same items, the first of which is there already: what cannot be served has been told by then."""
+    """Wait for the first item and return an equal stream, so that requests that cannot be served fail here."""
     first = await anext(news)
 
     async def rest() -> News:

@@ -1,8 +1,9 @@
-"""Load shedding: refuses a request from its head alone, before its body is read, when none of its key is admitted.
+"""Load shedding: refuses requests from their heads alone, before the body is read, if their key would not be admitted.
 
-There are two ways in. `answer` takes the bytes of a plain head and makes the whole answer, past the HTTP parser and all
-middleware: most refusals under overload. `refuse` is the same check in the middleware, for heads that `answer` leaves
-to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Both check host, headers and key first.
+There are two paths. `answer` takes the bytes of a plain head and returns the complete response, bypassing the HTTP
+parser and all middleware; it handles most refusals under overload. `refuse` performs the same check in the middleware,
+for heads that `answer` leaves to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Both follow
+the checks of host, headers and key.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import http
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,19 +29,19 @@ if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-MOST_SKIPPED = 64 << 10  # bytes of a refused body that are read and dropped, so that the connection can be kept
+MOST_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
-_MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # heads, and bytes of one
-_STATUS = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in http.HTTPStatus}
+_MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # number of cached heads, and bytes of one
+_STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _LENGTH = re.compile(rb"[0-9]{1,10}")
-_LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these go to the parser
+_LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _ONCE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer, the bytes of the request's body, and whether the connection ends with it."""
+    """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
 
     data: bytes
     length: int
@@ -48,7 +50,7 @@ class Answer:
 
 @dataclass
 class _Request:
-    """What a plain head says; `key` once it was checked, None before."""
+    """The content of a plain head. `key` is None until the key is checked."""
 
     path: str
     raw: list[tuple[bytes, bytes]]
@@ -63,8 +65,10 @@ class _Request:
 
 
 class Shed:
-    """Refuses requests to generate. `root_path`: as `application` has it. `check` is Guard's; without it `answer`
-    leaves every request to the parser."""
+    """Refuses requests for generation. `root_path` is as in `application`.
+
+    `check` is the method of Guard; without it, `answer` leaves every request to the parser.
+    """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
 
@@ -74,28 +78,31 @@ class Shed:
         self._paths = frozenset(paths)
         spelled = [(f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", tidy(root_path)} for path in paths]
         self._lines = dict(spelled)
-        self._known: dict[bytes, _Request] = {}  # by its head
+        self._known: dict[bytes, _Request] = {}  # parsed requests by head
         self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
 
     @property
     def active(self) -> bool:
-        """Whether a request could be refused now."""
+        """Whether a request might be refused now."""
         return self.check is not None and self._serving.busy
 
     def refuse(self, scope: Scope) -> None:
-        """ApiError where the request, whose key was checked, is not admitted whatever its body says."""
+        """Raise ApiError if the request, whose key was checked, will be refused regardless of its body."""
         if scope["method"] != "POST" or scope["path"] not in self._paths:
             return
         try:
             self._serving.check_least(scope["llmc.key"])
         except ApiError as e:
-            if any(name == b"expect" for name, _ in scope["headers"]):  # the client may send the body or not
+            if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
                 e.headers["Connection"] = "close"
             raise
 
     def answer(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
-        """The refusal of the request with this head, which ends with an empty line; `common`: headers of every answer.
-        None where the request may be admitted, or its head is not a plain one."""
+        """Return the refusal of the request with this head, which ends with an empty line.
+
+        `common` are the headers of every response. Returns None if the request may be admitted or its head is not
+        plain.
+        """
         request = self._known.get(head) or self._parsed(head)
         if request is None or self.check is None:
             return None
@@ -110,7 +117,7 @@ class Shed:
         return self._answer(error, request, common, began)
 
     def _parsed(self, head: bytes) -> _Request | None:
-        """The request of a plain head; None of any other."""
+        """Parse a plain head; return None for any other."""
         line, _, rest = head.partition(b"\r\n")
         path, fields = self._lines.get(line), rest[:-2]
         if path is None or _FIELDS.fullmatch(fields) is None:
@@ -126,7 +133,7 @@ class Shed:
         return _Request(path, raw, headers, int(length))
 
     def _accept(self, head: bytes, request: _Request) -> None:
-        """Check host, headers and key. A head that passes is kept: clients send the same one again and again."""
+        """Check host, headers and key. A head that passes is cached, as clients repeat the same head."""
         assert self.check is not None
         path, raw = request.path, request.raw
         scope: dict[str, Any] = {"method": "POST", "path": path, "raw_path": path.encode(), "headers": raw}
@@ -152,13 +159,13 @@ class Shed:
         return Answer("\r\n".join(filter(None, lines)).encode("latin-1") + b"\r\n\r\n" + body, request.length, closes)
 
     def _joined(self, common: Sequence[tuple[bytes, bytes]]) -> str:
-        """The lines of headers that change once a second."""
+        """Return the common headers as text; they change once a second."""
         if common is not self._common[0]:
             self._common = common, b"\r\n".join(b"%b: %b" % one for one in common).decode("latin-1")
         return self._common[1]
 
     def _record(self, error: ApiError, path: str, name: str, began: float) -> None:
-        """The line in the log that the middleware would write."""
+        """Write the log line that the middleware would write."""
         if self.refusals.lines and (error.reason is None or self.refusals.take(error.reason)):
             record = Record(began=began)
             record.status, record.complete = error.status, True

@@ -1,7 +1,7 @@
-"""How many bytes an answer will have, estimated before the work begins; it reads no prompt and sends nothing.
+"""Estimates the size of a response in bytes before work on it starts.
 
-The sizes of JSON entries are those of answers measured with vocabularies of 4 to 6 characters a token; a float32 has up
-to 20 characters. Only what multiplies is counted: log-probabilities, token ids and texts, not the frame around them.
+The sizes of JSON entries were measured on responses with 4 to 6 characters per token; a float32 has up to 20
+characters. Only the parts that multiply are counted: log-probabilities, token ids and texts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.server.errors import ApiError
 from llmc_runtime.server.fields import ChatRequest, Generation
 
-MAX_ANSWER = 64 << 20  # bytes of one answer, unless the operator gives another limit
+MAX_ANSWER = 64 << 20  # default limit on the bytes of one response
 SCORE_WEIGHT = 2  # a scored prompt token needs a row of logits, as a generated token does
-_SCORED = 80  # one candidate of prompt_logprobs
-_COMPLETION, _CHAT = 40, 105  # one candidate of logprobs
-_TOKEN, _ID = 8, 8  # one token as text, and as an id
+_SCORED = 80  # bytes per candidate in prompt_logprobs
+_COMPLETION, _CHAT = 40, 105  # bytes per candidate in logprobs
+_TOKEN, _ID = 8, 8  # bytes per token, as text and as an id
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of an answer: what the prompts cause, what each generated token adds, most generated tokens of all outputs;
-    `held`: whether there is more than text, so that the server holds much for the answer until it is sent."""
+    """The estimated size of a response.
+
+    `fixed` are the bytes for the prompts, `each` the bytes per generated token, and `tokens` the maximum number of
+    generated tokens of all outputs. `held` is true if the response contains more than text, so that the server needs
+    much memory for it until it is sent.
+    """
 
     fixed: int
     each: int
@@ -31,12 +35,12 @@ class Size:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The total in bytes."""
         return self.fixed + self.each * self.tokens
 
 
 def size_of(asked: Generation, params: SamplingParams, lengths: list[int], tokens: int) -> Size:
-    """The size of the answer to prompts of `lengths` tokens, whose outputs together have up to `tokens` tokens."""
+    """Estimate the response to prompts of `lengths` tokens with up to `tokens` generated tokens in total."""
     chat = isinstance(asked, ChatRequest)
     each, prompt = _TOKEN, 0
     if params.logprobs is not None:
@@ -49,12 +53,12 @@ def size_of(asked: Generation, params: SamplingParams, lengths: list[int], token
             prompt += (params.logprobs + 2) * _COMPLETION
     if asked.return_token_ids:
         each, prompt = each + _ID, prompt + _ID
-    copies = 1 if chat else params.n  # completions repeat what is said of the prompt in each choice
+    copies = 1 if chat else params.n  # completions repeat the prompt's data in each choice
     return Size(sum(lengths) * prompt * copies, each, tokens, each > _TOKEN or prompt > 0)
 
 
 def check_size(asked: Generation, size: Size, most: int) -> None:
-    """ApiError 400 where the answer may have more than `most` bytes."""
+    """Raise ApiError 400 if the response may have more than `most` bytes."""
     if size.total <= most:
         return
     param = "prompt_logprobs" if asked.prompt_logprobs is not None and size.fixed > most // 2 else "logprobs"
@@ -66,8 +70,10 @@ def check_size(asked: Generation, size: Size, most: int) -> None:
 
 
 def cut(params: SamplingParams, size: Size, most: int, outputs: int) -> SamplingParams:
-    """Parameters whose `max_tokens` the client left open, cut so that the answer fits into `most`
-    bytes; the same where not even one token fits."""
+    """Lower `max_tokens`, which the client left open, so that the response fits into `most` bytes.
+
+    Returns `params` unchanged if not even one token fits.
+    """
     room = (most - size.fixed) // (size.each * outputs)
     if room <= 0 or (params.max_tokens is not None and params.max_tokens <= room):
         return params

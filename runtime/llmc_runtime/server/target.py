@@ -1,5 +1,6 @@
-"""Request targets in absolute form (`GET http://host:port/path`), which proxies send and RFC 9112 3.2.2 requires every
-server to accept."""
+"""Request targets in absolute form (`GET http://host:port/path`), which proxies send and every server has to accept
+(RFC 9112, section 3.2.2).
+"""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class OriginForm:
-    """ASGI middleware around all others: rewrite a target in absolute form to origin form, so that keys, routes and
-    logs see one path. The target's authority becomes the Host header.
+    """The outermost ASGI middleware: rewrites targets in absolute form to origin form.
 
-    The scheme has to be the connection's own, and a Host header that comes as well has to name the same authority. Any
-    other target stays as it is; the guard refuses what does not begin with a slash.
+    Keys, routes and logs thus see a single path; the target's authority becomes the Host header. The scheme has to be
+    the connection's own, and a Host header has to name the same authority. Other targets are unchanged; the guard
+    rejects those that do not start with a slash.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See OriginForm."""
+        """Rewrite the target and handle the request."""
         if scope["type"] == "http" and not scope["path"].startswith("/"):
             _rewrite(scope)
         await self._app(scope, receive, send)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 on the wire: uvicorn's protocol with limits on connections and times, and errors as JSON; no routes.
+"""HTTP/1.1 connections: uvicorn's protocol with limits on their number and on times, and with errors as JSON.
 
-A head has to come in time, and what is sent has to be taken: who stops reading is cut off. Bodies have a limit of their
-own where they are read; a connection without a request is closed by uvicorn.
+The head of a request must arrive in time, and a client that stops reading its response is disconnected. Limits on
+bodies apply where the body is read (see guard); uvicorn closes idle connections.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.body_turns import BodyTurns
 from llmc_runtime.server.errors import ApiError, unavailable
+from llmc_runtime.server.head_turns import HeadTurns
 from llmc_runtime.server.linger import Lingering, Room
 from llmc_runtime.server.listen import ServerLoop
 from llmc_runtime.server.selector import FairSelector
 from llmc_runtime.server.shed import Shed
 
-MOST_HEAD = 64 << 10  # bytes; what is over is no request
-MOST = 4096  # connections, unless told otherwise
-_READ = 16 << 10  # bytes of a body of known length that are read at a time
-_READ_PARSED = 2 << 10  # and of heads and of bodies in chunks: at worst chunks of a byte, 3 ms of parsing
+MOST_HEAD = 64 << 10  # bytes; longer heads are rejected
+MOST = 4096  # default maximum number of connections
+_READ = 16 << 10  # bytes read at a time from a body of known length
+_READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
 _WORDS: Mapping[int, str] = MappingProxyType(
     {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 )
-_MOST_LINES = 256  # of a head; whoever sends more is refused before they are parsed
-_OWN, _LEAST_OWN = 128, 40  # descriptors that the server needs besides, with what is on its way; at the very least
-_POLITE = 64  # connections over the bound that are told so; those over these, too, are cut
+_MOST_LINES = 256  # of a head; longer heads are rejected before they are parsed
+_OWN, _LEAST_OWN = 128, 40  # descriptors reserved for the server itself and for open files, and their minimum
+_POLITE = 64  # connections over the limit that receive an error response; further ones are closed at once
 
 
 @dataclass
 class Bound:
-    """How many connections there may be and are; `refused` is told of each that was one too many, and `polite` of
-    these are answered."""
+    """The limit on connections and their current number.
+
+    `refused` is called for each connection over the limit. The first `polite` of these receive an error response.
+    """
 
     most: int = MOST
     refused: Callable[[], None] = lambda: None
@@ -49,11 +52,15 @@ class Bound:
     polite: int = _POLITE
     lingering: Room = field(default_factory=Room)
     turns: BodyTurns = field(default_factory=BodyTurns)
+    heads: HeadTurns = field(default_factory=HeadTurns)
 
 
 def descriptors(wanted: int | None) -> int:
-    """How many connections there may be: `wanted` of them, or MOST and what the system allows. The process's soft limit
-    of descriptors is raised where it is too low. LlmcError E667 where it cannot be raised so far."""
+    """Return the maximum number of connections: `wanted`, or MOST and at most what the system allows.
+
+    The process's soft limit of file descriptors is raised if necessary. Raises LlmcError E667 if `wanted` connections
+    need more descriptors than the hard limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = (wanted or MOST) + _POLITE + _OWN
     if soft != resource.RLIM_INFINITY and soft < need:
@@ -67,21 +74,23 @@ def descriptors(wanted: int | None) -> int:
 
 
 def allowed(soft: int) -> tuple[int, int]:
-    """With so many descriptors: how many connections there may be, and how many more can be told that they are over.
-    Of few, the server takes half for itself, and a quarter of the rest is for those."""
+    """Split `soft` descriptors into connections to serve and connections over the limit to answer with an error.
+
+    If there are few descriptors, half of them are reserved for the server, and a quarter of the rest is for errors.
+    """
     room = soft - min(_OWN, max(_LEAST_OWN, soft // 2))
     polite = min(_POLITE, max(1, room // 4))
     return max(1, room - polite), polite
 
 
 def bound_of(most: int, refused: Callable[[], None]) -> Bound:
-    """So many connections, and as many answered refusals as the process's descriptors allow."""
+    """Return a limit of `most` connections, with as many error responses as the process's descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Bound(most, refused, polite=_POLITE if soft == resource.RLIM_INFINITY else allowed(soft)[1])
 
 
 def wire(bound: Bound, shed: Shed | None = None) -> type[Wire]:
-    """The protocol of one server, whose connections are bounded together; `shed` refuses what it has no room for."""
+    """Return a protocol class whose connections share `bound`. `shed` refuses requests under overload."""
     return type("BoundWire", (Wire,), {"bound": bound, "shed": shed})
 
 
@@ -91,14 +100,14 @@ class Wire(H11Protocol):
     bound = Bound()
     shed: Shed | None = None
     head_seconds = 15.0
-    write_seconds = 30.0  # in which a client has to take something of what is sent
-    _timer: asyncio.TimerHandle | None = None  # runs while a head is on its way
-    _stalled: asyncio.TimerHandle | None = None  # runs while nothing more can be sent
-    _fair: FairSelector | None = None  # where the loop serves few connections in one turn
+    write_seconds = 30.0  # a client must read some of its response within this time
+    _timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
+    _stalled: asyncio.TimerHandle | None = None  # runs while the client reads nothing
+    _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
     _fd = -1
-    _extra = False  # it is one too many
-    _skip = 0  # bytes of a refused body that are still to come
-    _lines = 0  # of the head that is arriving
+    _extra = False  # whether the connection is over the limit
+    _skip = 0  # bytes of a refused body still to be discarded
+    _lines = 0  # lines of the arriving head so far
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,15 +119,16 @@ class Wire(H11Protocol):
         await self._inner(scope, receive, send)
 
     async def _part(self, body: bytes) -> None:
-        """Send one more part, not empty, of an answer in chunks that has begun, as ASGI's `send` does, past all layers:
-        streams have many."""
+        """Send a nonempty part of a started chunked response, bypassing the layers of ASGI, as streams consist of
+        many.
+        """
         if self.flow.write_paused:
             await self.flow.drain()
         if not self.cycle.disconnected:
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody is there, and should say something."""
+        """Set up the connection and start the timer for the first head."""
         self._end = Lingering(transport, self._unread, self.bound.lingering)
         super().connection_made(self._end)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
@@ -138,11 +148,11 @@ class Wire(H11Protocol):
         self._timer = self.loop.call_later(self.head_seconds, self._late)
 
     def data_received(self, data: bytes) -> None:
-        """Part of a head, or of a body."""
+        """Handle a part of a head or of a body."""
         if self._end.lingers:
             self.bound.turns.leave(self)
             return
-        if self._extra:  # told when it has spoken, or it might not hear it
+        if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
             self._refuse(503, unavailable("the server has too many connections", "too_many_connections"))
             self.transport.close()
             return
@@ -150,6 +160,15 @@ class Wire(H11Protocol):
             data = self._shed(data)
             if not data:
                 return
+        if self._between:
+            self.bound.heads.begin(self, data)
+        else:
+            self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Parse part of a head or of a body."""
+        if self.transport.is_closing():
+            return
         if self._timer is None and self._idle:
             self._timer = self.loop.call_later(self.head_seconds, self._late)
         if self._idle and self._too_many_lines(data):
@@ -171,26 +190,37 @@ class Wire(H11Protocol):
         else:
             self.bound.turns.leave(self)
 
+    def pause_head(self) -> None:
+        """Stop reading; see HeadTurns."""
+        self._inner_transport.pause_reading()
+
+    def resume_head(self) -> None:
+        """Continue reading; see HeadTurns."""
+        if not self.flow.read_paused:
+            self._inner_transport.resume_reading()
+
     def pause_body(self) -> None:
-        """See BodyTurns."""
+        """Stop reading; see BodyTurns."""
         self._inner_transport.pause_reading()
 
     def resume_body(self) -> None:
-        """See BodyTurns."""
+        """Continue reading; see BodyTurns."""
         if not self.flow.read_paused:
             self._inner_transport.resume_reading()
 
     def _too_many_lines(self, data: bytes) -> bool:
-        """Count the lines of the head that is arriving."""
+        """Count the lines of the arriving head and return whether they are too many."""
         end = data.find(b"\r\n\r\n")
         self._lines += data.count(b"\n") if end < 0 else data.count(b"\n", 0, end)
         return self._lines > _MOST_LINES
 
     def _shed(self, data: bytes) -> bytes:
-        """Refuse the requests at the beginning of `data`, between two requests, that are refused from their heads
-        alone. What is left for the parser."""
+        """Refuse requests at the start of `data` that can be refused from their heads alone.
+
+        Called between two requests. Returns the rest of the data, for the parser.
+        """
         assert self.shed is not None
-        while data and not self.transport.is_closing():  # a client that reads no answers is left to the parser
+        while data and not self.transport.is_closing():  # clients that do not read responses are left to the parser
             if self._skip:
                 skipped = min(self._skip, len(data))
                 self._skip, data = self._skip - skipped, data[skipped:]
@@ -216,34 +246,35 @@ class Wire(H11Protocol):
         return b""
 
     def _await_next(self) -> None:
-        """Close the connection unless a refused body, or the next request, comes in time."""
+        """Close the connection unless a refused body, or the next request, arrives in time."""
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     @property
     def _between(self) -> bool:
-        """The connection is between two requests: nothing of the next one was received."""
+        """Whether the connection is between two requests, with nothing of the next one received."""
         states = self.conn.states
         return states[h11.CLIENT] is states[h11.SERVER] is h11.IDLE and not self.conn.trailing_data[0] and self._idle
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Release everything that belongs to the connection."""
         self.bound.open -= 1
         if self._fair is not None:
             self._fair.remove_client(self._fd)
         self.bound.turns.leave(self)
+        self.bound.heads.leave(self)
         self._end.end()
         self._cancel()
         self._flows()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client takes nothing at the moment."""
+        """Start to watch the client, as the write buffer is full."""
         super().pause_writing()
         self._watch(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Stop watching the client."""
         self._flows()
         super().resume_writing()
 
@@ -251,7 +282,7 @@ class Wire(H11Protocol):
         self._stalled = self.loop.call_later(self.write_seconds, self._look, unsent)
 
     def _look(self, before: int) -> None:
-        """Whether it has taken anything; who has not is cut off, which ends its request."""
+        """Disconnect the client if it has not read anything since the last check, which aborts its request."""
         unsent = self.transport.get_write_buffer_size()
         if unsent < before:
             self._watch(unsent)
@@ -264,18 +295,18 @@ class Wire(H11Protocol):
             self._stalled = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP. An answer under way ends where it is."""
+        """Reject input that is not HTTP. A response in progress is cut off."""
         if self._idle:
             self._refuse(400, ApiError("this is no request in HTTP/1.1, or its head is too long", code="invalid_http"))
         self.transport.close()
 
     def _unread(self) -> bool:
-        """The client may be sending something that nobody reads."""
+        """Return whether the client may still be sending data that will not be read."""
         return self._extra or self._skip > 0 or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
     def _idle(self) -> bool:
-        """No request is being answered."""
+        """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _late(self) -> None:
@@ -299,7 +330,7 @@ class Wire(H11Protocol):
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
-    """Have the system give up a connection that takes nothing, also when it was closed here with something unsent."""
+    """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here."""
     given = transport.get_extra_info("socket")
     if given is not None and given.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
         given.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))

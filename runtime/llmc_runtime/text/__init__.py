@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, incremental detokenizer, stop strings, chat templates; no scheduler."""
+"""Text processing: tokenizer, incremental detokenizer, stop strings and chat templates."""

@@ -1,4 +1,6 @@
-"""Tokenizes texts with a bound on the tokens: a text that is far too long costs about as much as one that fits."""
+"""Tokenization with a limit on the number of tokens: rejecting a far too long text costs about as much as a fitting
+one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import json
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_FIRST = 8  # characters of the first prefix, for each token that is allowed
-_SLACK, _SPARE = 1.05, 1024  # a prefix may end within a token, and be split otherwise there
+_FIRST = 8  # characters of the first prefix, per allowed token
+_SLACK, _SPARE = 1.05, 1024  # a prefix may end inside a token and be split differently there
 
 
 class TooLong(LlmcError):
@@ -22,12 +24,13 @@ class TooLong(LlmcError):
 def encode_bounded(
     tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool = True, longest: int | None = None
 ) -> list[int]:
-    """The ids of `text`, as `Tokenizer.encode` gives them. Raises TooLong instead where a growing prefix of the text
-    has clearly more than `most` tokens; a text that is not much longer than `most` is not refused here.
+    """Tokenize `text` as `Tokenizer.encode` does, unless it is clearly too long.
 
-    `longest` is the length in bytes of the longest token (see `longest_token`): it refuses without tokenizing.
+    Raises TooLong if a growing prefix of the text has clearly more than `most` tokens. A text that exceeds `most` only
+    slightly is not rejected here. `longest` is the length in bytes of the longest token (see `longest_token`); with it,
+    some texts are rejected without tokenization.
     """
-    if longest is not None and len(text) > most * longest:  # a character has at least a byte
+    if longest is not None and len(text) > most * longest:  # a character has at least one byte
         raise TooLong(most)
     size = most * _FIRST
     while 2 * size < len(text):
@@ -38,8 +41,11 @@ def encode_bounded(
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of text that one token stands for. None where there is no such bound: normalizers may shorten a
-    text, added tokens may swallow the white space around them, unknown characters may be fused."""
+    """Return the largest number of bytes of text that one token represents.
+
+    Returns None if there is no such limit: normalizers may shorten a text, added tokens may consume the white space
+    around them, and unknown characters may be merged.
+    """
     backend = tokenizer.backend
     steps = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
     byte_level = any(step.get("type") == "ByteLevel" for step in [steps, *steps.get("pretokenizers", ())])

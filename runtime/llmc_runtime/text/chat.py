@@ -1,6 +1,6 @@
-"""Chat messages to prompt text by the model's own template, as transformers' apply_chat_template; it tokenizes nothing.
+"""Renders chat messages to a prompt with the model's chat template, as transformers' apply_chat_template does.
 
-Jinja2 is imported when the first template is rendered, not before.
+Jinja2 is imported when the first template is compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.texts import plain_bytes
+from llmc_runtime.text.json_file import read_json
 from llmc_runtime.text.reads import reads
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ TEMPLATE_DIR = "additional_chat_templates"
 LEGACY_FILE = "chat_template.json"
 SECONDS = 1.0
 SIZE = 4 << 20
-_LONGEST_TEMPLATE, _MOST_TAGS = 128 << 10, 5000  # a compiled template takes time and memory for each
+_LONGEST_TEMPLATE, _MOST_TAGS = 128 << 10, 5000  # compiling takes time and memory for each character and tag
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
 
@@ -32,9 +33,10 @@ Message = Mapping[str, Any]
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
-    """The templates of a model folder by name ("default" is the usual one): files, else tokenizer_config.json's."""
-    from llmc_runtime.text.tokenizer import read_json
+    """Read a model folder's templates by name: from template files, else from tokenizer_config.json.
 
+    The name of the usual template is "default". Raises LlmcError E151 if a file is unreadable.
+    """
     paths = {"default": folder / TEMPLATE_FILE}
     paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
     found = {name: _read(path) for name, path in paths.items() if path.exists()}
@@ -60,9 +62,9 @@ def _read(path: Path) -> str:
 
 
 def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Sequence[Any] | None) -> str:
-    """The template's text: `wanted` (a name or a text), else "tool_use" where tools are given, else "default".
+    """Return the template's text: `wanted` (a name or a text), else "tool_use" if there are tools, else "default".
 
-    Raises LlmcError E630 where the model has none, or several and no default.
+    Raises LlmcError E630 if the model has no template, or several and no default.
     """
     if wanted is not None:
         return _named(templates, wanted)
@@ -80,7 +82,10 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Seq
 
 
 def _named(templates: Mapping[str, str], wanted: str) -> str:
-    """The template of that name, or the text itself, which has to be one: a mistyped name would be every prompt."""
+    """Return the template with that name, or `wanted` itself if it is a template's text.
+
+    Text without any tag is rejected: a mistyped name would otherwise become the prompt.
+    """
     if not isinstance(wanted, str):
         cause = f"chat_template is a {type(wanted).__name__}"
         raise LlmcError("E630", cause, "pass a template's text, or the name of one of the model's")
@@ -91,9 +96,10 @@ def _named(templates: Mapping[str, str], wanted: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template. `named_tokens` (bos_token, eos_token, ...) are visible to it as variables.
+    """A compiled chat template. `named_tokens` (bos_token, eos_token, ...) are variables that it can use.
 
-    Rendering takes at most `seconds` of its thread and builds no text longer than `size` characters; one at a time.
+    Rendering takes at most `seconds` of CPU time and builds no string longer than `size` characters. Renderings of one
+    template are serialized by a lock.
     """
 
     def __init__(
@@ -127,9 +133,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt text for `messages` (dicts with "role" and "content").
+        """Render the prompt for `messages` (dicts with "role" and "content").
 
-        Raises LlmcError E631 (messages), E632 (the template refuses them), E633 (the template fails), E634 (caps).
+        Raises LlmcError E631 (invalid messages), E632 (the template rejects them), E633 (the template fails) or E634
+        (limits).
         """
         chat = [self._flat(m) for m in checked_messages(messages)]
         if continue_final_message:
@@ -163,7 +170,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def _flat(self, message: Message) -> dict[str, Any]:
-        """The message, its text parts joined by newlines where the template cannot read parts."""
+        """Return the message. If the template cannot read content parts, text parts are joined with newlines."""
         content = message.get("content")
         if self.reads.parts or not isinstance(content, list):
             return dict(message)
@@ -174,7 +181,9 @@ class ChatTemplate:
 
 
 def checked_messages(messages: Any) -> Sequence[Message]:
-    """`messages` if they are a non-empty list of dicts with a role; raises LlmcError E631 naming the first bad one."""
+    """Return `messages` if it is a non-empty list of dicts with a role; else raise LlmcError E631 for the first
+    error.
+    """
     remedy = 'pass a list like [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, (list, tuple)) or not messages:
         what = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
@@ -188,7 +197,7 @@ def checked_messages(messages: Any) -> Sequence[Message]:
 
 
 def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """A copy whose last message ends in a mark, and the text before the mark."""
+    """Return a copy whose last message ends in a marker, and the text before the marker."""
     chat = copy.deepcopy(chat)
     content = chat[-1].get("content")
     if isinstance(content, str):
@@ -212,7 +221,7 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 class _clear_errors:
-    """Turns whatever a template raises into an LlmcError; a context manager."""
+    """Context manager that converts every exception of a template into an LlmcError."""
 
     def __enter__(self) -> None:
         return None

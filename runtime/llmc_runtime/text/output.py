@@ -1,7 +1,7 @@
-"""The text of one request while it grows: detokenizer and stop strings together; it knows no engine.
+"""The generated text of one request: detokenization and stop strings.
 
-Invariants: `text` never contains half a character; after a stop string completed nothing is added; what `take`
-has given out is a prefix of the final text.
+Invariants: `text` never ends inside a character; nothing is added after a stop string was completed; what `take`
+returns is always a prefix of the final text.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """Text after a prompt, fed id by id.
+    """The text after a prompt, fed token by token.
 
-    `min_tokens`: a stop string counts only if it completes in the text of later tokens. `stop` needs a tokenizer.
-    `visible` special tokens are in the text even where others are skipped.
+    A stop string counts only if it is completed after `min_tokens` tokens. `stop` requires a tokenizer. The special
+    tokens in `visible` are part of the text even if others are skipped.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class OutputText:
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._text = ""  # where there are stop strings, which are looked for in it; else it is in pieces:
-        self._told: list[str] = []  # given out
-        self._fresh: list[str] = []  # not yet
+        self._text = ""  # used if there are stop strings, which are searched in it; else the text is in pieces:
+        self._told: list[str] = []  # already returned by `take`
+        self._fresh: list[str] = []  # not yet returned
         self.stopped_by: str | None = None
         self._stops = StopStrings(stop, include=include_stop)
         self._min = min_tokens
@@ -45,7 +45,7 @@ class OutputText:
         )
 
     def push(self, token_id: int) -> str | None:
-        """Take the next id; the stop string that completed with it, if one did."""
+        """Append the next token. Returns the stop string that this completed, or None."""
         if self._detokenizer is None or self.stopped_by is not None:
             return self.stopped_by
         piece = self._detokenizer.push(token_id)
@@ -56,21 +56,23 @@ class OutputText:
         return self._append(piece)
 
     def finish(self) -> str | None:
-        """No more ids come: what was held back joins the text; the stop string that this completed, if one did."""
+        """Append the text held back, as no more tokens follow. Returns the stop string that this completed, or None."""
         if self._detokenizer is None or self.stopped_by is not None:
             return self.stopped_by
         return self._append(self._detokenizer.flush())
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The whole text so far."""
         if self._stops.stops:
             return self._text
-        self._told[:] = ["".join(self._told)]  # it is asked for with every token
+        self._told[:] = ["".join(self._told)]  # join the pieces once: this property is read after every token
         return "".join((*self._told, *self._fresh))
 
     def take(self, *, final: bool = False) -> str:
-        """The text not given out yet; before the final call less what could become part of a stop string."""
+        """Return the text not returned before. Unless `final`, text that might become part of a stop string is held
+        back.
+        """
         if not self._stops.stops:
             self._told.append(piece := "".join(self._fresh))
             self._fresh.clear()

@@ -1,4 +1,4 @@
-"""What a chat template reads of messages and tools, found in its syntax tree."""
+"""Determines which parts of messages and tools a chat template reads, from its syntax tree."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reads:
-    """`parts`: it walks through the parts of a message's content by itself. `tools`: it shows tools; `calls`: it shows
-    those of earlier messages. `arguments_as_text`: it joins a call's arguments with text, so they are no object.
-    `roles`: the roles that it compares a message's role with, or looks up by it."""
+    """What a template uses.
+
+    - `parts`: it iterates over the parts of a message's content itself.
+    - `tools`: it shows tools.
+    - `calls`: it shows the tool calls of earlier messages.
+    - `arguments_as_text`: it concatenates a call's arguments with text, so they must be a string instead of an object.
+    - `roles`: the roles that it compares with a message's role, or looks up by it.
+    """
 
     parts: bool
     tools: bool
@@ -21,7 +26,7 @@ class Reads:
 
 
 def reads(tree: Any) -> Reads:
-    """Those of a template that jinja2 has parsed."""
+    """Analyze a template parsed by Jinja2."""
     from jinja2 import nodes
 
     loops = any("content" in _names(loop.iter) for loop in tree.find_all(nodes.For))
@@ -30,7 +35,7 @@ def reads(tree: Any) -> Reads:
 
 
 def _names(node: Any) -> Iterator[Any]:
-    """Attributes, constants and variables of a node and all below it."""
+    """Yield the attributes, constants and variables in a node and its descendants."""
     from jinja2 import nodes
 
     yield from (n.attr for n in [node, *node.find_all(nodes.Getattr)] if isinstance(n, nodes.Getattr))
@@ -39,7 +44,7 @@ def _names(node: Any) -> Iterator[Any]:
 
 
 def _roles(tree: Any) -> Iterator[str]:
-    """Texts that a role is compared with, or set to, and the keys of mappings that a role is looked up in."""
+    """Yield the strings that a role is compared with or set to, and the keys of dicts that are indexed with a role."""
     from jinja2 import nodes
 
     def is_role(node: Any) -> bool:
@@ -56,7 +61,7 @@ def _roles(tree: Any) -> Iterator[str]:
             )
         return isinstance(node, nodes.Filter) and is_role(node.node)
 
-    named = {"role"}  # variables that are roles
+    named = {"role"}  # variables that contain roles
     sets = [one for one in tree.find_all(nodes.Assign) if isinstance(one.target, nodes.Name)]
     named |= {one.target.name for one in sets if is_role(one.node)}
     found = [one.node for one in sets if one.target.name in named]
@@ -74,7 +79,7 @@ def _roles(tree: Any) -> Iterator[str]:
 
 
 def _bare(node: Any) -> Any:
-    """The expression without the sandbox's checks around it (see sandbox.Guard)."""
+    """Return the expression without the sandbox's checks around it (see sandbox.Guard)."""
     from jinja2 import nodes
 
     while isinstance(node, nodes.Call) and isinstance(node.node, nodes.ExtensionAttribute) and len(node.args) == 1:
@@ -83,7 +88,7 @@ def _bare(node: Any) -> Any:
 
 
 def _joins_arguments(tree: Any) -> bool:
-    """Whether arguments are written as they are, and nowhere asked what they are."""
+    """Return whether arguments are output or concatenated as they are, without any test of their type."""
     from jinja2 import nodes
 
     def bare(node: Any) -> bool:
@@ -93,11 +98,11 @@ def _joins_arguments(tree: Any) -> bool:
             return node.name in called
         return isinstance(node, nodes.Getitem) and getattr(node.arg, "value", None) == "arguments"
 
-    called: set[str] = set()  # variables that are arguments
+    called: set[str] = set()  # variables that contain arguments
     called |= {one.target.name for one in tree.find_all(nodes.Assign) if bare(one.node) and hasattr(one.target, "name")}
     asked = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     joins = [
         call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"
-    ]  # the sandbox's ~
+    ]  # the sandbox's replacement of ~
     writers = [*tree.find_all((nodes.Add, nodes.Concat, nodes.Output)), *joins]
     return not asked and any(bare(child) for writer in writers for child in writer.iter_child_nodes())

@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: transformers' dialect, sandboxed, capped in time and size; no files read.
+"""The Jinja2 environment of chat templates: transformers' dialect in a sandbox, with limits on time and size.
 
-Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation), no value it
-builds is longer than the budget's size, and all that it builds takes no more than `_IN_ALL` bytes. Attribute access
-outside Jinja's immutable sandbox is an error.
+Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation), no value that
+it builds is longer than the budget's size, and the values it builds take at most `_IN_ALL` bytes in total. Attribute
+access beyond Jinja2's immutable sandbox is an error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jinja2.visitor import NodeTransformer
 
 _NUMBER = re.compile(r"\d+")
 _IN_ALL = 48 << 20
-_STEP = 64  # bytes that a turn of a loop may leave behind
-_NODES = 100_000  # values inside of one that is printed or compared, each counted as often as it is found
-_SLOW = 100_000  # characters or items that filters take which look at each of them for long
+_STEP = 64  # bytes charged per loop iteration for the values it may leave behind
+_NODES = 100_000  # nested values in one that is printed or compared, counted once per reference
+_SLOW = 100_000  # input size in characters or items of filters that spend long on each
 _SLOW_FILTERS = frozenset(
     {"wordwrap", "urlize", "striptags", "wordcount", "pprint", "groupby", "sort", "unique", "title", "xmlattr"}
 )
@@ -40,11 +40,11 @@ _REPEATING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 
 
 class OverBudget(Exception):
-    """A template took more time or built something larger than allowed."""
+    """A template exceeded its time or size limits."""
 
 
 class Budget:
-    """What one rendering may use: `seconds` of its thread, `size` characters (or items) in one value."""
+    """The limits of one rendering: `seconds` of CPU time, and `size` characters or items in one value."""
 
     def __init__(self, seconds: float, size: int) -> None:
         self.seconds = seconds
@@ -53,30 +53,33 @@ class Budget:
         self._left = _IN_ALL
 
     def start(self) -> None:
-        """Begin a rendering: its time runs from now."""
+        """Start a rendering and its timer."""
         self._deadline = time.thread_time() + self.seconds
         self._left = _IN_ALL
 
     def tick(self) -> None:
-        """Raise OverBudget once the time is up."""
+        """Raise OverBudget if the time is up."""
         if time.thread_time() > self._deadline:
             raise OverBudget(f"it ran longer than {self.seconds:g} s")
         self._charge(_STEP)
 
     def need(self, size: int) -> None:
-        """Raise OverBudget if a value of `size` is about to be built and is too large."""
+        """Raise OverBudget if a value of `size`, which is about to be built, is too large."""
         if size > self.size:
             raise OverBudget(f"it builds a value of {size} characters; the limit is {self.size}")
 
     def built(self, value: Any) -> Any:
-        """The value, which has just been built, after its memory is counted."""
+        """Charge the memory of a value that has just been built, and return the value."""
         if isinstance(value, (str, list, tuple, dict)):
             self._charge(sys.getsizeof(value))
         return value
 
     def walk(self, *values: Any) -> None:
-        """Raise OverBudget if printing, comparing or hashing these would meet too many values, each as often as it is
-        found: a list that holds another one twice, forty deep, is small in memory alone."""
+        """Raise OverBudget if printing, comparing or hashing the values would visit too many nested values.
+
+        Values are counted once per reference: a list that contains another list twice, nested forty times, is small in
+        memory but exponentially large when printed.
+        """
         left, todo = _NODES, [v for v in values if isinstance(v, _HOLDERS)]
         while todo:
             value = todo.pop()
@@ -96,7 +99,7 @@ _HOLDERS = (list, tuple, dict, Namespace)
 
 
 def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Namespace):  # it answers for its attributes alone
+    if isinstance(value, Namespace):  # a Namespace exposes only its own attributes
         return list(object.__getattribute__(value, "_Namespace__attrs").values())
     return list(value)
 
@@ -123,18 +126,20 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.concat = self.join  # type: ignore[method-assign]
 
     def _printed(self, value: Any) -> Any:
-        """What `{{ value }}` prints, if that is not too much."""
+        """Check the size of a value printed by `{{ value }}`."""
         self.budget.walk(value)
         return value
 
     def join(self, parts: Iterable[Any]) -> str:
-        """The parts joined, if their sum is within the budget; every buffer of the generated code ends here."""
+        """Join the parts if the sum of their lengths is within the budget. All output of the generated code passes
+        here.
+        """
         texts = list(parts)
         self.budget.need(sum(map(len, texts)))
         return str(self.budget.built("".join(texts)))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call from a template, after its time and the size of what it could build are checked."""
+        """Call a function from a template, after checks of the time and of the size of its result."""
         self.budget.tick()
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
@@ -144,16 +149,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.budget.built(super().call(context, obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """An item; a key that is a tuple has to be hashed."""
+        """Return an item. A key that is a tuple is checked, as it will be hashed."""
         self.budget.walk(argument)
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """What the immutable sandbox allows, less `str.translate` (it multiplies sizes)."""
+        """Apply the immutable sandbox's rules and forbid `str.translate`, which can multiply sizes."""
         return not (isinstance(obj, str) and attr == "translate") and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` as the sandbox wraps it, after the padding it asks for is checked."""
+        """Return the sandboxed `str.format`, with a check of the padding that the format requests."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -165,7 +170,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return checked
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An intercepted operator, after the size of its result is checked."""
+        """Apply an intercepted operator, after a check of the size of its result."""
         _check_binop(self.budget, operator, left, right)
         if operator == "%":
             self.budget.walk(right)
@@ -177,39 +182,41 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what an assistant said; here its content stands as it is."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's text. The content is kept as it
+    is.
+    """
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> nodes.Node:
-        """A scope around the body: names set inside stay inside, as with transformers' call block."""
+        """Parse the body into a scope of its own, as transformers' call block does."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
 
     def body(self, caller: Callable[[], str]) -> str:
-        """The rendered content."""
+        """Return the rendered content."""
         return caller()
 
 
 class Guard(jinja2.ext.Extension):
-    """The calls that `_Guarding` plants; a template cannot name or replace them."""
+    """The functions called by the checks that `_Guarding` inserts. Templates can neither name nor replace them."""
 
     def tick(self) -> str:
-        """Check the time (the call itself does)."""
+        """Check the time; the call itself does so (see `ChatEnvironment.call`)."""
         return ""
 
     def joined(self, *parts: Any) -> str:
-        """What `a ~ b` means, within the size budget."""
+        """Evaluate `a ~ b` within the size limit."""
         self._budget.walk(*parts)
         return str(self.environment.concat([str(p) for p in parts]))
 
     def built(self, value: Any) -> Any:
-        """A list or dict as it is written, or a slice, counted; the keys of a dict are hashed by now."""
+        """Charge the memory of a list or dict literal or of a slice. The keys of a dict have been hashed by then."""
         return self._budget.built(value)
 
     def walked(self, value: Any) -> Any:
-        """What is compared with another value, or becomes a key."""
+        """Check the size of a value that is compared or used as a key."""
         self._budget.walk(value)
         return value
 
@@ -219,31 +226,34 @@ class Guard(jinja2.ext.Extension):
 
 
 class _Guarding(NodeTransformer):
-    """Plants a time check in every loop body (a call checks by itself), and sends what can be large through a check:
-    `~`, lists and dicts as they are written, slices, and both sides of a comparison."""
+    """Inserts checks into a template's syntax tree.
+
+    Every loop body begins with a time check (calls check the time themselves). The operator `~`, list and dict
+    literals, slices, and both sides of a comparison are passed through size checks.
+    """
 
     def __init__(self, environment: ChatEnvironment) -> None:
         self.guard = environment.extensions[Guard.identifier]
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """The loop, whose body checks the time first."""
+        """Insert a time check at the start of the loop's body."""
         self.generic_visit(node)
         call = self.guard.call_method("tick", lineno=node.lineno)
         node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`a ~ b ~ c` as one checked call."""
+        """Replace `a ~ b ~ c` with one checked call."""
         self.generic_visit(node)
         return self.guard.call_method("joined", list(node.nodes), lineno=node.lineno)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
-        """The list, counted."""
+        """Charge the memory of a list literal."""
         self.generic_visit(node)
         return self._counted(node) if node.items else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        """The dict, counted, its keys checked before they are hashed."""
+        """Charge the memory of a dict literal, and check its keys before they are hashed."""
         self.generic_visit(node)
         for pair in node.items:
             if not isinstance(pair.key, nodes.Const):
@@ -251,12 +261,12 @@ class _Guarding(NodeTransformer):
         return self._counted(node) if node.items else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """An item; a slice is a copy, counted."""
+        """Charge the memory of a slice, which is a copy."""
         self.generic_visit(node)
         return self._counted(node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """A comparison; where no side is a constant, both could be large."""
+        """Check both sides of a comparison, unless one is a constant: then the other cannot make it expensive."""
         self.generic_visit(node)
         sides = [node.expr, *(o.expr for o in node.ops)]
         if not any(isinstance(side, nodes.Const) for side in sides):
@@ -270,19 +280,19 @@ class _Guarding(NodeTransformer):
 
 
 def raise_exception(message: str) -> None:
-    """The template's way to refuse messages."""
+    """Let the template reject the messages."""
     raise jinja2.TemplateError(str(message))
 
 
 def strftime_now(format: str) -> str:
-    """The local time now, formatted."""
+    """Return the local time, formatted."""
     return datetime.now().strftime(format)
 
 
 def tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as transformers writes it: unlike Jinja's own filter it escapes nothing for HTML."""
+    """Serialize to JSON as transformers does. Unlike Jinja2's own filter, it does not escape for HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -295,7 +305,7 @@ def _largest_int(values: Iterable[Any]) -> int:
 
 
 def _widths(text: str, values: Iterable[Any]) -> int:
-    """An upper bound of the padding a format string can ask for."""
+    """Return an upper bound of the padding that a format string can request."""
     fields = text.count("%") + text.count("{")
     return sum(int(n[:9]) if len(n) < 10 else 1 << 40 for n in _NUMBER.findall(text)) + fields * _largest_int(values)
 
@@ -335,7 +345,7 @@ def _check_join(budget: Budget, separator: str, items: Any) -> None:
 
 
 def _capped_filter(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
-    """A filter that checks what it could build before it builds it; it keeps Jinja's pass_* marks."""
+    """Wrap a filter with a check of the size of its result; Jinja2's pass_* marks are kept."""
     import functools
 
     marked = hasattr(function, "jinja_pass_arg")
@@ -353,7 +363,7 @@ def _capped_filter(name: str, function: Callable[..., Any], budget: Budget) -> C
 
 
 def _walked(function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
-    """A test that compares its values, after they are checked."""
+    """Wrap a test that compares values with a check of their sizes."""
 
     def walked(*args: Any) -> Any:
         budget.walk(*args)

@@ -1,6 +1,6 @@
-"""Stop strings over a growing text: which completes first, and how much of the text may be shown; it knows no tokens.
+"""Search for stop strings in a growing text.
 
-Invariant: `safe` never decreases and never passes the start of a stop string that later completes.
+Invariant: `safe` never decreases, and never exceeds the start of a stop string that is completed later.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopHit:
-    """A stop string that completed: `string`, and `cut`, the length of the text to keep."""
+    """A completed stop string: `string`, and `cut`, the length of the text to keep."""
 
     string: str
     cut: int
 
 
 class StopStrings:
-    """Finds the stop string that completes earliest in a text fed piece by piece.
+    """Finds the stop string that is completed first in a text fed piece by piece.
 
-    `include` keeps the stop string itself in the text (and then nothing has to be held back).
+    With `include`, the stop string remains in the text, and no text has to be held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -29,9 +29,10 @@ class StopStrings:
         self.hold = 0 if include else max((len(s) for s in self.stops), default=1) - 1
 
     def check(self, text: str, new_from: int) -> StopHit | None:
-        """The stop string completing first at a position beyond `new_from` characters of `text`, or None.
+        """Return the stop string completed first beyond the first `new_from` characters of `text`, or None.
 
-        Of several that complete with the same character the longest wins, so that no part of it remains.
+        Of several that are completed by the same character, the longest one wins, so that no part of it remains in the
+        text.
         """
         best: tuple[int, int, str] | None = None
         for stop in self.stops:
@@ -44,5 +45,5 @@ class StopStrings:
         return StopHit(stop, end if self.include else start)
 
     def safe(self, text: str) -> int:
-        """How many characters of an unfinished `text` may be shown."""
+        """Return how many characters of an unfinished `text` may be output."""
         return max(0, len(text) - self.hold)

@@ -1,7 +1,7 @@
-"""Incremental detokenizer: text of a growing list of ids, token by token, never half a character; no stop rules.
+"""Incremental detokenization: converts ids to text one by one, without ever emitting part of a character.
 
-Invariant: the pieces of all pushes and the final flush, joined, equal the decode of the whole list (less the text of
-the prompt it was primed with). Where a tokenizer's decode is not separable at a token, the piece is held until it is.
+Invariant: the pieces of all pushes and of the final flush, joined, equal the decoded text of the whole list, minus the
+text of the prompt. If the tokenizer's decoding cannot be split after a token, the text is held until it can.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRIME = 8  # prompt tokens looked at: a character has at most 4 bytes
+_PRIME = 8  # prompt tokens to examine: a character has at most 4 bytes
 _PRIME_MOST = 64
 
 
@@ -26,10 +26,10 @@ class _Stream(Protocol):
 
 
 class Detokenizer:
-    """Text of the ids pushed so far, given out in pieces.
+    """Decodes ids pushed one by one.
 
-    `prompt_ids` are the ids before the first pushed one: a word that continues the prompt keeps its leading space.
-    `visible` special tokens have their text even where special tokens are skipped.
+    `prompt_ids` precede the first pushed id; with them, a word that continues the prompt keeps its leading space. The
+    special tokens in `visible` are decoded even if special tokens are skipped.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Detokenizer:
             self._stream = _WindowStream(tokenizer, skip, prompt_ids, kinds)
 
     def push(self, token_id: int) -> str:
-        """Take one more id; the text that is certain now ("" where the id's text is not, or it has none)."""
+        """Append an id and return the text that is now certain, which may be ""."""
         return self._stream.push(token_id)
 
     def flush(self) -> str:
-        """The text still held back, broken characters as U+FFFD; the detokenizer takes no ids after it."""
+        """Return the text still held back, with incomplete characters as U+FFFD. No ids may be pushed afterwards."""
         return self._stream.flush()
 
 
 def _byte_alphabet() -> Mapping[str, int]:
-    """The printable character of each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
+    """Return the character of each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in kept]
     return MappingProxyType({chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(rest)})
@@ -68,7 +68,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
-    """The bytes that a token stands for, which may begin or end within a character; None where it is plain text."""
+    """Return the bytes of a token, which may begin or end inside a character; None if the token is plain text."""
     token, kinds = tokenizer.token(token_id) or "", _decoder_kinds(tokenizer)
     if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(token)):
         return bytes.fromhex(match[1])
@@ -78,7 +78,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
 
 
 class _ByteLevelStream:
-    """Byte-level vocabularies: every token is bytes, so a UTF-8 decoder is all the state there is."""
+    """Detokenizer for byte-level vocabularies. Every token is bytes, so the only state is a UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], prompt_ids: Sequence[int]) -> None:
         self._token, self._pieces = tokenizer.token, tokenizer.pieces
@@ -99,13 +99,13 @@ class _ByteLevelStream:
         return text
 
     def _piece(self, token_id: int) -> tuple[bytes, str | None]:
-        """The bytes of a token, and their text where they are whole characters."""
+        """Return the bytes of a token, and their text if they form whole characters."""
         token = self._token(token_id)
         if token is None:
             return b"", ""
         try:
             raw = bytes([_ALPHABET[c] for c in token])
-        except KeyError:  # an added token, spelled as plain text
+        except KeyError:  # an added token, stored as plain text
             raw = token.encode("utf-8")
         try:
             text = raw.decode("utf-8")
@@ -119,7 +119,9 @@ class _ByteLevelStream:
 
 
 class _WindowStream:
-    """Any other decoder: a short window of ids is decoded again with each push; ids[:done] are given out already."""
+    """Detokenizer for all other decoders. A short window of ids is decoded at each push; ids[:done] are already
+    emitted.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, skip: frozenset[int], prompt_ids: Sequence[int], kinds: Sequence[str]
@@ -136,13 +138,13 @@ class _WindowStream:
             return ""
         self._ids.append(token_id)
         if self._fallback and self._byte(token_id) is not None:
-            return ""  # a run of byte tokens is decoded as a whole: one bad byte spoils all of it
+            return ""  # a run of byte tokens is decoded as a whole: one invalid byte affects all of it
         text = self._decode(self._ids)
         if (self._lossy and text.endswith("\ufffd")) or not text.startswith(self._text):
             return ""
         piece = text[len(self._text) :]
         tail = self._decode(self._ids[self._done :])
-        if tail:  # enough context by itself: the decoder strips at most the start of a text
+        if tail:  # enough context: the decoder strips at most the start of a text
             self._ids, text = self._ids[self._done :], tail
         self._done, self._text = len(self._ids), text
         return piece
@@ -161,7 +163,9 @@ class _WindowStream:
         return int(match[1], 16) if match else None
 
     def _prime(self, prompt_ids: Sequence[int]) -> tuple[list[int], int]:
-        """The window over the prompt's tail and how much of it is given out: all but a broken last character."""
+        """Return a window over the end of the prompt, and how many of its ids count as emitted: all but those of an
+        incomplete last character.
+        """
         ids: list[int] = []
         for token_id in reversed(prompt_ids[-_PRIME_MOST:]):
             if not self._visible(token_id):
@@ -181,7 +185,7 @@ class _WindowStream:
 
 
 def _incomplete_tail(run: bytes) -> bytes:
-    """The bytes at the end of `run` that begin a UTF-8 character and do not finish it."""
+    """Return the bytes at the end of `run` that start a UTF-8 character without completing it."""
     try:
         run.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -190,7 +194,7 @@ def _incomplete_tail(run: bytes) -> bytes:
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The types of the decoder's steps in order, as tokenizer.json names them."""
+    """Return the types of the decoder's steps in order, as named in tokenizer.json."""
     if tokenizer.decoder_kinds is None:
         decoder = tokenizer.backend.decoder
         tokenizer.decoder_kinds = () if decoder is None else tuple(_kinds(json.loads(decoder.__getstate__())))

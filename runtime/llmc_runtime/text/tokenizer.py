@@ -1,8 +1,8 @@
-"""A model's own tokenizer files, opened with the `tokenizers` library; it never guesses a format.
+"""A model's tokenizer files, opened with the `tokenizers` library.
 
-The files are the ones of the Hugging Face folder, verbatim. What they mean follows transformers 5: `tokenizer.json`
-alone decides which special tokens surround an encoded text (its post-processor; `add_bos_token` beside it has no
-effect), and `tokenizer_config.json` / `special_tokens_map.json` name special tokens and may add some that it lacks.
+The files are those of the Hugging Face folder, unmodified. They are interpreted as in transformers 5: `tokenizer.json`
+alone decides which special tokens surround a text (its post-processor; `add_bos_token` has no effect), while
+`tokenizer_config.json` and `special_tokens_map.json` name special tokens and may add missing ones.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import texts as files
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.text.chat import read_templates
+from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,7 +26,7 @@ _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.mo
 
 
 class Tokenizer:
-    """Encodes text to ids and decodes ids to text as transformers does for the same folder."""
+    """Encodes text to ids and decodes ids to text, as transformers does for the same folder."""
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str], templates: Mapping[str, str]) -> None:
         self.backend = backend
@@ -33,7 +35,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see text.stream
         self._spelled: dict[int, str] = {}
-        self.pieces: dict[int, tuple[bytes, str | None]] = {}  # what detokenizers found out about ids, see text.stream
+        self.pieces: dict[int, tuple[bytes, str | None]] = {}  # cache of the detokenizers, see text.stream
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
@@ -46,74 +48,64 @@ class Tokenizer:
         try:
             _add_missing_tokens(backend, config, names)
         except (TypeError, ValueError, OverflowError) as e:
-            raise _corrupt(folder / "tokenizer_config.json", e) from e
-        from llmc_runtime.text.chat import read_templates
-
+            raise corrupt(folder / "tokenizer_config.json", e) from e
         texts = {name: text for name, value in names.items() if name.endswith("_token") and (text := _content(value))}
         return cls(backend, texts, read_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; with special tokens, what the tokenizer's post-processor adds (bos, mostly)."""
+        """Return the ids of `text`, with the special tokens that the post-processor adds (usually bos).
+
+        Raises LlmcError E621 if the text is not valid Unicode or the tokenizer fails.
+        """
         try:
-            # a batch of one: other threads run meanwhile, which `encode` does not let them
+            # a batch of one, because `encode` does not release the GIL
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError) as e:
-            words = "it has unpaired surrogates" if isinstance(text, str) else _reason(e)
+            words = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
             raise LlmcError("E621", f"the text cannot be tokenized: {words}", remedy) from e
-        except BaseException as e:  # tokenizers raises bare Exception where its model has no answer, and panics
+        except BaseException as e:  # tokenizers raises a bare Exception if its model has no result, and may panic
             if not isinstance(e, Exception) and not files.is_panic(e):
                 raise
             remedy = "check the model's tokenizer.json, or pass token ids instead of text"
-            raise LlmcError("E621", f"the tokenizer fails on the text: {_reason(e)}", remedy) from e
+            raise LlmcError("E621", f"the tokenizer fails on the text: {reason_of(e)}", remedy) from e
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids beyond the vocabulary (padding rows of an embedding) have no text."""
+        """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
         decode = self.backend.decode_batch  # a batch of one, as in `encode`
         return str(decode([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def spelled(self, token_id: int) -> str:
-        """The text of one id alone, special or not; remembered, as log-probabilities ask for the same ones again."""
+        """Return the text of a single id, special or not. Results are cached, as log-probabilities reuse the same
+        ids.
+        """
         text = self._spelled.get(token_id)
         if text is None:
             text = self._spelled[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary entry of an id as the file spells it; None where the id has none."""
+        """Return the vocabulary entry of an id as stored in the file, or None."""
         return self.backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry; None where there is none."""
+        """Return the id of a vocabulary entry, or None."""
         return self.backend.token_to_id(token)
 
     def named_id(self, name: str) -> int | None:
-        """The id of a named special token such as "bos_token"; None where the files name none."""
+        """Return the id of a named special token such as "bos_token"; None if the files do not name it."""
         token = self.named_tokens.get(name)
         return None if token is None else self.token_id(token)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token the tokenizer files call `eos_token`."""
+        """The id of the token that the files call `eos_token`, or None."""
         return self.named_id("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token the tokenizer files call `bos_token`."""
+        """The id of the token that the files call `bos_token`, or None."""
         return self.named_id("bos_token")
-
-
-def read_json(path: Path, missing: Any = None) -> Any:
-    """The parsed object of `path`, or `missing` where there is no such file. Raises LlmcError E151 on anything else."""
-    try:
-        value = files.document(path)
-    except FileNotFoundError:
-        return missing
-    except (OSError, ValueError, RecursionError) as e:
-        raise _corrupt(path, e) from e
-    if not isinstance(value, dict):
-        raise _corrupt(path, ValueError(f"expected an object, found {type(value).__name__}"))
-    return value
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
@@ -130,32 +122,23 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             " or pass token ids instead of text",
         )
     try:
-        data = files.plain_bytes(path, files.MOST_BYTES)  # its own opening takes no path that is not UTF-8
+        data = files.plain_bytes(path, files.MOST_BYTES)  # the library's own open rejects paths that are not UTF-8
         files.check_charsmaps(data)
         backend = Backend.from_buffer(data)
         backend.no_truncation()
         backend.no_padding()
         files.check_growth(backend)
-    except BaseException as e:  # tokenizers raises bare Exception for every malformed file, and panics at some
+    except BaseException as e:  # tokenizers raises a bare Exception for malformed files, and panics for some
         if not isinstance(e, Exception) and not files.is_panic(e):
             raise
-        raise _corrupt(path, e) from e
+        raise corrupt(path, e) from e
     return backend
 
 
-def _corrupt(path: Path, e: BaseException) -> LlmcError:
-    return LlmcError(
-        "E151", f"{path} cannot be read: {_reason(e)}", "copy the file again from the model's folder and compile again"
-    )
-
-
-def _reason(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return (lines[0] if lines else type(e).__name__)[:200]
-
-
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Named special tokens as written (str or added-token object); special_tokens_map.json only in old folders."""
+    """Return the named special tokens, each a str or an added-token object. special_tokens_map.json is used in old
+    folders.
+    """
     names = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and _content(v))}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         names.update(extra)
@@ -166,7 +149,7 @@ def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """The text of a token that is written as a str or as an added-token object."""
+    """Return the text of a token that is a str or an added-token object."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -184,7 +167,9 @@ def _added(value: Any, *, special: bool) -> tokenizers.AddedToken:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Add what the config declares and tokenizer.json lacks, in transformers' order: config ids, names, extras."""
+    """Add tokens that the config declares and tokenizer.json lacks, in transformers' order: config ids, names,
+    extras.
+    """
     present = list(backend.get_added_tokens_decoder().values())
     seen = {repr(token) for token in present}
     declared = config.get("added_tokens_decoder")

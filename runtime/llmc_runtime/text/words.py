@@ -1,4 +1,4 @@
-"""Bad words as token ids, at the beginning of a text and behind a space, as vLLM does; it bans nothing itself."""
+"""Converts bad words to token ids, at the start of a text and after a space, as vLLM does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
-    """The sequences whose last ids are not to be generated behind the others: of each word its ids, and its ids behind
-    a space where they are as many and begin with another one."""
+    """Return the token sequences of bad words; the last id of a sequence must not be generated after the ids before it.
+
+    Each word yields its ids, and its ids after a space if they are equally many and differ in the first one.
+    """
     out: list[list[int]] = []
     for word in words:
         bare, spaced = (tokenizer.encode(lead + word.lstrip(), add_special_tokens=False) for lead in ("", " "))

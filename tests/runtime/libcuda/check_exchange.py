@@ -1,4 +1,4 @@
-"""Device memory for other frameworks: DLPack field by field, who keeps it alive, whose stream waits."""
+"""Exchange of device memory with other frameworks: the fields of DLPack, ownership, and stream synchronization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(), (1,), (7,), (3, 5), (2, 1, 4, 3), (0,), (4, 0, 2)]
 
 
 class Thing:
-    """Something whose end can be seen."""
+    """An object whose destruction can be observed."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
 
 
 def filled(device: CudaDevice, nbytes: int) -> tuple[CudaMemory, np.ndarray]:
-    """Whole numbers that every type can tell apart as bytes."""
+    """Random zeros and ones, which are distinguishable bytes in every type."""
     data = np.random.default_rng().integers(0, 2, nbytes, np.uint8)
     memory = device.alloc(nbytes)
     device.write(memory, 0, data)
@@ -85,7 +85,7 @@ def test_the_fields(device: CudaDevice, dtype: str, max_version: tuple[int, int]
 @pytest.mark.parametrize("dtype", dlpack.TYPES)
 @pytest.mark.parametrize("max_version", [None, (1, 0)])
 def test_a_consumer_reads_and_writes_it(device: CudaDevice, dtype: str, max_version: tuple[int, int] | None) -> None:
-    """The device's memory is the host's here, so that torch can take it, said to be the CPU's."""
+    """The device's memory is host memory here, and is exported as the CPU's so that torch can use it."""
     for shape in SHAPES:
         nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         memory, data = filled(device, nbytes)

@@ -1,4 +1,6 @@
-"""What goes wrong with GPUs: nothing there, too old, too small, the wrong one, kernels that do not load, failures."""
+"""Failures of GPUs: no driver, no GPU, old drivers, too little memory, wrong architectures, kernels that do not
+load.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def opened(artifact: Artifact, code: str, words: str) -> None:
 
 
 class NoLibrary:
-    """The bindings where libcuda is missing."""
+    """The bindings on a machine without libcuda."""
 
     def cuInit(self, flags: int) -> Any:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
@@ -185,7 +187,7 @@ def test_a_launch_that_is_refused(artifact: Artifact, driver: Driver, name: str)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_INVALID_VALUE"):
         executor.run(DECODE)
     executor.settle()
-    assert executor.run(STEP).tokens == [tiny.expected([1, 2, 3])]  # nothing is left half done
+    assert executor.run(STEP).tokens == [tiny.expected([1, 2, 3])]  # nothing is left in an inconsistent state
     executor.close()
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps as parameters: what the driver is asked for, what a kernel gets, what is refused."""
+"""Tensor maps as parameters: the driver's arguments, the kernel's parameters, and rejected maps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmc.artifact.write import write_artifact
 from tests.runtime.libcuda import toy
 from tests.runtime.libcuda.conftest import Driver
 
-# Copies out the sizes and steps behind each map, the map itself, and the pointers and sizes that come after both.
+# Copies out each map with its sizes and strides, and the pointers and sizes that follow.
 KERNEL = """
 #include <stdint.h>
 #include <string.h>
@@ -40,7 +40,7 @@ WORDS = sum(w // 4 for w in (128, 4, 4, 8, 8, 128, 4, 4, 4, 8, 8, 8, 8, 8, 4, 8,
 
 
 def program(**changes: Any) -> Program:
-    """x[T, 40] and w[2, 6, 32] as maps; T is at most 24."""
+    """A program with x[T, 40] and w[2, 6, 32] as maps; T is at most 24."""
     sizes = (
         ("x", "input", "bf16", ("T", "40")),
         ("w", "weight", "f16", ("12", "32")),
@@ -57,7 +57,7 @@ def program(**changes: Any) -> Program:
     )
     symbols = {"T": (1, ROWS), "R": (1, 4)}
     made = Program("maps", symbols, symbols, buffers, (replace(launch, **changes),), 0)
-    return Program.load(made.dump(), "maps")  # as it is read
+    return Program.load(made.dump(), "maps")  # as it is read from an artifact
 
 
 def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         x, w, y = (device.alloc(n) for n in (80 * ROWS, 768, 4 * WORDS))
         symbols = np.array([5, 1], np.int64)
         addresses = [m.address for m in (x, w, y)]
-        with ThreadPoolExecutor(1) as pool:  # which has not used the GPU yet
+        with ThreadPoolExecutor(1) as pool:  # a thread that has not used the GPU yet
             run = pool.submit(device.bind, program(), addresses, symbols).result()
         run()
         got = device.read(y).view(np.uint32)
@@ -88,7 +88,7 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
 
     bf16, f16 = 9, 6  # of CUtensorMapDataType
     assert take(2) == [bf16, 2] and longs(1) == [x.address]
-    assert longs(5) == [40, ROWS, 0, 0, 0] and longs(4) == [80, 0, 0, 0]  # all of T's range, whatever this step has
+    assert longs(5) == [40, ROWS, 0, 0, 0] and longs(4) == [80, 0, 0, 0]  # the upper bound of T, whatever this step has
     assert take(6) == [64, 16, 0, 0, 0, 3] and take(4) == [0] * 4
     assert take(2) == [ROWS, 40] and longs(2) == [40, 1]
     assert take(2) == [f16, 3] and longs(1) == [w.address]
@@ -130,7 +130,7 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
         ({"kind": "state"}, "state"),
         ({"kind": "arena", "offset": 8}, "no multiples of 16 bytes"),
         ({"kind": "arena", "alias": "tiny"}, "inside its buffer"),
-        ({"kind": "arena", "alias": "x"}, ""),  # of itself: what it says is what there is
+        ({"kind": "arena", "alias": "x"}, ""),  # an alias of itself: its own size is the limit
         ({"dtype": "f32"}, "inside its buffer"),
     ],
 )
@@ -147,7 +147,7 @@ def test_memory_that_no_map_is_of(change: dict[str, Any], words: str) -> None:
 
 
 def test_a_driver_without_maps() -> None:
-    """It tells success, and no address."""
+    """The driver reports success without an address."""
     found = SimpleNamespace(
         cuInit=lambda flags: (0,),
         cuGetProcAddress=lambda *args: (0, 0, 1),

@@ -1,4 +1,4 @@
-"""Steps of the toy artifact on the CUDA device: whole trips, padding, graphs, what is sent, what is given back."""
+"""Steps of the toy artifact on the CUDA device: complete steps, padding, graphs, uploads and releases."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_prefill_in_chunks_then_decode(executor: Executor) -> None:
 
 
 def test_steps_are_launched_ahead(executor: Executor, driver: Driver) -> None:
-    """Nothing runs before it is waited for, and by then rows were rebuilt and inputs changed for the step after."""
+    """Steps run only when they are waited for; by then, rows have been rebuilt and inputs changed for the next step."""
     rng = np.random.default_rng(7)
     rows = {r: [int(t) for t in rng.integers(0, tiny.V, 3 + r)] for r in range(3)}
     prompts = {r: len(t) for r, t in rows.items()}
@@ -121,7 +121,7 @@ def test_a_decode_step_sends_only_what_changed(executor: Executor, driver: Drive
 
 
 def test_padding_harms_no_row(executor: Executor) -> None:
-    """Three rows run in the graph for four; the fourth row of the device belongs to somebody else."""
+    """Three rows run in the graph for four; the fourth row of the device belongs to another sequence."""
     executor.run(Step([init(3, [9, 8, 7], [3])], [], [Work(3, 3, True)]))
     executor.run(Step([init(r, [r + 1, 2], [r]) for r in range(3)], [], [Work(r, 2, True) for r in range(3)]))
     before = [t.view.copy() for t in executor.rows._tables.values()]

@@ -1,4 +1,4 @@
-"""Weights on their way to the device: every byte, every hash, by several threads; and random ones."""
+"""Upload of weights to the device: contents, hashes, threads; and random weights."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_byte_arrives(
 def test_what_is_registered_at_once_is_bounded(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A span a thread; and a span is some blocks."""
+    """Each thread registers one span at a time, and a span consists of whole blocks."""
     monkeypatch.setattr(cuda_work, "SPAN", 300 << 10)
     f, _ = a_file(tmp_path, "a", (4 << 20) + 1, 64 << 10)
     send(device, tmp_path, [f], threads=3)
@@ -116,7 +116,7 @@ def test_nothing_is_copied_of_a_mapped_span_with_a_wrong_block(
 
 
 def test_a_gpu_that_does_not_register(driver: Driver, tmp_path: Path) -> None:
-    """Its attribute says so: nothing is tried."""
+    """The device attribute rules registration out, so it is not attempted."""
     driver.registers(False)
     write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
     found = open_engine(open_artifact(tmp_path / "toy.llmc"), Limits(), seeds=lambda bits: 0)
@@ -130,7 +130,7 @@ def test_a_driver_that_refuses_to_register(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     status: int, name: str, after: int,
 ) -> None:  # fmt: skip
-    """Everything goes the other way, and that is said."""
+    """Everything is copied through pinned memory, and the reason is reported."""
     monkeypatch.setattr(cuda_work, "SPAN", 1 << 20)
     f, data = a_file(tmp_path, "a", (9 << 20) + 5, 1 << 20)
     driver.fail("cuMemHostRegister", status, after)
@@ -154,7 +154,7 @@ def test_a_file_that_is_too_short(device: CudaDevice, tmp_path: Path, way: str, 
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """Told by its size before a block; and by the kernel, where the size changes right behind that look."""
+    """Detected by the size before a block, and by the kernel if the file changes right after that check."""
     f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
     work = Work(Folder(tmp_path), [f], mapped=True)
     _, block = next(iter(work))
@@ -202,7 +202,7 @@ def test_a_failure_of_the_gpu_meanwhile(
 
 
 def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_work, "SPAN", cuda_work.SPAN)  # which the bench sets
+    monkeypatch.setattr(cuda_work, "SPAN", cuda_work.SPAN)  # restored after the test, as the benchmark sets it
     out = tmp_path / "rows.json"
     options = ["--threads", "1,2", "--spans", "16", "--rounds", "1", "--dir", str(tmp_path), "--json", str(out)]
     assert bench.main(["0.02", *options]) == 0

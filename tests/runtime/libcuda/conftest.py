@@ -1,4 +1,4 @@
-"""The driver without a GPU, built and put in the place of libcuda; see test_cuda_driver.py, which starts this."""
+"""The driver without a GPU, compiled and loaded in place of libcuda; started by test_cuda_driver.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class Driver:
-    """The library's own functions, for tests: faults, what GPU it pretends to be, what was called, what is held."""
+    """Control functions of the fake library: faults, the simulated GPU, the log of calls, and open resources."""
 
     def __init__(self, path: Path) -> None:
         self.lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -22,36 +22,38 @@ class Driver:
         self.lib.fake_gpu.argtypes = [ctypes.c_int] * 4 + [ctypes.c_ulonglong]
 
     def fail(self, name: str, status: int, after: int = 0) -> None:
-        """The call of this name after so many more fails with a status; "kernel": a kernel, when it runs."""
+        """Make a later call of this function fail with a status, after `after` successful ones. "kernel": a kernel's
+        execution.
+        """
         self.lib.fake_fail(name.encode(), status, after)
 
     def gpu(self, version: int = 13000, major: int = 9, minor: int = 0, count: int = 1, nbytes: int = 1 << 30) -> None:
-        """What the machine has."""
+        """Set the properties of the simulated GPU."""
         self.lib.fake_gpu(version, major, minor, count, nbytes)
 
     def registers(self, yes: bool) -> None:
-        """Whether the GPU can read registered memory that is mapped read-only."""
+        """Set whether the GPU can read registered memory that is mapped read-only."""
         self.lib.fake_registers(int(yes))
 
     @property
     def registrations(self) -> int:
-        """How often memory was registered since the test began."""
+        """The number of registrations since the start of the test."""
         return int(self.lib.fake_registrations())
 
     @property
     def most_registered(self) -> int:
-        """Bytes that were registered at once, at most."""
+        """The largest number of bytes registered at the same time."""
         return int(self.lib.fake_most_registered())
 
     def log(self) -> list[str]:
-        """What was asked for since the last call of this."""
+        """Return the calls since the last use of this method."""
         text = self.lib.fake_log().decode().split()
         self.lib.fake_clear_log()
         return text
 
     @property
     def used(self) -> int:
-        """Allocations, registrations, streams and contexts that were not given back."""
+        """The number of allocations, registrations, streams and contexts that have not been released."""
         return int(self.lib.fake_used())
 
 

@@ -1,4 +1,4 @@
-"""The toy artifact of `artifact.tiny` for the driver without a GPU: the same model, its kernels called as on CUDA."""
+"""The toy artifact of `artifact.tiny` for the driver without a GPU: the same model, with CUDA's calling convention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ extern "C" void toy(void** params, const unsigned* grid) {{
 {_BODY.replace(_ROW, "if (rows[i] < 0) continue; " + _ROW)}
 }}
 """
-# Counts its runs and adds up its rows in the arena; T programs along y.
+# Counts its runs and sums up its rows in the arena; runs T blocks along y.
 STAMP = """
 #include <stdint.h>
 extern "C" { extern const int num_params; const int num_params = 1 + 1 + 2; }
@@ -41,13 +41,13 @@ extern "C" void stamp(void** params, const unsigned* grid) {
 
 
 def kernel(text: str, entry: str, shared: int = 0) -> KernelBinary:
-    """A text as a kernel of the driver without a GPU."""
+    """Return a source text as a kernel for the driver without a GPU."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     return KernelBinary(key, tiny.binary(text), text, entry, 128, shared, "cubin", "cpp", "cuda-1")
 
 
 def program(name: str, uniform: bool, rows: tuple[int, int] = (1, tiny.ROWS)) -> Program:
-    """Two launches: the stamp, then the toy, which may begin early."""
+    """Return a program with two launches: the stamp, and the toy, which may start early."""
     old = tiny.program(name, "ab" * 16, "cd" * 16, uniform)
     arena = Buffer("scratch", "arena", "i32", (expr.of(2),), expr.of(8))
     toy, stamp = kernel(KERNEL, "toy"), kernel(STAMP, "stamp", 64 << 10)
@@ -65,7 +65,7 @@ def program(name: str, uniform: bool, rows: tuple[int, int] = (1, tiny.ROWS)) ->
 
 
 def parts(folder: Path, weights: object = ..., programs: tuple[Program, ...] = ()) -> Parts:
-    """What the writer takes: decode in two ranges of rows, and the ragged step."""
+    """Return the artifact's parts, by default with decode programs for two ranges of rows, and the ragged step."""
     default = (program("decode1", True, (1, 1)), program("decode", True, (2, tiny.ROWS)), program("step", False))
     return replace(
         tiny.parts(folder, weights=weights),

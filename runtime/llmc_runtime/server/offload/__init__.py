@@ -1,1 +1,1 @@
-"""Large bodies: processes that read the JSON, check the fields, render templates and tokenize, within limits."""
+"""Text processes: separate processes that parse large request bodies, render templates and tokenize, within limits."""

@@ -1,4 +1,4 @@
-"""The jobs of a text process: a body becomes checked fields, then the prompts that were in it. It knows no sockets."""
+"""The jobs of a text process: from a request body to checked fields, and then to its prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequ
 
 
 class Job:
-    """A completion between its two parts."""
+    """A completion whose body is checked and whose prompts are still to be tokenized."""
 
     reasons = opened = False
 
@@ -35,7 +35,7 @@ class Job:
         self.parsed, self._prompts, self._most = parsed, prompts, most_tokens
 
     def prompts(self) -> Iterator[Prompt]:
-        """The prompts, one by one. ApiError 400."""
+        """Yield the prompts one by one. Raises ApiError 400 if they have too many tokens together."""
         total = 0
         for prompt in self._prompts:
             total += len(prompt.ids)
@@ -46,13 +46,13 @@ class Job:
 
 
 class ChatJob(Job):
-    """A chat; `reasons` and `opened` are known once the prompt is."""
+    """A chat. `reasons` and `opened` are set once the prompt is rendered."""
 
     def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], asked: ChatRequest, plan: Plan) -> None:
         self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, asked, plan
 
     def prompts(self) -> Iterator[Prompt]:
-        """The prompt. ApiError 400."""
+        """Yield the prompt. Raises ApiError 400."""
         prompt = self._prompt()
         plan = self._plan.behind(prompt, self._asked)
         self.reasons, self.opened = plan.thoughts is not None, plan.opened
@@ -60,7 +60,7 @@ class ChatJob(Job):
 
 
 class Texts:
-    """The jobs of one served model; `unknown` counts the unknown fields of the last body."""
+    """Runs the jobs for one served model. `unknown` is the number of unknown fields in the last body."""
 
     def __init__(self, spec: m.Spec) -> None:
         self._spec, self.unknown = spec, 0
@@ -72,7 +72,7 @@ class Texts:
         spec.tokenizer = None
 
     def completion(self, body: bytearray) -> Job:
-        """A completion, checked as far as possible without its prompts. ApiError."""
+        """Parse and check a completion, except for its prompts. Raises ApiError."""
         asked = self._parse(body, CompletionRequest)
         check_silent(asked)
         self._check_model(asked.model)
@@ -83,7 +83,7 @@ class Texts:
         return Job(parsed, self._prompting.completion(asked), self._spec.most_tokens)
 
     def chat(self, body: bytearray) -> Job:
-        """A chat, checked as far as possible without its messages. ApiError."""
+        """Parse and check a chat, except for its messages. Raises ApiError."""
         asked = self._parse(body, ChatRequest)
         self._check_model(asked.model)
         of_chat(asked, self._defaults)
@@ -96,7 +96,7 @@ class Texts:
         return ChatJob(parsed, lambda: self._prompting.chat(asked, tools, self._dialect.short_ids), asked, plan)
 
     def tokenize(self, body: bytearray) -> bytes:
-        """The answer of /tokenize. ApiError."""
+        """Return the JSON response of /tokenize. Raises ApiError."""
         asked = self._parse(body, TokenizeRequest)
         self._check_model(asked.model)
         check_tokenize(asked)
@@ -108,7 +108,7 @@ class Texts:
         return msgspec.json.encode(token_list(self._prompting, ids, asked, self._spec.max_model_len))
 
     def detokenize(self, body: bytearray) -> bytes:
-        """The answer of /detokenize. ApiError."""
+        """Return the JSON response of /detokenize. Raises ApiError."""
         asked = self._parse(body, DetokenizeRequest)
         self._check_model(asked.model)
         return msgspec.json.encode({"prompt": self._prompting.text_of(asked.tokens)})
@@ -132,7 +132,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 def check_size(body: bytearray) -> None:
-    """ApiError 400 where a body has more values than MAX_CONTAINERS and MAX_VALUES allow."""
+    """Raise ApiError 400 if a body has more objects and lists than MAX_CONTAINERS, or more values than MAX_VALUES."""
     if body.count(b",") + body.count(b"{") + body.count(b"[") < m.MAX_CONTAINERS:
         return
     bare = _STRING.sub(b"", body)
@@ -147,13 +147,13 @@ def check_size(body: bytearray) -> None:
 
 
 def check_tokenize(asked: TokenizeRequest) -> None:
-    """ApiError 400 where a request to /tokenize has no text, or two."""
+    """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError("give one of prompt and messages", param="prompt")
 
 
 def token_list(prompting: Prompting, ids: list[int], asked: TokenizeRequest, length: int) -> dict[str, Any]:
-    """The answer of /tokenize; `length` is the model's."""
+    """Return the response of /tokenize. `length` is the model's maximum context length."""
     names = [prompting.tokenizer.token(i) for i in ids] if asked.return_token_strs else None
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
 
@@ -165,6 +165,7 @@ class _Defaults:
         self.generation, self.vocab_size = generation, vocab_size
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """Return the model's default sampling parameters."""
         return default_params(self.generation, max_tokens=max_tokens)
 
 
@@ -175,7 +176,10 @@ def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
 
 
 def _fields(asked: CompletionRequest | ChatRequest) -> bytes:
-    """The fields as JSON. ApiError 400 names the largest where they are too large for the server's own process."""
+    """Encode the fields as JSON.
+
+    Raises ApiError 400, naming the largest field, if they are too large for the server process.
+    """
     encoded = msgspec.json.encode(asked)
     if len(encoded) > m.MAX_FIELDS or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
         sizes = {name: len(msgspec.json.encode(getattr(asked, name))) for name in asked.__struct_fields__}

@@ -1,8 +1,8 @@
-"""What the server and a text process say to each other: frames of a kind, a length and a payload on a Unix socket.
+"""The protocol between the server and a text process: frames of a kind, a length and a payload, on a Unix socket.
 
-A job begins with a body (COMPLETION, CHAT, TOKENIZE, DETOKENIZE). The process answers a completion or a chat with
-PARSED; then the server sends PROMPTS, for a text and ids of each prompt, or DROP. It answers the other two with ANSWER.
-Every job ends with DONE or FAILED.
+A job starts with a body (COMPLETION, CHAT, TOKENIZE or DETOKENIZE). For a completion or a chat, the process replies
+PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other
+two, the process replies ANSWER. Every job ends with DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ COMPLETION, CHAT, TOKENIZE, DETOKENIZE = b"C", b"H", b"K", b"U"
 PROMPTS, DROP = b"G", b"N"
 READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b"D", b"F"
 
-MAX_CONTAINERS = 262_144  # objects and lists of a body
-MAX_VALUES = 2_097_152  # and all values
-MAX_FIELDS = 1 << 20  # bytes of all fields that are no prompt, as JSON
+MAX_CONTAINERS = 262_144  # objects and lists in a body
+MAX_VALUES = 2_097_152  # values in a body
+MAX_FIELDS = 1 << 20  # bytes of all fields except the prompt, as JSON
 MAX_FIELD_CONTAINERS = 16_384  # objects and lists in them
-CPU_SECONDS = 10.0  # of one job; the process is killed when it passes them
-SECONDS = 30.0  # wall time of one job, for a machine that has no processor to spare
-MEMORY_BYTES = 1 << 30  # that a process may allocate beside the tokenizer
-KEPT_BYTES = 256 << 20  # resident memory above that of its start with which a process is not kept
-OUT_OF_MEMORY = 41  # the exit code of a process whose job had not enough
-NICE = 10  # the engine and the server go first
+CPU_SECONDS = 10.0  # per job; the process is killed if it exceeds this
+SECONDS = 30.0  # wall time per job, for a heavily loaded machine
+MEMORY_BYTES = 1 << 30  # that a process may allocate beyond the tokenizer
+KEPT_BYTES = 256 << 20  # growth of resident memory beyond which a process is replaced
+OUT_OF_MEMORY = 41  # exit status of a process that ran out of memory
+NICE = 10  # the engine and the server take precedence
 
 
 class Spec(msgspec.Struct):
-    """What a text process serves: a tokenizer.json (None: there is none), its named tokens and chat templates, the
-    options of llmc-serve, limits of the model, `most_tokens` that one request may have, sampling defaults."""
+    """The configuration of a text process.
+
+    `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
+    options of llmc-serve. `most_tokens` is the maximum number of prompt tokens in one request. `generation` has the
+    sampling defaults.
+    """
 
     tokenizer: str | None
     named_tokens: dict[str, str]
@@ -49,8 +53,12 @@ class Spec(msgspec.Struct):
 
 
 class Parsed(msgspec.Struct):
-    """A checked body: its fields as JSON, without those that only the prompt is made of; how many prompts there are,
-    and token ids where they are one list of these; how many earlier calls a conversation has."""
+    """A checked body.
+
+    `fields` is the JSON of all fields except those that only form the prompt. `prompts` is the number of prompts, and
+    `known` the number of token ids if there is one prompt given as ids. `earlier` is the number of earlier tool calls
+    in a conversation.
+    """
 
     fields: bytes
     prompts: int = 1
@@ -59,8 +67,11 @@ class Parsed(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The end of a job. `leaves`: the process ends now; `unknown`: fields of the body that nobody knows. Of a chat:
-    whether its output has reasoning, and begins within it."""
+    """The end of a job.
+
+    `leaves` means that the process exits; `unknown` is the number of unknown fields in the body. For a chat, `reasons`
+    and `opened` say whether the output has reasoning, and whether it starts inside of it.
+    """
 
     leaves: bool = False
     unknown: int = 0
@@ -69,7 +80,7 @@ class Done(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """An ApiError; see there."""
+    """A serialized ApiError; `leaves` and `unknown` are as in Done."""
 
     message: str
     status: int
@@ -82,10 +93,10 @@ class Failure(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ApiError) -> Failure:
-        """The message for an error."""
+        """Convert an ApiError."""
         return cls(error.message, error.status, error.kind, error.param, error.code, error.headers)
 
     def error(self) -> ApiError:
-        """The error of a message."""
+        """Convert back to an ApiError."""
         more: dict[str, Any] = {"status": self.status, "kind": self.kind, "param": self.param, "code": self.code}
         return ApiError(self.message, headers=self.headers, **more)

@@ -1,4 +1,4 @@
-"""The text processes of a server: jobs wait in lanes by API key, each has a process to itself. It reads no body."""
+"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from llmc_runtime.server.lanes import Lanes
 from llmc_runtime.server.offload import messages as m
 from llmc_runtime.server.offload.process import Ended, TextProcess
 
-PROCESSES = 2  # at most
-_START_SECONDS = 60.0  # that a process may take to read the tokenizer
+PROCESSES = 2  # maximum number of processes
+_START_SECONDS = 60.0  # for a process to load the tokenizer
 log = logging.getLogger("llmc.serve")
 
 
 class TextPool:
-    """Up to PROCESSES text processes. `spec` describes the model; `unknown` is told how many fields of a body nobody
-    knows; `keys`: how many API keys there are: of several, none gets every process."""
+    """Up to PROCESSES text processes.
+
+    `spec` returns the model's configuration. `refusal` creates the exception for a rejected job. `unknown` is called
+    with the number of unknown fields in a body. `keys` is the number of API keys; if there are several, one process is
+    always left to the others.
+    """
 
     def __init__(
         self, spec: Callable[[], m.Spec], refusal: Callable[[], Exception], unknown: Callable[[int], None], keys: int
@@ -38,22 +42,22 @@ class TextPool:
         self._busy: set[TextProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._given = asyncio.Event()
-        self._starting = 0  # of which there is no process yet
+        self._starting = 0  # processes being started
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes that there are now."""
+        """The process ids of all running processes."""
         return [one.pid for one in (*self._idle, *self._busy)]
 
     def warm(self) -> None:
-        """Have a process ready before the first large body comes."""
+        """Start a process in advance of the next large body."""
         if not self._idle and not self._starting and self._there < PROCESSES and not self._closed:
             self._starting += 1
             self.keep(self._start_idle())
 
     def close(self) -> None:
-        """End all processes; jobs under way fail."""
+        """End all processes; running jobs fail."""
         self._closed = True
         for process in (*self._idle, *self._busy):
             process.close()
@@ -62,9 +66,10 @@ class TextPool:
             self._file.close()
 
     async def begin(self, kind: bytes, body: Body) -> OffloadedJob:
-        """Begin a job with a body, which is dropped once the process has it; the caller closes the job. ApiError.
+        """Start a job with a body, which is dropped once the process has received it. The caller closes the job.
 
-        A caller that is cancelled leaves its lane; a job that has begun ends in the background.
+        If the caller is cancelled while waiting, it leaves the queue; a job that has started finishes in the
+        background. Raises ApiError.
         """
         try:
             async with body.evictable():
@@ -80,7 +85,7 @@ class TextPool:
             body.drop()
 
     async def take(self) -> TextProcess:
-        """An idle process, or a new one. ApiError 503 where there is none."""
+        """Return an idle process or start one. Raises ApiError 503 if it cannot be started."""
         while True:
             self._given.clear()
             if self._idle:
@@ -91,14 +96,14 @@ class TextPool:
                 self._busy.add(process)
             elif self._there < PROCESSES:
                 process = await self._start()
-            else:  # one is starting
+            else:  # another process is starting
                 await self._given.wait()
                 continue
             self.warm()
             return process
 
     def give(self, process: TextProcess, good: bool) -> None:
-        """Take a process back; where it is not good any more, it is ended, and another one started."""
+        """Take back a process. If it is no longer usable, it is ended and replaced."""
         self._busy.discard(process)
         self._given.set()
         if good and process.alive and not self._closed:
@@ -112,7 +117,7 @@ class TextPool:
         return len(self._idle) + len(self._busy) + self._starting
 
     def keep(self, work: Any) -> asyncio.Task[Any]:
-        """Run it in the background; whoever awaits the task gets its errors, and nobody else."""
+        """Run work in the background. Its exceptions reach only callers that await the task."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -163,30 +168,35 @@ class TextPool:
 
 
 class OffloadedJob:
-    """One job of a text process, which it has until `close`; `asked` and `parsed` once a completion or chat has begun,
-    `answer` of another job; `done` once the prompts are there."""
+    """A job of a text process, which is reserved until `close`.
+
+    `parsed` is set once a completion or chat has begun, `answer` for the other kinds of job, and `done` once the
+    prompts have been received.
+    """
 
     def __init__(self, pool: TextPool, key: str, unknown: Callable[[int], None]) -> None:
         self._pool, self._key, self._unknown, self._closed = pool, key, unknown, False
         self._process: TextProcess | None = None
         self._work: asyncio.Task[Any] | None = None
-        self._good = self._open = False  # the process can take another job; it waits for an order of ours
+        self._good = self._open = False  # can take another job; waits for our next message
         self.parsed = m.Parsed(b"")
         self.answer, self.done = bytearray(), m.Done()
 
     async def begin(self, kind: bytes, body: Body) -> None:
-        """Send the body, and wait for what the process says of it. ApiError."""
+        """Send the body and wait for the reply. Raises ApiError."""
         await self._run(self._begin(kind, body))
 
     async def prompts(self, characters: int) -> list[Prompt]:
-        """The prompts, each with so many characters of its text (-1: all of it, 0: None). ApiError. The process is
-        free after that."""
+        """Return the prompts, each with the first `characters` characters of its text (-1: all of it, 0: None).
+
+        The process is released afterwards. Raises ApiError.
+        """
         prompts: list[Prompt] = await self._run(self._prompts(characters))
         self.close()
         return prompts
 
     def close(self) -> None:
-        """Give the process back, when the work under way has ended."""
+        """Release the process once the current work has ended."""
         if not self._closed:
             self._closed = True
             self._pool.keep(self._finish())
@@ -206,7 +216,7 @@ class OffloadedJob:
         return await asyncio.shield(self._work)
 
     async def _within(self, work: Any) -> Any:
-        """The result of the work; the process is ended where it takes too long."""
+        """Return the result of the work; the process is ended if it takes too long."""
         try:
             async with asyncio.timeout(m.SECONDS):
                 return await work

@@ -1,4 +1,4 @@
-"""One text process as the server sees it: started, written to, read from, ended."""
+"""The server's handle of one text process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from llmc_runtime.launch import module_command
 from llmc_runtime.server.errors import ApiError, unavailable
 from llmc_runtime.server.offload import messages as m
 
-_REAP = 0.005  # seconds between two looks at whether a process has ended
-_BUFFER = 1 << 20  # bytes of a socket
-_END_SECONDS = 10.0  # from the end of the link to that of the process, on a busy machine
+_REAP = 0.005  # seconds between checks for the end of a process
+_BUFFER = 1 << 20  # size of the socket's buffers in bytes
+_END_SECONDS = 10.0  # between the end of the link and the end of the process, on a busy machine
 
 
 class Ended(Exception):
-    """The process has ended, or was ended, in the midst of a job."""
+    """The process ended, or was killed, during a job."""
 
 
 class TextProcess:
-    """A process that serves what the Spec in `spec`, a file, says. OSError where the system gives none."""
+    """A text process for the Spec in the file `spec`. Raises OSError if it cannot be created."""
 
     def __init__(self, spec: BinaryIO) -> None:
         self._link, theirs = socket.socketpair()
@@ -39,7 +39,7 @@ class TextProcess:
                 self._process = subprocess.Popen(
                     [*command, *map(str, passed)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.__stderr__ is None else None, pass_fds=passed,
-                    process_group=0,  # a Ctrl-C is not for it
+                    process_group=0,  # not affected by Ctrl-C
                 )  # fmt: skip
             except BaseException:
                 self._link.close()
@@ -49,20 +49,20 @@ class TextProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it may take a job."""
+        """Whether the process can take a job."""
         return self._ends.alive and self._process.poll() is None
 
     def close(self) -> None:
-        """End it, and wait for that."""
+        """Kill the process and wait for its end."""
         self._ends()
 
     async def end(self) -> None:
-        """End it; a process that gives much memory back takes its time."""
+        """Kill the process without blocking the event loop: releasing much memory takes a while."""
         if self._ends.alive:
             with contextlib.suppress(OSError):
                 self._process.kill()
@@ -71,7 +71,7 @@ class TextProcess:
             self._ends()
 
     async def send(self, kind: bytes, payload: bytes | bytearray = b"") -> None:
-        """One frame. Raises Ended."""
+        """Send a frame. Raises Ended."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._link, m.HEAD.pack(kind, len(payload)))
@@ -80,7 +80,7 @@ class TextProcess:
             raise Ended from None
 
     async def receive(self) -> tuple[bytes, bytearray]:
-        """The kind and the payload of the next frame. Raises Ended."""
+        """Receive a frame, and return its kind and payload. Raises Ended."""
         kind, size = m.HEAD.unpack(await self._exactly(m.HEAD.size))
         return kind, await self._exactly(size)
 
@@ -98,7 +98,7 @@ class TextProcess:
         return data
 
     async def why(self) -> ApiError:
-        """Why it has ended, as the sender of its job is told."""
+        """Return the error for the client of the job during which the process ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
                 while self._process.poll() is None:

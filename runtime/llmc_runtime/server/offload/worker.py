@@ -1,5 +1,6 @@
-"""The text process: `main` is what it runs. LINK and SPEC are descriptors, of the server's socket and of a file with
-the Spec. It takes one job after the other and ends when the server closes the socket."""
+"""The entry point of a text process, with the arguments LINK and SPEC: the descriptors of the server's socket and of a
+file with the Spec. The process runs one job after the other, and exits when the server closes the socket.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ _encode = msgspec.msgpack.encode
 
 
 class Link:
-    """Frames from and to the server, which has gone where one raises EOFError or OSError."""
+    """Exchanges frames with the server. Raises EOFError or OSError if the server has exited."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
 
     def receive(self) -> tuple[bytes, bytearray]:
-        """The kind and the payload of the next frame."""
+        """Receive a frame, and return its kind and payload."""
         kind, size = m.HEAD.unpack(self._exactly(m.HEAD.size))
         return kind, self._exactly(size)
 
     def send(self, kind: bytes, payload: Any = b"") -> None:
-        """One frame."""
+        """Send a frame."""
         self._link.sendall(m.HEAD.pack(kind, len(payload)))
         self._link.sendall(payload)
 
@@ -53,14 +54,14 @@ class Link:
 
 
 class Worker:
-    """Runs jobs within their limits of CPU time and memory."""
+    """Runs jobs within their limits on CPU time and memory."""
 
     def __init__(self, link: Link, texts: jobs.Texts) -> None:
         self._link, self._texts = link, texts
         self._most = memory.resident_bytes() + m.KEPT_BYTES
 
     def run(self) -> None:
-        """Take jobs until the server closes the link, or memory has grown too much."""
+        """Run jobs until the server closes the link or the memory has grown too much."""
         leaves = False
         while not leaves:
             kind, body = self._link.receive()
@@ -83,7 +84,7 @@ class Worker:
             return m.Failure.of(told(e, "prompt"))
         except (EOFError, OSError, MemoryError):
             raise
-        except Exception as e:  # of the error only its place is shown: its words may be the request's
+        except Exception as e:  # only the place of the error is logged: its message may quote the request
             where = traceback.extract_tb(e.__traceback__)[-1]
             print(f"a text process failed: {type(e).__name__} at {where.name}:{where.lineno}", file=sys.stderr)
             return m.Failure.of(internal())
@@ -109,32 +110,32 @@ class Worker:
 
 
 def limit_address_space(size: int) -> None:
-    """Let this process allocate `size` more bytes."""
+    """Limit further allocations of this process to `size` bytes."""
     now = memory.address_bytes()
     if now:
         resource.setrlimit(resource.RLIMIT_AS, (now + size, now + size))
 
 
 def main(argv: Sequence[str]) -> int:
-    """What the process runs. The exit code."""
+    """Run the process. Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     memory.return_freed_memory(1)
     os.nice(m.NICE)
     link = Link(socket.socket(fileno=int(argv[0])))
-    spec_file = int(argv[1])  # shared with other processes, and with it the position in the file
+    spec_file = int(argv[1])  # shared with other processes, including the file position
     spec = msgspec.msgpack.decode(os.pread(spec_file, os.fstat(spec_file).st_size, 0), type=m.Spec)
     try:
         worker = Worker(link, jobs.Texts(spec))
         del spec
         gc.collect()
         gc.freeze()
-        gc.disable()  # a body is a tree; what is left is collected after each job
+        gc.disable()  # a parsed body has no cycles; the rest is collected after each job
         limit_address_space(m.MEMORY_BYTES)
         link.send(m.READY)
         worker.run()
-    except (EOFError, OSError):  # the server has gone
+    except (EOFError, OSError):  # the server has exited
         return 0
     except MemoryError:
         return m.OUT_OF_MEMORY

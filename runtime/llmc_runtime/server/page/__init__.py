@@ -1,4 +1,4 @@
-"""The page at `/`: one document of three files, and the headers that let it do no more than it does; it has no data."""
+"""The chat page at `/`: a single document built from three files, with restrictive security headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page_route(needs_key: bool) -> Route:
-    """GET /: a chat and figures, for a browser."""
+    """Return the route GET /, which serves a chat with live metrics. `needs_key`: the server requires an API key."""
     body, headers = page(needs_key)
 
     async def show(request: Request) -> Response:
@@ -24,8 +24,11 @@ def page_route(needs_key: bool) -> Route:
 
 
 def page(needs_key: bool) -> tuple[bytes, dict[str, str]]:
-    """(HTML in UTF-8, headers). Style and script stand in the document, and the policy names their hashes: the browser
-    runs nothing else, asks nobody but this server, and never makes markup of a text."""
+    """Return the page as (HTML in UTF-8, headers).
+
+    Style and script are inlined, and the content security policy contains their hashes: the browser runs nothing else,
+    sends requests to this server only, and never interprets text as markup.
+    """
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     text = (_FOLDER / "page.html").read_text(encoding="utf-8")
     text = text.replace("<body>", f'<body data-key="{"needed" if needs_key else "none"}">')

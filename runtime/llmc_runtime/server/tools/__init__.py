@@ -1,1 +1,1 @@
-"""Tool calls and reasoning in chats: what a model writes on one side, the fields of OpenAI's messages on the other."""
+"""Tool calls and reasoning: the formats in which models write them, and OpenAI's message fields."""

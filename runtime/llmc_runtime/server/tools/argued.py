@@ -1,6 +1,6 @@
-"""Formats of calls that have no JSON around their arguments, but each argument by its name; it knows no marks.
+"""Base of call formats that write each argument separately, by name, instead of one JSON object.
 
-A grammar of them has the arguments in the order of the schema's properties, and none that the schema does not name.
+In their grammars, arguments follow the order of the schema's properties, and unknown arguments are excluded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
 @dataclass(frozen=True)
 class Field:
-    """One argument of a grammar: the name of its rule, its own name, its schema, and that of all arguments."""
+    """An argument in a grammar: the name of its rule, its key, its schema, the schema of all arguments, and whether it
+    is required.
+    """
 
     rule: str
     key: str
@@ -34,23 +36,23 @@ class Field:
 
 
 class ArguedFormat(CallFormat):
-    """What they share: the object that is written argument by argument."""
+    """A format that writes arguments one by one; this class assembles them to a JSON object."""
 
-    _call: str | None = None  # the tool of the call that is read, until it has begun
-    _fields = 0  # of the object so far
+    _call: str | None = None  # the tool of the current call, until its first output
+    _fields = 0  # number of arguments so far
 
     def _open(self, name: str) -> None:
-        """A call of this tool is read; it is certain with its first argument, or its end."""
+        """Start a call of this tool. It is emitted with its first argument, or at its end."""
         self._call, self._fields, self._is_call = name, 0, name in self._tools
 
     def _key(self, key: str) -> None:
-        """An argument is certain; its value follows."""
+        """Emit the key of an argument; its value follows."""
         self._certain()
         self._argue(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._fields += 1
 
     def _close(self) -> None:
-        """The call has ended."""
+        """End the call."""
         self._certain()
         self._argue("}" if self._fields else "{}")
         self._mark = self._at
@@ -83,26 +85,30 @@ class ArguedFormat(CallFormat):
 
     @classmethod
     def _unsaid(cls, what: str) -> ApiError:
-        """What the format's grammar cannot say, by name."""
+        """Return the ApiError for a part of a schema that a grammar of this format cannot express."""
         cause = f"tools: a schema of arguments has {what}, which no grammar of the form {cls.name} can say"
         remedy = "leave it out, or use tool_choice auto, without strict"
         return ApiError(f"{cause}. Try: {remedy}", param="tools")
 
     @classmethod
     def _shared(cls, marker: Marker) -> Sequence[str]:
-        """Rules that the values of many arguments have in common."""
+        """Return rules that are shared by the values of many arguments."""
         return [f"any_{kind}: {json_rule({'type': kind})}" for kind in KINDS]
 
     @classmethod
     def _json(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """The rule of JSON of this schema, which may be `rule`, and what it needs."""
+        """Return the rule for JSON of this schema, which may be `rule` or a shared one, and the rules that it
+        requires.
+        """
         if set(schema) == {"type"} and schema["type"] in KINDS:
             return f"any_{schema['type']}", []
         return rule, [f"{rule}: {json_rule(whole(schema, root))}"]
 
     @classmethod
     def _patterns(cls, field: Field, schema: Mapping[str, Any]) -> list[str]:
-        """Regular expressions for all of a string of this schema. ApiError 400 where they do not say all of it."""
+        """Return regular expressions that a string of this schema has to match. Raises ApiError 400 if they do not
+        cover the schema.
+        """
         bad = next((key for key in _APART if key in schema), None)
         try:
             if bad is None:
@@ -113,7 +119,7 @@ class ArguedFormat(CallFormat):
 
     @classmethod
     def _alternatives(cls, field: Field) -> list[dict[str, Any]]:
-        """Schemas of which the value of an argument fits one. ApiError 400 where that cannot be told."""
+        """Return schemas of which an argument's value matches one. Raises ApiError 400 if they cannot be determined."""
         try:
             return alternatives(field.schema, field.root)
         except Unsayable as e:
@@ -122,26 +128,28 @@ class ArguedFormat(CallFormat):
     @classmethod
     @abstractmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        """Rules of which `rule` is any arguments."""
+        """Return rules in which `rule` matches any arguments."""
 
     @classmethod
     @abstractmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
-        """Rules of which `field.rule` is the argument."""
+        """Return rules in which `field.rule` matches the argument."""
 
     @classmethod
     @abstractmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
-        """Rules of which `rule` is those of `fields` that are required, with any of the others."""
+        """Return rules in which `rule` matches all required `fields` and any of the others."""
 
 
 class Unsayable(Exception):
-    """No grammar of bare values says this part of a schema, which it names."""
+    """A part of a schema that a grammar of plain values cannot express; the message names it."""
 
 
 def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> list[dict[str, Any]]:
-    """The schemas of which a value fits one, without references, types told apart. Unsayable where there are more than
-    `left`."""
+    """Resolve a schema into alternatives of which a value matches one, without references and with a single type each.
+
+    Raises Unsayable if there are more than `left` of them, or if references cannot be resolved.
+    """
     left = [MOST_PARTS] if left is None else left
     left[0] -= 1
     found = {} if schema is True else resolved(schema, root)
@@ -158,13 +166,15 @@ def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = 
 
 
 def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of the schema `root` that stands by itself."""
+    """Return a part of the schema `root` together with its definitions, so that it can be used alone."""
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
 def patterns_of(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions for all of a string of this schema: its length, its pattern. Unsayable where they are
-    none."""
+    """Return regular expressions that a string of this schema has to match, for its length and its pattern.
+
+    Raises Unsayable if the schema is invalid.
+    """
     least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
     if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
         raise Unsayable("minLength, maxLength or pattern of another type")

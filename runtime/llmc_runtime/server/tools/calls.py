@@ -1,9 +1,9 @@
-"""Generated text on its way into content and tool calls: what a format is, and what all share. It samples nothing.
+"""Streaming parser of generated text: splits it into content and tool calls. Defines what a call format is.
 
-Invariants, whatever the text and however it is cut into pieces: pieces joined are the same; what was given out is never
-taken back; the arguments of a call are the beginning of a JSON object, and the whole of one unless the text ended or
-was no JSON there; all else is content, but for the marks around calls, up to MAX_SPACE of white space beside them, and
-an unfinished call at the end of an output that was cut.
+Invariants, for any text in pieces of any size: the joined output does not depend on the pieces; emitted output is never
+taken back; the arguments of a call are a prefix of a JSON object, and all of it unless the text ended or was not JSON
+there; everything else is content, except the marks around calls, up to MAX_SPACE of white space next to them, and an
+unfinished call at the end of an output that was cut off.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llmc_runtime.server.tools.scan import JsonText
 
 MAX_SPACE = 64
 _SPACE = " \t\r\n"
-_BRACKETS = ("{", "[")  # they may begin a call, or any other text
+_BRACKETS = ("{", "[")  # they may start a call or any other text
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # a reader that waits for more text where it yields
+Steps = Generator[None, None, T]  # a parser as a generator; it yields to wait for more text
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """What is new of the call `index`: its `name` with the first piece, then its arguments as they come."""
+    """New output of call number `index`: the first piece has its `name`, further ones its arguments as they arrive."""
 
     index: int
     name: str | None
@@ -37,32 +37,34 @@ class CallPiece:
 
 
 class Scan(Protocol):
-    """Follows the text of a value as it comes, and has it as JSON (see scan.JsonText)."""
+    """An incremental scanner of one value, which converts it to JSON (see scan.JsonText)."""
 
     done: bool
     failed: bool
 
     @property
     def promising(self) -> bool:
-        """Enough of it was there."""
+        """Whether enough of the value has been read for output."""
 
     def feed(self, text: str, at: int) -> int:
-        """Read on from `at`; where reading stopped."""
+        """Read on from position `at`, and return the position where reading stopped."""
 
     def take(self) -> str:
-        """What was read since the last call."""
+        """Return the JSON read since the last call."""
 
 
 class Malformed(Exception):
-    """What was read is no call."""
+    """The text is not a call."""
 
 
 class CallFormat(ABC):
-    """A format of tool calls, and as an instance the reader of one output in it; `tools`: the schemas of arguments.
+    """A format of tool calls. An instance is the parser of one output; `tools` maps names to schemas of arguments.
 
-    `markers`: texts that may be special tokens and have to be visible; the first begins calls.
-    `short_ids`: ids of calls are nine letters and digits. `several`: an answer may have more than one call, with
-    `between` between the marks, or behind one mark where it is None. `channels`: there are marks around answers, too.
+    - `markers`: texts that may be special tokens and have to be visible; the first one starts calls.
+    - `short_ids`: ids of calls consist of nine letters and digits.
+    - `several`: a response may have more than one call.
+    - `between`: the text between the marks of several calls; None if all calls follow one mark.
+    - `channels`: there are marks around answers as well.
     """
 
     name: ClassVar[str]
@@ -75,54 +77,62 @@ class CallFormat(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
         self._text, self._at, self._ended = "", 0, False
-        self._mark: int | None = None  # where what may become a call began
-        self._space = ""  # held back: it is dropped where a call follows
-        self._fresh_line = True  # only white space since the last line's end
+        self._mark: int | None = None  # start of the text that may become a call
+        self._space = ""  # white space held back: it is dropped if a call follows
+        self._fresh_line = True  # only white space since the last newline
         self._out: list[str | CallPiece] = []
         self._count = 0
-        self._cut = self._is_call = False  # `_is_call`: the attempt under way has read the name of a tool
+        self._cut = self._is_call = False  # `_is_call`: the current attempt has read the name of a tool
         self._work = self._read()
         next(self._work)
 
     @classmethod
     @abstractmethod
     def fits(cls, template: str) -> bool:
-        """Whether a chat template shows calls in this format."""
+        """Return whether a chat template shows calls in this format."""
 
     @classmethod
     def openers(cls) -> Sequence[str]:
-        """The texts with which calls may begin."""
+        """Return the texts with which calls may start."""
         return cls.markers[:1]
 
     @classmethod
     def call_id(cls, name: str, index: int) -> str:
-        """A fresh id for a call, the index-th of its conversation."""
+        """Return a new id for a call, the index-th of its conversation."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     @classmethod
     @abstractmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """Lark rules of which `behind` is what follows the first mark: a call, or up to `most` where there is nothing
-        `between`; `tools`: the rule of the arguments by name."""
+        """Return Lark rules in which `behind` matches what follows the first mark.
+
+        That is one call, or up to `most` calls if `between` is None. `tools` maps names to the rules of their
+        arguments.
+        """
 
     @classmethod
     def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
-        """Lark rules of which `rule` is arguments of this schema, or any, where they need not be `exact`. ApiError 400
-        where the format cannot say them."""
+        """Return Lark rules in which `rule` matches arguments of this schema, or any arguments unless `exact`.
+
+        Raises ApiError 400 if the format cannot express the schema.
+        """
         whole = json_rule(enforced(schema)) if exact else json_rule({"type": "object"}, {})
         return f"{rule}: {whole}"
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """Lark rules of which `calls` is 1 to `most` calls."""
+        """Return Lark rules in which `calls` matches 1 to `most` calls."""
         times = 1 if cls.between is None else most
         whole = repeated("one", lark(cls.between or ""), times)
         return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
-        """Lark rules of which `calls` is a text with up to `most` calls in it, each whole once its mark is there;
-        `known`: the names of all tools, of which `tools` may be called."""
+        """Return Lark rules in which `calls` matches a text with up to `most` calls, each complete once its mark has
+        been written.
+
+        `known` are the names of all tools, of which `tools` may be called.
+        """
         begin, openers = cls.markers[0], cls.openers()
         times = most if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
@@ -131,11 +141,11 @@ class CallFormat(ABC):
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
-        """What stands in front of an answer without calls, for Lark."""
+        """Return the Lark rule for what precedes an answer without calls."""
         return ""
 
     def push(self, text: str) -> list[str | CallPiece]:
-        """Content (a text) and pieces of calls that are certain with this much more text."""
+        """Append text, and return the content (as str) and the pieces of calls that are now certain."""
         start = self._at if self._mark is None else self._mark
         self._text, self._at = self._text[start:] + text, self._at - start
         self._mark = None if self._mark is None else 0
@@ -143,8 +153,11 @@ class CallFormat(ABC):
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[str | CallPiece]:
-        """No more text comes: the rest. With `cut` the output ended before the model did, for example at max_tokens;
-        then an unfinished call is dropped, where it would be content otherwise."""
+        """End the text and return the remaining output.
+
+        With `cut`, the output was cut off, for example at max_tokens; an unfinished call is then dropped instead of
+        becoming content.
+        """
         self._ended, self._cut = True, cut
         if not (cut and self._in_call()):
             next(self._work, None)
@@ -154,14 +167,14 @@ class CallFormat(ABC):
 
     @abstractmethod
     def _reading(self) -> Steps[None]:
-        """Read everything."""
+        """Parse the whole text."""
 
     def _read(self) -> Steps[None]:
         yield
         yield from self._reading()
 
     def _in_call(self) -> bool:
-        """Whether what is read at the moment is part of a call, or of one more call behind others."""
+        """Return whether the current text is part of a call, or of another call after the first."""
         if self._mark is None:
             return False
         marks = tuple(one for one in self.openers() if one not in _BRACKETS)
@@ -171,10 +184,10 @@ class CallFormat(ABC):
         out, self._out = self._out, []
         return out
 
-    # --- what comes out
+    # --- output
 
     def _say(self, text: str) -> None:
-        """It is content."""
+        """Emit content."""
         *lines, last = text.split("\n")
         self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
         text = self._space + text
@@ -184,7 +197,7 @@ class CallFormat(ABC):
             self._out.append(text[:sure])
 
     def _begin(self, name: str) -> None:
-        """A call is certain."""
+        """Emit the start of a call."""
         self._out.append(CallPiece(self._count, name, ""))
         self._count += 1
         self._space, self._mark, self._fresh_line = "", None, True
@@ -193,10 +206,12 @@ class CallFormat(ABC):
         if text:
             self._out.append(CallPiece(self._count - 1, None, text))
 
-    # --- what is read
+    # --- input
 
     def _until(self, *openers: str) -> Steps[str | None]:
-        """Everything in front of the first of `openers` is content; that one, which is read; None at the end."""
+        """Emit everything before the first of `openers` as content. Returns the opener, which is consumed, or None at
+        the end.
+        """
         while True:
             rest = self._text[self._at :]
             found = min(((rest.index(one), one) for one in openers if one in rest), default=None)
@@ -211,14 +226,16 @@ class CallFormat(ABC):
             yield
 
     def _partial(self, text: str, openers: Sequence[str]) -> int:
-        """The length of the longest beginning of one of `openers` that `text` ends with."""
-        another = self._cut and self._count > 0  # what looks like the mark of one more call is that
+        """Return the length of the longest prefix of one of `openers` with which `text` ends."""
+        another = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
         longest = 0 if self._ended and not another else max(map(len, openers)) - 1
         ends = range(min(longest, len(text)), 0, -1)
         return next((n for n in ends if any(one.startswith(text[-n:]) for one in openers)), 0)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
-        """Read calls. What was read since the mark is content where it makes no sense. Whether there was a call."""
+        """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether
+        there was a call.
+        """
         before, self._is_call = self._count, False
         try:
             yield from reader
@@ -229,7 +246,7 @@ class CallFormat(ABC):
         return self._count > before
 
     def _either(self, *markers: str, consume: bool = True) -> Steps[str | None]:
-        """Which of `markers` follows, behind white space; both are read then, and nothing otherwise."""
+        """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
         while True:
             rest = self._text[self._at :]
             bare = rest.lstrip(_SPACE)
@@ -246,16 +263,16 @@ class CallFormat(ABC):
             yield
 
     def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
-        """Whether `marker` follows, behind white space; both are read then, and nothing otherwise."""
+        """Return whether `marker` follows, after white space, and consume both; consume nothing otherwise."""
         return (yield from self._either(marker, consume=consume)) is not None
 
     def _expect(self, marker: str) -> Steps[None]:
-        """`marker`, behind white space."""
+        """Consume `marker`, after white space, or raise Malformed."""
         if not (yield from self._optional(marker)):
             raise Malformed
 
     def _next(self, *, solid: bool = True) -> Steps[str]:
-        """The next character, which is not read, behind white space, which is; "" at the end."""
+        """Return the next character without consuming it, after skipping white space if `solid`; "" at the end."""
         while True:
             while self._at < len(self._text):
                 char = self._text[self._at]
@@ -267,7 +284,7 @@ class CallFormat(ABC):
             yield
 
     def _symbol(self, allowed: str) -> Steps[str]:
-        """One of these characters."""
+        """Consume one of the allowed characters, after white space, or raise Malformed."""
         char = yield from self._next()
         if not char or char not in allowed:
             raise Malformed
@@ -275,7 +292,7 @@ class CallFormat(ABC):
         return char
 
     def _word(self) -> Steps[str]:
-        """Characters of a name, as many as there are, and one more than are allowed."""
+        """Consume the characters of a name, at most one more than the maximum length."""
         word = ""
         while len(word) <= 64:
             char = yield from self._next(solid=False)
@@ -286,8 +303,10 @@ class CallFormat(ABC):
         return word
 
     def _value(self, take: Callable[[str], None] | None = None, scan: Scan | None = None) -> Steps[str]:
-        """A value as JSON, which is how it is written unless `scan` reads another notation; `take` gets it as it comes
-        instead."""
+        """Consume a value and return it as JSON.
+
+        `scan` reads another notation than JSON. `take` receives the value incrementally instead.
+        """
         scan, parts = scan or JsonText(), list[str]()
         yield from self._next()
         while True:
@@ -301,12 +320,12 @@ class CallFormat(ABC):
             yield
 
     def _list(self) -> Steps[None]:
-        """Calls in a JSON list."""
+        """Parse the calls in a JSON list."""
         yield from self._symbol("[")
         end = ","
         while end == ",":
             yield from self._object()
-            self._mark = self._at  # what follows makes sense, or is content
+            self._mark = self._at  # the text after this is valid, or becomes content
             end = yield from self._symbol(",]")
 
     def _string(self) -> Steps[str]:
@@ -318,9 +337,9 @@ class CallFormat(ABC):
         return NAME.fullmatch(name) is not None
 
     def _object(self) -> Steps[None]:
-        """A call as {"name": ..., "arguments": {...}}, whose keys come in any order."""
+        """Parse a call as {"name": ..., "arguments": {...}}, with keys in any order."""
         name: str | None = None
-        arguments: str | None = None  # read in front of the name
+        arguments: str | None = None  # arguments that precede the name
         begun = False
         end = yield from self._symbol("{")
         while end != "}":
@@ -347,7 +366,9 @@ class CallFormat(ABC):
             self._argue(arguments or "{}")
 
     def _arguments(self, name: str | None) -> Steps[str]:
-        """The arguments of a call that begins with them where its name is known; else their text. null is {}."""
+        """Consume the arguments, and emit the call with them if its name is known; else return them. null counts
+        as {}.
+        """
         first = yield from self._next()
         if first == "n" and (yield from self._value()) == "null":
             if name is not None:

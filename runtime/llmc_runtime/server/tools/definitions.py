@@ -1,4 +1,4 @@
-"""The tools of a request: what may be called, whether it must be, the schemas of arguments; it renders nothing."""
+"""The tools of a request: which may or must be called, and the schemas of their arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmc_runtime.server.lengths import MAX_TOOLS
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON
-MAX_CALLS = 32  # of an answer whose calls are enforced
+MAX_CALLS = 32  # in a response whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
 _NOTES = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly", "$schema")
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -25,11 +25,12 @@ _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "def
 
 @dataclass(frozen=True)
 class Tools:
-    """`given`: definitions that the template shows; `known`: the schemas of all tools' arguments, by name, `schemas`
-    of those that may be called.
+    """The tools of a request.
 
-    `forced`: the answer is one or more calls; `several`: there may be more than one. `strict`: those of `schemas` whose
-    calls follow their schema also where none is forced.
+    - `given`: the definitions that the template shows.
+    - `known`: the schemas of all tools' arguments, by name; `schemas`: of those that may be called.
+    - `forced`: the response has to consist of calls; `several`: there may be more than one.
+    - `strict`: the tools whose calls follow their schema even if calls are not forced.
     """
 
     given: list[dict[str, Any]]
@@ -41,7 +42,9 @@ class Tools:
 
 
 def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: nothing is called. ApiError 400."""
+    """Parse `tools`, `tool_choice` and `parallel_tool_calls`. Returns None if nothing may be called. Raises ApiError
+    400.
+    """
     if len(given or ()) > MAX_TOOLS:
         raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(given or ())}", param="tools")
     definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(given or ())]
@@ -64,7 +67,7 @@ def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
 
 
 def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """A checked copy; `strict` is for us, and not for the model."""
+    """Check a definition and return a copy without `strict`, which is not meant for the model."""
     function = given.get("function")
     if given.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(f'{where}: of the form {{"type": "function", "function": {{"name": NAME, ...}}}}', param=where)
@@ -85,7 +88,7 @@ def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
-    """(what may be called, whether something must be)."""
+    """Return (the names of the tools that may be called, whether one must be called)."""
     if given is None or given == "auto":
         return names, False
     if given == "none":
@@ -106,7 +109,7 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
 
 
 def _named(given: Any, names: list[str]) -> str:
-    """The name in {"type": "function", "function": {"name": NAME}}, one of `names`."""
+    """Return the name in {"type": "function", "function": {"name": NAME}}, which has to be one of `names`."""
     function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -118,8 +121,11 @@ def _named(given: Any, names: list[str]) -> str:
 
 
 def enforced(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of arguments that are enforced: without its notes; objects that name their properties have no others
-    unless they say so, or there is an allOf, whose parts hold together; no schema at all is that of no arguments."""
+    """Prepare a schema of arguments for enforcement.
+
+    Annotations are removed. Objects that list their properties are closed unless they state otherwise or the schema
+    uses allOf, whose parts apply together. An empty schema means that there are no arguments.
+    """
     closed = '"allOf":' not in json.dumps(schema)
     return {"type": "object", **_plain(schema or {"properties": {}}, closed)}
 

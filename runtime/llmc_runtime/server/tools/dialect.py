@@ -1,4 +1,4 @@
-"""How a served model writes calls and reasoning: as it was told, else as its chat template and vocabulary show."""
+"""Selects the formats in which a model writes calls and reasoning, by option or by its chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmc_runtime.text.chat import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
-# Reasoning, and what a template or a vocabulary shows of it; the first that fits.
+# Reasoning formats, and the texts in a template that indicate them; the first match is used.
 _SHOWN = (
     (reasoning.ANALYSIS, reasoning.ANALYSIS.begins), (reasoning.GRANITE, ("my thought process:",)),
     (reasoning.GRANITE, ("</think>", "<response></response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dialect:
-    """`calls`, `thoughts`: the formats, None where there is none; `lines` say for the log what was chosen, and why."""
+    """The formats of calls and reasoning, each None if there is none; `lines` explain the choice in the log."""
 
     calls: type[CallFormat] | None
     thoughts: ReasoningFormat | None
@@ -44,11 +44,11 @@ class Dialect:
 
     @property
     def short_ids(self) -> bool:
-        """Ids of calls are nine letters and digits."""
+        """Whether ids of calls consist of nine letters and digits."""
         return self.calls is not None and self.calls.short_ids
 
     def marker(self, text: str) -> str:
-        """How Lark has a text: one token by its id, special tokens within it by theirs, the rest as it is written."""
+        """Return the Lark expression of a text: special tokens by id, and everything else as a string."""
         tokenizer = self.tokenizer
         whole = None if tokenizer is None else tokenizer.token_id(text)
         if tokenizer is None or whole is not None:
@@ -60,7 +60,7 @@ class Dialect:
         return " ".join(lark(tokenizer.decode(list(run))) if key < 0 else f"<[{key}]>" for key, run in runs)
 
     def special(self, texts: Iterable[str]) -> frozenset[int]:
-        """Those of the texts that are special tokens, by their ids."""
+        """Return the ids of those texts that are special tokens."""
         if self.tokenizer is None:
             return frozenset()
         ids = {token for text in texts if (token := self.tokenizer.token_id(text)) is not None}
@@ -68,11 +68,14 @@ class Dialect:
 
 
 def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, thoughts: str = AUTO) -> Dialect:
-    """The dialect of a model; `template`: another than its own, or one's name; `calls`, `thoughts`: names of formats,
-    "auto" or "none". LlmcError E601 where one is no name."""
+    """Select the formats of a model.
+
+    `template` is a chat template's text or name, to use instead of the default. `calls` and `thoughts` are names of
+    formats, "auto" or "none". Raises LlmcError E601 for unknown names.
+    """
     text, calls = _text(tokenizer, template), ALIASES.get(calls, calls)
     fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
-    if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # it shows no call at all
+    if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # the template shows none
         fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
     named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
     marked = [form for form, words in _SHOWN if all(word in text for word in words)]
@@ -85,12 +88,12 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
 
 
 def _text(tokenizer: Tokenizer | None, template: str | None) -> str:
-    """The text of the template that tools are shown by, empty where there is none."""
+    """Return the text of the template that is used with tools; "" if there is none."""
     if tokenizer is None:
         return ""
     try:
         return choose_template(tokenizer.chat_templates, template, ())
-    except LlmcError:  # told to whoever asks for a chat
+    except LlmcError:  # reported when a chat is requested
         return ""
 
 

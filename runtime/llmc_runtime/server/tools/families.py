@@ -1,4 +1,4 @@
-"""All formats of calls that are known, under the names that vLLM has for their parsers; it reads no text."""
+"""All call formats, by the names of vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import MappingProxyType
 from llmc_runtime.server.tools import formats, marked, pythonic, xml
 from llmc_runtime.server.tools.calls import CallFormat
 
-# Of one name, and of those that fit a template, the first.
+# The first that matches is used, by name or by template.
 FORMATS: Sequence[type[CallFormat]] = (
     formats.MistralArgs, formats.Mistral, formats.OpenAI, xml.Qwen3Coder, xml.SeedOss, xml.MiniMaxM2, xml.Glm45,
     marked.DeepSeekV3, marked.DeepSeekV31, marked.KimiK2, marked.Granite, marked.Granite20b, marked.Phi4Mini,
     pythonic.Lfm2, pythonic.Llama4Pythonic, pythonic.Pythonic, formats.Hermes, formats.Llama3Json,
 )  # fmt: skip
-# Other names of theirs.
+# Aliases.
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "qwen3_xml": "qwen3_coder",

@@ -1,4 +1,4 @@
-"""The formats of tool calls that models write; each is a reader of text and a grammar (see calls.CallFormat)."""
+"""Call formats as JSON with simple marks: Hermes, Llama 3, Mistral and gpt-oss. See calls.CallFormat."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import ClassVar
 from llmc_runtime.server.tools.calls import CallFormat, Malformed, Steps
 from llmc_runtime.server.tools.lark import ANY, Marker, choice_of, lark, led, regex, repeated
 
-_HEADER = 256  # characters of the longest
+_HEADER = 256  # maximum characters of a message header
 
 
 class Hermes(CallFormat):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write it."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, used by Hermes and Qwen."""
 
     name = "hermes"
     markers = ("<tool_call>", "</tool_call>")
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Models of other families have the mark, too, and XML within."""
+        """Return whether the template matches; other families use the same mark with XML inside."""
         others = ("<function=", "<arg_key>", "<parameter=")
         return "<tool_call>" in template and "arguments" in template and not any(one in template for one in others)
 
@@ -38,8 +38,10 @@ class Hermes(CallFormat):
 
 
 class Llama3Json(CallFormat):
-    """{"name": ..., "parameters": {...}} at the beginning of a line or behind <|python_tag|>, as Llama 3 writes it.
-    There is no other mark, so the name has to be a tool's."""
+    """{"name": ..., "parameters": {...}} at the start of a line or after <|python_tag|>, used by Llama 3.
+
+    As the format has no required mark, the name has to be that of a tool.
+    """
 
     name = "llama3_json"
     markers = ("<|python_tag|>",)
@@ -58,7 +60,7 @@ class Llama3Json(CallFormat):
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat; nothing stands in front."""
+        """See CallFormat; there is no mark before the call."""
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
@@ -96,7 +98,9 @@ class Llama3Json(CallFormat):
 
 
 class Mistral(CallFormat):
-    """[TOOL_CALLS] with a list of {"name": ..., "arguments": {...}}, or NAME[ARGS]{...} for each call."""
+    """[TOOL_CALLS] with a list of {"name": ..., "arguments": {...}}, or NAME[ARGS]{...} for each call, used by
+    Mistral.
+    """
 
     name = "mistral"
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -138,7 +142,7 @@ class Mistral(CallFormat):
 
 
 class MistralArgs(Mistral):
-    """The newer of Mistral's two forms where calls are enforced; both are read."""
+    """Mistral with the newer of its two formats in grammars; the parser accepts both."""
 
     between = ""
 
@@ -156,8 +160,12 @@ class MistralArgs(Mistral):
 
 
 class OpenAI(CallFormat):
-    """gpt-oss's messages: <|channel|>final<|message|> and content, or commentary to=functions.NAME and arguments; each
-    but the first behind <|start|>assistant. The analysis in front is reasoning. Only tools are called."""
+    """Harmony messages, used by gpt-oss.
+
+    A message is <|channel|>final<|message|> and content, or <|channel|>commentary to=functions.NAME and arguments; each
+    but the first follows <|start|>assistant. The analysis channel before them is reasoning. Only known tools are
+    called.
+    """
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
@@ -172,7 +180,7 @@ class OpenAI(CallFormat):
 
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat; it follows the channel's mark."""
+        """See CallFormat; this follows the channel's mark."""
         _, _, constrain, message = map(marker, cls.markers)
         end = f'{constrain} "json" {message}'
         calls = (f"{lark(f'commentary to=functions.{name} ')} {end} {rule}" for name, rule in tools.items())
@@ -216,7 +224,7 @@ class OpenAI(CallFormat):
             self._at += 1
         to = re.search(r" to=functions\.([A-Za-z0-9_-]{1,64})(?![A-Za-z0-9_-])", header)
         if " to=" not in header:
-            self._mark = None  # what follows is content
+            self._mark = None  # content follows
         elif to is not None and to[1] in self._tools:
             yield from self._arguments(to[1])
         else:

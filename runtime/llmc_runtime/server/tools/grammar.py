@@ -1,5 +1,6 @@
-"""The grammar of an answer whose calls are enforced, and of one that has reasoning in front of a given form; Lark, as
-llguidance reads it, which the engine compiles."""
+"""Builds the Lark grammar, for llguidance, of a response with enforced calls, or of an output format after
+reasoning.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from llmc_runtime.server.tools.lark import Marker, json_rule, slashed
 
 
 def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:
-    """Rules of which `calls` is what the tools allow; `free`: text with calls in it, of which those of strict tools
-    follow their schemas. ApiError 400 where the form has no grammar for a schema."""
+    """Return rules in which `calls` matches what the tools allow.
+
+    With `free`, it matches text that contains calls, of which those of strict tools follow their schemas. Raises
+    ApiError 400 if the format cannot express a schema.
+    """
     rules = {name: f"a{i}" for i, name in enumerate(tools.schemas)}
     most = MAX_CALLS if tools.several and form.several else 1
     texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
@@ -27,11 +31,11 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
 
 
 def form_of(wanted: StructuredOutputsParams, param: str) -> str:
-    """Rules of which `form` is the text that was asked for. ApiError 400 where it can be no part of a grammar."""
+    """Return rules in which `form` matches the requested output format. Raises ApiError 400 if that is impossible."""
     if wanted.kind in ("json", "json_object"):
         try:
             return f"form: {_of_schema(wanted, param)}"
-        except (ValueError, RecursionError) as e:  # a schema may come as a text, which nobody has read before
+        except (ValueError, RecursionError) as e:  # a schema given as text has not been parsed before
             raise ApiError(f"{param}: the JSON schema cannot be read: {str(e)[:100]}", param=param) from None
     if wanted.kind == "choice":
         return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
@@ -54,8 +58,10 @@ def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
 
 
 def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:
-    """The whole: `body` in terms of the rules of `parts`, behind the rule `thought` where there is reasoning. ApiError
-    400 where it is too large; `param` is blamed."""
+    """Combine the rules into one grammar: `body`, after the rule `thought` if there is reasoning.
+
+    Raises ApiError 400 about the field `param` if the grammar is too large.
+    """
     start = f"start: {body}" if thought is None else f"start: thought body\nbody: {body}\n{thought}"
     text = "\n".join(["%llguidance {}", start, *parts, ""])
     if len(text.encode(errors="replace")) > MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Messages of a request as chat templates read them: earlier calls, their results, reasoning; it renders nothing."""
+"""Converts the messages of a request for chat templates: earlier calls, their results, and reasoning."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from llmc_runtime.server.parse import document
 from llmc_runtime.server.tools.definitions import NAME
 from llmc_runtime.text.reads import Reads
 
-MAX_CALLS = 128  # of one message
+MAX_CALLS = 128  # in one message
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 _CALLS = 'a list of {"id": ID, "type": "function", "function": {"name": NAME, "arguments": JSON}}'
 _TEMPLATE = "serve with --chat-template FILE, one that has a place for them, or leave them out"
 
 
 def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
-    """Copies of those messages that have calls, results or reasoning; the others as they are. ApiError 400.
+    """Return copies of messages with calls, results or reasoning, and other messages unchanged. Raises ApiError 400.
 
-    Arguments, JSON text in the API, become objects unless the template joins them with text. Ids become nine letters
-    and digits where the model's have to be that (`short_ids`), the same ones for the same ids.
+    Arguments, which are JSON text in the API, become objects unless the template concatenates them with text. With
+    `short_ids`, ids become nine letters and digits, equal for equal ids.
     """
     if (count := calls_in(messages)) > MAX_ALL_CALLS:
         raise ApiError(f"messages: up to {MAX_ALL_CALLS} tool calls together, not {count}", param="messages")
@@ -31,7 +31,7 @@ def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) 
 
 
 def calls_in(messages: list[dict[str, Any]]) -> int:
-    """How many tool calls the messages have."""
+    """Return the number of tool calls in the messages."""
     return sum(len(calls) for one in messages if isinstance(calls := one.get("tool_calls"), list))
 
 
@@ -78,7 +78,9 @@ def _calls(given: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[s
 
 
 def _arguments(given: Any, where: str, as_text: bool) -> Any:
-    """An object or its JSON, as the template wants it. A text that is no object, which a model has written, stays."""
+    """Convert arguments to an object, or to JSON if `as_text`. Text that is not an object, as models may write, is
+    kept.
+    """
     if not isinstance(given, str | dict | None):
         where = f"{where}.function.arguments"
         raise ApiError(f"{where}: the JSON of an object", param=where)

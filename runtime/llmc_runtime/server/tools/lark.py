@@ -1,4 +1,4 @@
-"""Pieces of Lark as llguidance reads it, for the grammars of calls and reasoning; it knows no form of calls."""
+"""Building blocks of Lark grammars in llguidance's dialect, for calls and reasoning."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-Marker = Callable[[str], str]  # how Lark has a text that is made of special tokens, or is not
+Marker = Callable[[str], str]  # returns the Lark expression of a text that may consist of special tokens
 AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 ANY = "(?s:.*)"
-_LINE = "((?s:.*)\\n)?[ \\t\\r]*"  # up to what stands first on a line
+_LINE = "((?s:.*)\\n)?[ \\t\\r]*"  # everything up to the first nonspace character of a line
 
 
 def lark(text: str) -> str:
-    """A text as Lark has it."""
+    """Return a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def regex(text: str) -> str:
-    """A regular expression of llguidance for this text alone."""
+    """Return a regular expression that matches only this text."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def slashed(pattern: str) -> str:
-    """A regular expression between slashes, on one line."""
+    """Escape a regular expression for use between slashes on one line."""
     out, escaped = [], False
     for char in pattern:
         out.append({"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(char, char))
@@ -34,35 +34,40 @@ def slashed(pattern: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any], options: Mapping[str, Any] = AS_TEMPLATES_DO) -> str:
-    """JSON of a schema within Lark, by default with the white space of Python's json, as templates write it. Nothing
-    in it looks like GBNF."""
+    """Return a Lark expression for JSON of a schema.
+
+    By default, it uses the white space of Python's json module, as templates do. The result contains no "::=", so that
+    it is not mistaken for GBNF.
+    """
     text = json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
     return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
 
 
 def choice_of(tools: Mapping[str, str], before: str, between: str, after: str) -> str:
-    """The alternatives of one call for each tool: `before` NAME `between` arguments `after`."""
+    """Return alternatives of one call per tool: `before` NAME `between` arguments `after`."""
     return " | ".join(
         f"{lark(before + name + between)} {rule}{after and ' ' + lark(after)}" for name, rule in tools.items()
     )
 
 
 def repeated(one: str, between: str, most: int) -> str:
-    """1 to `most` times the rule `one`."""
+    """Return an expression for 1 to `most` repetitions of the rule `one`, separated by `between`."""
     joined = f"{between} {one}" if between != '""' else one
     return one if most == 1 else f"{one} ({joined}){{0,{most - 1}}}"
 
 
 def without(texts: Sequence[str]) -> str:
-    """An expression for any text in which none of `texts` is."""
+    """Return an expression for any text that contains none of `texts`."""
     return " & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(one)}{ANY}/" for one in texts)])
 
 
 def text_until(
     rule: str, end: str, marker: Marker, patterns: Sequence[str] = (ANY,), before: str = "", never: Sequence[str] = ()
 ) -> str:
-    """Rules of which `rule` is a text like all `patterns`, `before`, and `end`, which occurs at its end alone; the
-    texts `never` do not occur."""
+    """Return rules in which `rule` matches a text, `before` and `end`; `end` occurs only there.
+
+    The text matches all `patterns` and contains none of `never`.
+    """
     mark, name = marker(end), rule.upper()
     others = [one for one in never if one != end]
     if mark.startswith('"'):
@@ -74,7 +79,7 @@ def text_until(
 
 
 def after_text(begin: str, marker: Marker, never: Sequence[str]) -> tuple[str, list[str]]:
-    """What is any text up to the mark `begin`, with it, in which none of `never` is, and the rules that it needs."""
+    """Return an expression for any text up to and including the mark `begin`, without any of `never`, and its rules."""
     mark = marker(begin)
     if not mark.startswith('"'):
         return f"FREE? {mark}", []
@@ -90,9 +95,11 @@ def led(
     marker: Marker,
     end: str,
 ) -> str:
-    """Rules of which `calls` is a text with a call in it, where no mark says so: the expression `opening` of its name
-    at the beginning of a line, the arguments, `closing`; or, where a mark does, `begin`, the rule `behind` and `end`.
-    `never`: how a call could begin otherwise."""
+    """Return rules in which `calls` matches a text with calls of a format without required marks.
+
+    A call starts a line with the expression `opening` of its name, followed by the arguments and `closing`; or it
+    consists of the mark `begin`, the rule `behind` and `end`. `never` matches other ways in which a call could start.
+    """
     leads = [f"lead_{i}[lazy]: /{_LINE}{opening(regex(name))}/" for i, name in enumerate(tools)]
     ones = [f"lead_{i} {rule} {closing}" for i, rule in enumerate(tools.values())]
     free = f"FREE: {without([begin])} & ~/{_LINE}{never}{ANY}/"

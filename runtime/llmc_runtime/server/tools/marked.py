@@ -1,4 +1,4 @@
-"""Formats of calls whose arguments are JSON between marks of several families; see calls.CallFormat."""
+"""Call formats with arguments as JSON between the marks of several model families. See calls.CallFormat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmc_runtime.server.tools.lark import Marker, choice_of, lark, repeated
 
 
 class JsonList(CallFormat):
-    """A mark, then a JSON list of {"name": ..., "arguments": {...}}."""
+    """A mark, followed by a JSON list of {"name": ..., "arguments": {...}}."""
 
     between = None
 
@@ -38,19 +38,19 @@ class JsonList(CallFormat):
 
 
 class Granite(JsonList):
-    """Behind <|tool_call|>, or <tool_call>, as Granite 3 writes it."""
+    """A JSON list after <|tool_call|> or <tool_call>, used by Granite 3."""
 
     name = "granite"
     markers = ("<|tool_call|>", "<tool_call>")
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """See CallFormat; Phi-4-mini has the mark around tools."""
+        """See CallFormat; Phi-4-mini uses the same mark around tools."""
         return "<|tool_call|>" in template and "<|tool|>" not in template
 
 
 class Phi4Mini(JsonList):
-    """Behind the word functools, as Phi-4-mini writes it."""
+    """A JSON list after the word functools, used by Phi-4-mini."""
 
     name = "phi4_mini_json"
     markers = ("functools[",)
@@ -62,7 +62,7 @@ class Phi4Mini(JsonList):
 
 
 class Granite20b(CallFormat):
-    """<function_call> {"name": ..., "arguments": {...}}, as Granite 20B writes it."""
+    """<function_call> {"name": ..., "arguments": {...}}, used by Granite 20B."""
 
     name = "granite-20b-fc"
     markers = ("<function_call>",)
@@ -84,11 +84,13 @@ class Granite20b(CallFormat):
 
 
 class Sectioned(CallFormat):
-    """A section between `markers[0]` and `markers[1]`; within, `markers[2]`, the name, `markers[3]`, the arguments and
-    `markers[4]` for each call."""
+    """A section between `markers[0]` and `markers[1]` with a list of calls.
+
+    Each call consists of `markers[2]`, the name, `markers[3]`, the arguments and `markers[4]`.
+    """
 
     between = None
-    line: ClassVar[str] = ""  # between calls
+    line: ClassVar[str] = ""  # text between calls
 
     @classmethod
     def openers(cls) -> Sequence[str]:
@@ -117,7 +119,7 @@ class Sectioned(CallFormat):
                 yield from self._optional(self.markers[1])
 
     def _section(self, opener: str) -> Steps[None]:
-        """Behind its mark; or, where that was left out, behind a call's."""
+        """Parse the calls after the section's mark, or after a call's mark if the former was left out."""
         if opener == self.markers[0]:
             yield from self._expect(self.markers[2])
         yield from self._one()
@@ -135,13 +137,13 @@ class Sectioned(CallFormat):
         self._mark = self._at
 
     def _name(self) -> Steps[str]:
-        """The name, and what stands in front of the arguments."""
+        """Consume the name and everything up to the arguments, and return the name."""
         name = yield from self._word()
         yield from self._expect(self.markers[3])
         return name
 
     def _closed(self) -> Steps[None]:
-        """What stands behind the arguments."""
+        """Consume what follows the arguments."""
         yield from self._expect(self.markers[4])
 
 
@@ -155,7 +157,7 @@ _DEEPSEEK = (
 
 
 class DeepSeekV31(Sectioned):
-    """<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, as DeepSeek V3.1 writes it."""
+    """<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, used by DeepSeek V3.1."""
 
     name = "deepseek_v31"
     markers = _DEEPSEEK
@@ -167,8 +169,10 @@ class DeepSeekV31(Sectioned):
 
 
 class DeepSeekV3(Sectioned):
-    """<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, the arguments as a block of Markdown, <｜tool▁call▁end｜>, as
-    DeepSeek V3 and R1 write it."""
+    """<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, the arguments, and <｜tool▁call▁end｜>.
+
+    Used by DeepSeek V3 and R1. The arguments are in a Markdown code block.
+    """
 
     name = "deepseek_v3"
     markers = _DEEPSEEK
@@ -203,8 +207,7 @@ class DeepSeekV3(Sectioned):
 
 
 class KimiK2(Sectioned):
-    """<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>, as Kimi K2
-    writes it."""
+    """<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>, used by Kimi K2."""
 
     name = "kimi_k2"
     markers = (
@@ -219,7 +222,7 @@ class KimiK2(Sectioned):
 
     @classmethod
     def call_id(cls, name: str, index: int) -> str:
-        """See CallFormat: the template writes ids where a call's name is."""
+        """See CallFormat; the template writes the id in place of a call's name."""
         return f"functions.{name}:{index}"
 
     @classmethod

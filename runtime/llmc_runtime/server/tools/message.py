@@ -1,4 +1,4 @@
-"""One output on its way into a message: its text becomes reasoning, content and calls as it comes; it has no routes."""
+"""Converts one output to an OpenAI message as it is generated: its reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmc_runtime.server.tools.reasoning import Splitter, reasoning_tokens
 
 @dataclass
 class Bit:
-    """What is new: texts, and pieces of calls with the ids of those that begin."""
+    """New output: reasoning, content, and pieces of calls, with ids for those that start."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def delta(self) -> dict[str, Any]:
-        """The fields of a stream's delta; none where nothing is new."""
+        """Return the fields of a stream's delta; {} if there is nothing new."""
         told: dict[str, Any] = {"content": self.content} if self.content else {}
         if self.reasoning:
             told |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
@@ -28,12 +28,12 @@ class Bit:
 
 
 def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
-    """Whether an output ended before the model ended it: at max_tokens, at a stop string, by an abort."""
+    """Return whether an output was cut off before the model ended it: by max_tokens, a stop string or an abort."""
     return finish_reason != "stop" or isinstance(stop_reason, str)
 
 
 class Turn:
-    """One output of a plan; `quiet`: its reasoning is told apart, and not told."""
+    """The state of one output of a plan. With `quiet`, its reasoning is separated but not returned."""
 
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
         self._plan, self._quiet = plan, quiet
@@ -42,12 +42,15 @@ class Turn:
         self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
         self._several = plan.tools is not None and plan.tools.several
         self._forced = plan.tools is not None and plan.tools.forced
-        self._ids: list[int] = []  # while there may be reasoning
+        self._ids: list[int] = []  # token ids as long as there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
     def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Bit:
-        """What is certain with this much more text, which came of `ids`; `final`: no more comes; `cut`: the output
-        ended before the model did. Under a forced tool choice nothing is content: what is no call is its markup."""
+        """Append text, generated from `ids`, and return the output that is now certain.
+
+        `final` marks the end of the text, and `cut` that the output was cut off. If a tool call is forced, nothing is
+        content: everything else is markup of calls.
+        """
         bit = Bit(content=text)
         if self._splitter is not None:
             bit.reasoning, bit.content = self._split(self._splitter, text, ids, final)
@@ -61,11 +64,11 @@ class Turn:
         return bit
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """That of the message: calls end it where nothing else cut it."""
+        """Return the message's finish reason: "tool_calls" if it stopped after calls."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
     def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
-        """The message of a finished output; `cut` as for `take`."""
+        """Return the message of a finished output; `cut` is as in `take`."""
         bit = self.take(text, ids, True, cut)
         calls: list[dict[str, Any]] = []
         for piece in bit.calls:

@@ -1,4 +1,4 @@
-"""What one chat's answer consists of: reasoning, content, calls; which grammar makes it so; it reads no output."""
+"""The structure of a chat's response (reasoning, content, calls) and the grammar that enforces it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from llmc_runtime.server.tools.reasoning import ReasoningFormat, lark_of
 
 @dataclass(frozen=True)
 class Plan:
-    """`tools`, `form`: the calls there may be, and how they, or all answers, are written. `thoughts`: how reasoning is
-    marked; `opened`: the output begins within it. Each is None where there is none. `earlier`: how many calls the
-    messages have."""
+    """The structure of a response; fields are None if the part does not exist.
+
+    - `tools`, `form`: the tools that may be called, and the format of calls (or of all answers).
+    - `thoughts`: the format of reasoning; `opened`: the output starts inside of it.
+    - `earlier`: the number of tool calls in the messages.
+    """
 
     dialect: Dialect
     tools: Tools | None = None
@@ -34,22 +37,22 @@ class Plan:
 
     @property
     def plain(self) -> bool:
-        """The output is content alone."""
+        """Whether the output is content only."""
         return self.form is None and self.thoughts is None
 
     @property
     def strict(self) -> bool:
-        """Calls that are not forced follow schemas."""
+        """Whether calls follow schemas although they are not forced."""
         return self.tools is not None and bool(self.tools.strict) and self.form is not None
 
     @property
     def visible(self) -> frozenset[int]:
-        """The special tokens that the text of an output has to show."""
+        """The special tokens that have to appear in an output's text."""
         marks = () if self.form is None else tuple(self.form.markers)
         return self.dialect.special(marks if self.thoughts is None else (*marks, *self.thoughts.marks))
 
     def behind(self, prompt: Prompt, asked: ChatRequest) -> Plan:
-        """The same for an output behind this prompt: it may have closed the reasoning, or be within."""
+        """Return the plan for an output after this prompt, which may have closed or opened the reasoning."""
         thoughts, text = self.thoughts, prompt.text or ""
         if thoughts is None:
             return self
@@ -61,8 +64,10 @@ class Plan:
         return replace(self, opened=thoughts.opened(text, None))
 
     def constrained(self, params: SamplingParams, param: str) -> SamplingParams:
-        """The parameters with the grammar of the answer, where one is needed; `param` asked for its form. ApiError 400
-        where there is none."""
+        """Return the parameters with the response's grammar, if one is needed.
+
+        `param` is the field that requested the output format. Raises ApiError 400 if there is no such grammar.
+        """
         wanted, tools = params.structured_outputs, self.tools
         forced = tools is not None and tools.forced
         strict = wanted is None and not forced and self.strict
@@ -80,12 +85,12 @@ class Plan:
         whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
         try:
             return replace(params, structured_outputs=whole)
-        except LlmcError as e:  # what a grammar excludes
+        except LlmcError as e:  # parameters that a grammar excludes
             raise told(e, "messages") from None
 
 
 def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
-    """What the fields of a request ask for. ApiError 400."""
+    """Return the plan for a request. Raises ApiError 400."""
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     if tools is None:
         channels = dialect.calls is not None and dialect.calls.channels

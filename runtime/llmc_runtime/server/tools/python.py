@@ -1,7 +1,8 @@
-"""Follows the text of one Python literal as it comes and has it as JSON; it runs nothing and builds no value.
+"""Incremental scanner of Python literals, which converts them to JSON without evaluating anything.
 
-Strings (of one quote or three, without prefix), numbers, True, False, None and JSON's words for them, lists, and dicts
-whose keys are strings; at most MAX_DEPTH deep, other literals MAX_LITERAL long. Line ends within strings are theirs.
+Accepts strings (with one or three quotes, without prefix), numbers, True, False, None and JSON's words for them, lists,
+and dicts with string keys. Nesting is limited to MAX_DEPTH, and other literals to MAX_LITERAL characters. Strings may
+contain line breaks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ESCAPES = MappingProxyType(
     }
 )
 _OCTAL = "01234567"
-_CODES = MappingProxyType({"x": 2, "u": 4, "U": 8})  # digits of an escape
+_CODES = MappingProxyType({"x": 2, "u": 4, "U": 8})  # number of digits in an escape sequence
 _INTEGER = re.compile(r"([+-]?)(0+|[1-9](?:_?[0-9])*)")
 _FLOAT = re.compile(r"([+-]?)([0-9](?:_?[0-9])*)?(?:\.((?:[0-9](?:_?[0-9])*)?))?([eE][+-]?[0-9]+)?")
 _BASED = re.compile(r"([+-]?)(0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)")
@@ -40,32 +41,34 @@ _VALUE, _KEY, _COLON, _AFTER, _QUOTE, _STRING, _ESCAPE, _CODE, _LITERAL, _DONE =
 
 
 class PythonText:
-    """One literal. What `take` gives, joined, is the beginning of a JSON value, and the whole of one once `done`."""
+    """Scans one literal. The joined results of `take` are a prefix of its JSON, and all of it once `done`."""
 
     def __init__(self) -> None:
         self.done = self.failed = False
         self._state, self._stack = _VALUE, list[str]()
-        self._first = True  # of the list or dict
-        self._is_key = False  # the string that is read
+        self._first = True  # the current list or dict has no element yet
+        self._is_key = False  # the current string is a key
         self._quote, self._triple, self._quotes = "", False, 0
-        self._held = ""  # of a literal or an escape
+        self._held = ""  # characters of the current literal or escape
         self._digits = 0
-        self._lead = ""  # what stands in front of the next value
+        self._lead = ""  # text to emit before the next value
         self._new: list[str] = []
-        self.unsaid = 0  # characters that were read since the last ones that are part of the JSON
+        self.unsaid = 0  # characters read since the last one that contributed to the JSON
 
     @property
     def promising(self) -> bool:
-        """Something was there."""
+        """Whether anything has been converted."""
         return bool(self._new)
 
     def take(self) -> str:
-        """The JSON of what was read since the last call."""
+        """Return the JSON of what was read since the last call."""
         new, self._new = "".join(self._new), []
         return new
 
     def feed(self, text: str, at: int) -> int:
-        """Read on from `at`; the position behind the value, of what cannot be part of it, or of the text's end."""
+        """Read on from position `at`. Returns the position after the value, of the first invalid character, or of the
+        text's end.
+        """
         while at < len(text) and not self.done:
             size = len(self._new)
             used = self._step(text[at])
@@ -77,7 +80,9 @@ class PythonText:
         return at
 
     def _step(self, char: str) -> int | None:
-        """How many characters were read: 1, or 0 where it has to be read again; None where it cannot be read."""
+        """Process a character. Returns 1 if it was consumed, 0 if it has to be processed again, and None if it is
+        invalid.
+        """
         state = self._state
         if state == _STRING:
             return self._in_string(char)
@@ -94,7 +99,7 @@ class PythonText:
     # --- strings
 
     def _opening(self, char: str) -> int:
-        """Behind the first quote: an empty string, a string, or three quotes."""
+        """Process the characters after the first quote: an empty string, a string, or three quotes."""
         if char != self._quote:
             if self._quotes:
                 self._end_string()
@@ -144,7 +149,7 @@ class PythonText:
         return self._coded(0) if octal else None
 
     def _coded(self, used: int) -> int | None:
-        """The escape is whole."""
+        """Emit the character of a complete numeric escape."""
         code = int(self._held[1:], 8 if self._held[0] == "o" else 16)
         if code > 0x10FFFF:
             return None
@@ -153,7 +158,7 @@ class PythonText:
         return used
 
     def _say(self, text: str) -> None:
-        """Text of a string; half of a surrogate pair stays an escape."""
+        """Emit text of a string; an unpaired surrogate remains an escape."""
         plain = not any("\ud800" <= char <= "\udfff" for char in text)
         self._new.append(json.dumps(text, ensure_ascii=not plain)[1:-1])
 
@@ -172,7 +177,7 @@ class PythonText:
     # --- between values
 
     def _between(self, char: str) -> bool:
-        """A character between values, or one that begins or ends one."""
+        """Process a character between values, or one that starts or ends a value."""
         state, stack = self._state, self._stack
         if state == _COLON:
             self._state = _VALUE
@@ -190,7 +195,7 @@ class PythonText:
         return self._begin(char)
 
     def _pending_value(self) -> bool:
-        """Whether a value has to follow: behind a colon."""
+        """Return whether a value must follow, after a colon."""
         return self._state == _VALUE and self._stack[-1] == "}"
 
     def _begin(self, char: str) -> bool:
@@ -223,7 +228,7 @@ class PythonText:
 
 
 def _json_of(literal: str) -> str | None:
-    """The JSON of a number or a word; None where it is neither."""
+    """Return the JSON of a number or word; None if the literal is neither."""
     if literal in _WORDS:
         return _WORDS[literal]
     if found := _INTEGER.fullmatch(literal):
@@ -244,6 +249,6 @@ def _signed(sign: str, number: str) -> str:
 
 
 def python_json(text: str) -> str | None:
-    """The JSON of a text that is one Python literal, white space around it allowed; None where it is none."""
+    """Return the JSON of a text that is one Python literal, with optional white space around it; else None."""
     scan, text = PythonText(), text.strip(_SPACE) + "\n"
     return scan.take() if scan.feed(text, 0) >= len(text) - 1 and scan.done else None

@@ -1,5 +1,7 @@
-"""Calls as a list of Python calls with keywords, and values as Python's literals, of which nothing is run; see
-argued.ArguedFormat. There is no mark that has to be there, so that the name has to be a tool's."""
+"""Calls as a list of Python calls with keyword arguments and literals as values; nothing is evaluated.
+
+See argued.ArguedFormat. As the format has no required mark, the name has to be that of a tool.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from llmc_runtime.server.tools.lark import Marker, json_rule, lark, led, regex, 
 from llmc_runtime.server.tools.python import PythonText
 from llmc_runtime.server.tools.values import types_of
 
-_MOST_FIELDS = 64  # of any arguments
+_MOST_FIELDS = 64  # maximum number of arguments without a schema
 _WORDS = MappingProxyType({"boolean": '"True" | "False"', "null": '"None"'})
 
 
 class Pythonic(ArguedFormat):
-    """[NAME(KEY=VALUE, ...), ...] at the beginning of a line, or behind `markers[0]` and in front of `markers[1]`."""
+    """[NAME(KEY=VALUE, ...), ...] at the start of a line, or between `markers[0]` and `markers[1]`."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
@@ -72,7 +74,7 @@ class Pythonic(ArguedFormat):
         self._close()
 
     def _keyword(self, key: str) -> Steps[None]:
-        """The value of an argument as it comes."""
+        """Parse an argument's value, and emit it as it arrives."""
         begun, scan = False, PythonText()
 
         def take(text: str) -> None:
@@ -96,7 +98,7 @@ class Pythonic(ArguedFormat):
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat; nothing stands in front."""
+        """See CallFormat; there is no mark before the calls."""
         return f"calls: behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
@@ -114,7 +116,10 @@ class Pythonic(ArguedFormat):
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
-        """`RULE_hI`: the arguments from the i-th, which is the first one told; `RULE_tI`: those behind others."""
+        """Return rules for the arguments in order.
+
+        `RULE_hI` matches the arguments from number I on if none was written before, and `RULE_tI` if some were.
+        """
         lines, last = [], len(fields)
         for i, field in enumerate(fields):
             rest, mark = f"{rule}_t{i + 1}", "" if field.required else "?"
@@ -139,7 +144,7 @@ class Pythonic(ArguedFormat):
 
 
 class Llama4Pythonic(Pythonic):
-    """The same between <|python_start|> and <|python_end|>, or without these, as Llama 4 writes it."""
+    """The same between <|python_start|> and <|python_end|>, or without them, used by Llama 4."""
 
     name = "llama4_pythonic"
 
@@ -150,7 +155,7 @@ class Llama4Pythonic(Pythonic):
 
 
 class Lfm2(Pythonic):
-    """The same between <|tool_call_start|> and <|tool_call_end|>, as LFM2 writes it."""
+    """The same between <|tool_call_start|> and <|tool_call_end|>, used by LFM2."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")

@@ -1,6 +1,7 @@
-"""Reasoning that a model marks in front of its answer, told apart from the answer as the text comes; it reads no calls.
+"""Separates reasoning, which a model marks at the start of its output, from the answer, as the text arrives.
 
-A text gives the same two in pieces of any size; they lack the marks, and up to MAX_SPACE of white space beside them.
+The result does not depend on how the text is split into pieces. It lacks the marks, and up to MAX_SPACE of white space
+next to them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER, _FRAMED = range(6)
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Reasoning stands between one of `begins` and one of `ends`, at the beginning of an output. Where the prompt opens
-    it, or `always`, the output begins within, with or without such a mark; else without one there is none.
+    """Reasoning at the start of an output, between one of `begins` and one of `ends`.
 
-    `until`: marks of what follows that end reasoning too, and are part of the answer. `frame`: marks that may stand
-    around an answer behind reasoning.
+    If the prompt opens the reasoning, or with `always`, the output starts inside of it, with or without a begin mark.
+    Otherwise there is reasoning only after a begin mark. `until` are marks that also end the reasoning, and belong to
+    the answer. `frame` are marks that may enclose the answer after reasoning.
     """
 
     begins: tuple[str, ...]
@@ -34,21 +35,24 @@ class ReasoningFormat:
 
     @property
     def begin(self) -> str:
-        """The usual one."""
+        """The usual begin mark."""
         return self.begins[0]
 
     @property
     def end(self) -> str:
-        """The usual one."""
+        """The usual end mark."""
         return self.ends[0]
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All that stand around reasoning and answers."""
+        """All marks around reasoning and answers."""
         return (*self.begins, *self.ends, *(self.frame or ()))
 
     def opened(self, prompt: str, final: str | None) -> bool:
-        """Whether the output behind this prompt begins within the reasoning; `final`: the message that it continues."""
+        """Return whether the output after this prompt starts inside the reasoning.
+
+        `final` is the message that the output continues, if any.
+        """
         if final is not None:
             last, closed = (max(map(final.rfind, marks)) for marks in (self.begins, self.ends))
             return last > closed or (self.always and closed < 0)
@@ -56,7 +60,7 @@ class ReasoningFormat:
         return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
 
     def closed(self, prompt: str) -> bool:
-        """Whether the prompt has ended the reasoning."""
+        """Return whether the prompt has ended the reasoning."""
         return prompt.rstrip().endswith(self.ends)
 
 
@@ -71,7 +75,7 @@ GRANITE = ReasoningFormat(
 ANALYSIS = ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
 _WITHIN = replace(THINK, always=True)
 _PLAIN = ("qwen3", "deepseek_v3", "glm45", "glm47", "holo2", "mimo", "nemotron_v3", "olmo3", "step3p5")
-# By the names that vLLM has for its parsers.
+# By the names of vLLM's parsers.
 FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
         **dict.fromkeys(_PLAIN, THINK),
@@ -88,7 +92,7 @@ FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
 
 
 class Splitter:
-    """One output; `opened`: it begins within the reasoning."""
+    """The parser of one output. With `opened`, it starts inside the reasoning."""
 
     def __init__(self, form: ReasoningFormat, opened: bool) -> None:
         self._form, self._state, self._text = form, _OPENING if opened else _BEFORE, ""
@@ -96,16 +100,18 @@ class Splitter:
 
     @property
     def inside(self) -> bool:
-        """Whether what comes next may be reasoning."""
+        """Whether further text may be reasoning."""
         return self._state < _BEHIND
 
     @property
     def thinking(self) -> bool:
-        """Whether there is, or was, reasoning."""
+        """Whether there is or was reasoning."""
         return self._thought
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
-        """(reasoning, answer) that is certain with this much more text; `final`: no more comes."""
+        """Append text, and return the reasoning and the answer that are now certain. `final` marks the end of the
+        text.
+        """
         self._text += text
         reasoning = ""
         if self._state == _BEFORE and not self._begin(final):
@@ -124,7 +130,7 @@ class Splitter:
         return reasoning, answer
 
     def _begin(self, final: bool) -> bool:
-        """Whether it is known if there is reasoning."""
+        """Determine if there is reasoning. Returns False if more text is needed."""
         bare, begins = self._text.lstrip(), self._form.begins
         near = len(self._text) - len(bare) <= MAX_SPACE
         self._thought = near and bare.startswith(begins)
@@ -134,7 +140,7 @@ class Splitter:
         return True
 
     def _open(self, final: bool) -> bool:
-        """Whether the first mark, which may be left out, and the white space behind it are read."""
+        """Skip the optional begin mark and white space. Returns False if more text is needed."""
         bare, begins = self._text.lstrip(), self._form.begins
         mark = next((one for one in begins if bare.startswith(one)), "")
         rest = bare.removeprefix(mark).lstrip()
@@ -145,7 +151,7 @@ class Splitter:
         return True
 
     def _reasoning(self, final: bool) -> str:
-        """What is certainly reasoning; white space at its end is not told."""
+        """Return the text that is certainly reasoning, without trailing white space."""
         text, form = self._text, self._form
         found = min(((at, mark) for mark in (*form.ends, *form.until) if (at := text.find(mark)) >= 0), default=None)
         if found is not None:
@@ -157,7 +163,7 @@ class Splitter:
         return sure
 
     def _behind(self, final: bool) -> None:
-        """The white space in front of the answer, and its first mark, which may be there."""
+        """Skip the white space before the answer, and its optional mark."""
         frame, self._text = self._form.frame, self._text.lstrip()
         if frame is not None and self._text.startswith(frame[0]):
             rest = self._text.removeprefix(frame[0]).lstrip()
@@ -166,7 +172,7 @@ class Splitter:
             self._state = _AFTER
 
     def _framed(self, final: bool) -> str:
-        """What is certainly part of an answer that ends with a mark; what follows the mark is an answer, too."""
+        """Return the text that certainly belongs to a framed answer. Text after the end mark also belongs to it."""
         text, mark = self._text, (self._form.frame or ("", ""))[1]
         at = text.find(mark)
         if at >= 0:
@@ -179,18 +185,20 @@ class Splitter:
 
 
 def _begun(text: str, marks: Sequence[str]) -> int:
-    """The length of the longest beginning of one of `marks` that the text ends with."""
+    """Return the length of the longest prefix of one of `marks` with which the text ends."""
     longest = min(max(map(len, marks)) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if any(one.startswith(text[-n:]) for one in marks)), 0)
 
 
 def _trimmed(text: str) -> str:
-    """Without white space at its end, of which up to MAX_SPACE is dropped."""
+    """Remove up to MAX_SPACE of trailing white space."""
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
 def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:
-    """How many of `ids`, which begin with the reasoning, belong to it with its marks; `whole`: it ends among them."""
+    """Return how many of `ids`, which start with the reasoning, belong to it, including marks. `whole`: it ends in
+    them.
+    """
     if not whole:
         return len(ids)
     marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
@@ -207,7 +215,7 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
 
 
 def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
-    """Lark rules of which `thought` is reasoning with its marks; `marker`: how Lark has them."""
+    """Return Lark rules in which `thought` matches reasoning with its marks; `marker` converts marks to Lark."""
     begin = f"({' | '.join(map(marker, form.begins))})"
     plain = [one for one in form.ends if marker(one).startswith('"')]
     tokens = [marker(one) for one in form.ends if one not in plain]

@@ -1,7 +1,7 @@
-"""Follows the text of one JSON value as it comes, character by character; it builds no value.
+"""Incremental scanner of JSON values (RFC 8259), character by character, without building the value.
 
-RFC 8259, but for two things: a value is at most MAX_DEPTH deep and a number MAX_LITERAL long; and control characters
-within strings, which models write, become escapes.
+There are two differences: nesting is limited to MAX_DEPTH and numbers to MAX_LITERAL characters; and control characters
+in strings, which models write, are converted to escapes.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ MAX_LITERAL = 400
 _SPACE = " \t\r\n"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _PART = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")  # of a number
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # part of a string
 _WORDS = ("true", "false", "null")
 _VALUE, _FIRST_VALUE, _KEY, _FIRST_KEY, _COLON, _AFTER, _STRING, _ESCAPE, _HEX, _LITERAL, _DONE = range(11)
 
 
 class JsonText:
-    """One value. What `take` gives, joined, is the beginning of a JSON value, and the whole of one once `done`."""
+    """Scans one value. The joined results of `take` are a prefix of a JSON value, and all of it once `done`."""
 
     def __init__(self) -> None:
         self.done = self.failed = False
         self._state, self._stack = _VALUE, list[str]()
-        self._is_key = False  # the string that is read
+        self._is_key = False  # the current string is a key
         self._literal, self._digits = "", 0
         self._new: list[str] = []
 
     @property
     def promising(self) -> bool:
-        """More than the first bracket of it was there."""
+        """Whether more than the value's first bracket has been read."""
         return self.done or not (len(self._stack) == 1 and self._state in (_FIRST_KEY, _FIRST_VALUE))
 
     def feed(self, text: str, at: int) -> int:
-        """Read on from `at`; the position behind the value, of what cannot be part of it, or of the text's end."""
+        """Read on from position `at`. Returns the position after the value, of the first invalid character, or of the
+        text's end.
+        """
         while at < len(text) and not self.done:
             if self._state == _STRING and (plain := _PLAIN.match(text, at)):
                 self._new.append(plain[0])
@@ -50,12 +52,12 @@ class JsonText:
         return at
 
     def take(self) -> str:
-        """What was read since the last call."""
+        """Return the text read since the last call."""
         new, self._new = "".join(self._new), []
         return new
 
     def _step(self, char: str) -> str | None:
-        """What to keep of a character; None where it is no part of the value."""
+        """Return the text to keep for a character; None if it does not belong to the value."""
         state = self._state
         if state == _STRING:
             return self._in_string(char)
@@ -89,7 +91,7 @@ class JsonText:
         return char
 
     def _between(self, char: str) -> bool:
-        """A character between values, or one that begins or ends one."""
+        """Process a character between values, or one that starts or ends a value."""
         state, stack = self._state, self._stack
         if state in (_VALUE, _FIRST_VALUE):
             return (char == "]" and state == _FIRST_VALUE and self._close(char)) or self._begin(char)

@@ -1,4 +1,4 @@
-"""Values that models write as bare text, as JSON: by the type that a tool's schema gives them; it reads no calls."""
+"""Converts values that models write as plain text to JSON, by the type in a tool's schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRING = frozenset({"string"})
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
 MOST_PARTS = 256
-# Python's names for them, which tools of some clients have.
+# Includes Python's names for JSON types, which some clients' tools use.
 _TYPES = MappingProxyType(
     {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
     | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -23,7 +23,7 @@ _FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boo
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of an argument among those of all; None where nothing is said of it."""
+    """Return the schema of an argument from the schema of all arguments; None if it has none."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -32,8 +32,10 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> frozenset[str]:
-    """The JSON types that a part of the schema `root` allows; none at all: it does not say, or has more than `left`
-    parts, references followed."""
+    """Return the JSON types that a part of the schema `root` allows.
+
+    The result is empty if the schema does not restrict them, or has more than `left` parts including references.
+    """
     left = [MOST_PARTS] if left is None else left
     left[0] -= 1
     schema = resolved(schema, root)
@@ -58,7 +60,7 @@ def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The schema that references lead to; None where there is none."""
+    """Follow references and return the schema; None if they lead nowhere."""
     for _ in range(_MOST_REFS):
         if not isinstance(schema, dict):
             return None
@@ -75,8 +77,10 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that is written as `text` and is to be of one of `types`: of another where it is none of
-    these, and a string where it is nothing else."""
+    """Return the JSON of a value written as `text`, preferably of one of `types`.
+
+    A value that can only be read as another type has that type; text that cannot be read otherwise is a string.
+    """
     if types != STRING:
         for found in (plain_json(text), python_json(text)):
             if found is not None and _kept(_type_of(found), types):
@@ -85,21 +89,21 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _kept(kind: str, types: frozenset[str]) -> bool:
-    """Whether a value that can be read as of this type is not the text itself."""
+    """Return whether a value that can be read as this type should be, instead of as a string."""
     if kind == "string":
         return bool(types) and "string" not in types
     return kind in types or (kind == "integer" and "number" in types) or "string" not in types
 
 
 def plain_json(text: str) -> str | None:
-    """A text that is one JSON value, without white space around it; None where it is none."""
+    """Return the JSON of a text that is one JSON value, with optional white space around it; else None."""
     scan, text = JsonText(), text.strip(_SPACE) + "\n"
     at = scan.feed(text, 0)
     return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
 
 
 def _type_of(found: str) -> str:
-    """The type of JSON."""
+    """Return the JSON type of a JSON text."""
     if found[0] in _FIRST:
         return _FIRST[found[0]]
     return "integer" if found.lstrip("-").isdigit() else "number"

@@ -1,7 +1,7 @@
-"""Calls as elements of an XML of sorts, an element an argument, values as bare text; see argued.ArguedFormat.
+"""Calls in XML-like elements, one element per argument, with values as plain text. See argued.ArguedFormat.
 
-A text ends where its element's end is first written: nothing is escaped. Strings are told as they come, other values
-(by the types of the tool's schema) when they are whole.
+As nothing is escaped, a value ends where its element's end tag first occurs. Strings are emitted as they arrive; values
+of other types (by the tool's schema) are emitted once they are complete.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from llmc_runtime.server.tools.lark import ANY, Marker, lark, repeated, text_unt
 from llmc_runtime.server.tools.values import STRING, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
-_LINE = '"\\n"?'  # of a grammar
-_MOST_FIELDS = 64  # of any arguments
+_LINE = '"\\n"?'  # in a grammar
+_MOST_FIELDS = 64  # maximum number of arguments without a schema
 
 
 class Xml(ArguedFormat):
-    """BEGIN, a call's mark with its name, its arguments, the call's end, END, which are `markers`. `call`, `field`:
-    the texts around a name and behind all of what is named; `framed`: a line end stands on both sides of a value."""
+    """Calls enclosed in `markers[0]` and `markers[1]`.
+
+    `call` and `field` are three texts each: before a name, after it, and after everything that it contains. With
+    `framed`, there is a newline on both sides of a value.
+    """
 
     call: ClassVar[tuple[str, str, str]]
     field: ClassVar[tuple[str, str, str]]
@@ -41,7 +44,7 @@ class Xml(ArguedFormat):
         return cls.markers[0], cls.call[0]
 
     def _calls(self, opener: str) -> Steps[None]:
-        """Behind BEGIN; or, as it is left out now and then, a call of a tool without it."""
+        """Parse the calls after the begin mark, or one call of a known tool if the mark was left out."""
         if opener == self.markers[0]:
             yield from self._expect(self.call[0])
             yield from self._one()
@@ -62,7 +65,7 @@ class Xml(ArguedFormat):
         self._close()
 
     def _field_value(self, name: str, key: str, ends: Sequence[str]) -> Steps[None]:
-        """The argument `key` up to the first of `ends`, or another of them."""
+        """Parse the argument `key`, whose value ends with one of `ends`."""
         schema = self._tools.get(name, {})
         types = types_of(property_of(schema, key), schema)
         if self.framed and (yield from self._next(solid=False)) == "\n":
@@ -77,7 +80,7 @@ class Xml(ArguedFormat):
         self._mark = self._at
 
     def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
-        """A string as it comes."""
+        """Parse a string, and emit it as it arrives."""
         begun, held = False, ""
         while True:
             rest = self._text[self._at :]
@@ -101,7 +104,7 @@ class Xml(ArguedFormat):
             yield
 
     def _raw(self, *ends: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
-        """The text in front of `ends`, of which the first is read too."""
+        """Return the text before the first of `ends`. `ends[0]` is consumed, the others are not."""
         looked, longest = self._at, max(map(len, ends))
         while True:
             found = _first(self._text, ends, looked)
@@ -118,7 +121,7 @@ class Xml(ArguedFormat):
 
     @classmethod
     def _ends(cls) -> Sequence[str]:
-        """What a value ends with: its mark; or, where that was left out, those of the call and of all."""
+        """Return the ends of a value: its end tag, or the ends of the call and the section if that was left out."""
         end = cls.markers[1]
         return cls.field[2], f"{cls.call[2]}\n{end}", cls.call[2] + end
 
@@ -160,7 +163,7 @@ class Xml(ArguedFormat):
 
     @classmethod
     def _valued(cls, field: Field, head: str, tail: str, marker: Marker) -> Sequence[str]:
-        """Rules of the value behind `head`, with its end and `tail`."""
+        """Return rules for the value after `head`, with its end tag and `tail`."""
         if not _sayable(field.key):
             raise cls._unsaid(f"the property {field.key[:60]!r}")
         frame, ends = "\n" if cls.framed else "", cls._ends()
@@ -186,7 +189,7 @@ class Xml(ArguedFormat):
 
     @classmethod
     def _texts(cls, field: Field, given: Sequence[object]) -> list[str]:
-        """How the values that an enum allows are written; those that would be read as others are left out."""
+        """Return the texts of an enum's values, except those that would be parsed as different values."""
         types = types_of(field.schema, field.root)
         said = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in given]
         told = [(one, text) for one, text in said if _first(text, cls._ends(), 0) is None]
@@ -197,7 +200,7 @@ class Xml(ArguedFormat):
 
 
 def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Where the first of the marks is, from `start`, and which."""
+    """Return the position and text of the first of the marks from `start` on, or None."""
     return min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
 
 
@@ -207,12 +210,12 @@ def _read(text: str, types: frozenset[str]) -> tuple[type, object]:
 
 
 def _sayable(key: str) -> bool:
-    """Whether an argument's name is read as it is written."""
+    """Return whether an argument's name survives parsing unchanged."""
     return 0 < len(key) <= _LONGEST_KEY and not set(key) & set('<>"\n') and key == key.strip()
 
 
 class Qwen3Coder(Xml):
-    """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, as Qwen3-Coder writes it."""
+    """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, used by Qwen3-Coder."""
 
     name = "qwen3_coder"
     markers = ("<tool_call>", "</tool_call>")
@@ -227,8 +230,7 @@ class Qwen3Coder(Xml):
 
 
 class SeedOss(Xml):
-    """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, as Seed-OSS
-    writes it."""
+    """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, used by Seed-OSS."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>")
@@ -242,8 +244,9 @@ class SeedOss(Xml):
 
 
 class MiniMaxM2(Xml):
-    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, as
-    MiniMax-M2 writes it."""
+    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, used
+    by MiniMax-M2.
+    """
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -258,8 +261,10 @@ class MiniMaxM2(Xml):
 
 
 class Glm45(Xml):
-    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, </tool_call>, on
-    lines of their own, as GLM-4.5 writes it, or not, as GLM-4.7."""
+    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, and </tool_call>.
+
+    GLM-4.5 writes each on a line of its own, GLM-4.7 does not.
+    """
 
     name = "glm45"
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -314,6 +319,6 @@ class Glm45(Xml):
 
     @classmethod
     def _head(cls, key: str, marker: Marker) -> str:
-        """A key, in Lark, and the mark of its value."""
+        """Return the Lark expression of a key with its marks, up to the start of its value."""
         begin, end, value = map(marker, cls.markers[2:5])
         return f"{begin} {key} {end} {_LINE} {value}"

@@ -1,4 +1,4 @@
-"""What this machine is: CPU features, cores and free memory, as Linux tells; and whether it can run a target."""
+"""Properties of this machine on Linux: CPU features, cores and free memory; and the check of a target against them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import MappingProxyType
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
 
-# Families of architecture names: a target's arch begins with one of them, as does platform.machine().
+# Prefix of an architecture or level, or value of platform.machine() -> architecture family.
 _FAMILIES: Mapping[str, str] = MappingProxyType(
     {"x86-64": "x86-64", "x86_64": "x86-64", "amd64": "x86-64", "aarch64": "aarch64", "arm64": "aarch64"}
 )
-# What compilers call a feature, to what /proc/cpuinfo calls it.
+# Feature names of compilers -> names in /proc/cpuinfo, where they differ.
 _ALIASES: Mapping[str, str] = MappingProxyType({"lzcnt": "abm", "sse3": "pni", "sahf": "lahflm", "cmpxchg16b": "cx16"})
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: `machine` as platform.machine() says it, `features` as /proc/cpuinfo lists them."""
+    """A machine: `machine` from platform.machine(), `features` and `model` from /proc/cpuinfo."""
 
     machine: str
     features: frozenset[str]
@@ -30,7 +30,7 @@ class Host:
 
 
 def this_host(cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
-    """The machine at hand; no features where /proc/cpuinfo cannot be read."""
+    """Describe this machine. `features` is empty if /proc/cpuinfo cannot be read."""
     try:
         text = cpuinfo.read_text()
     except OSError:
@@ -46,7 +46,10 @@ def this_host(cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
 
 
 def check_target(target: TargetInfo, host: Host) -> None:
-    """LlmcError E109 where the artifact is for another kind of machine, E110 where this CPU lacks a feature."""
+    """Check that this CPU can run the target.
+
+    Raises LlmcError E109 for another architecture, and E110 if the CPU lacks a required feature.
+    """
     if family(target.arch) != family(host.machine):
         cause = f"the artifact is for {target.arch} ({target.name}); this machine is {host.machine}"
         raise LlmcError("E109", cause, "recompile on this machine: llmc compile MODEL --target cpu:native")
@@ -59,7 +62,7 @@ def check_target(target: TargetInfo, host: Host) -> None:
 
 
 def family(arch: str) -> str:
-    """The architecture that a level or a machine name belongs to; the name itself where it is not a known one."""
+    """Return the architecture family of a level or machine name; unknown names are returned in lower case."""
     lowered = arch.lower()
     return next((f for prefix, f in _FAMILIES.items() if lowered.startswith(prefix)), lowered)
 
@@ -70,7 +73,9 @@ def _plain(feature: str) -> str:
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use: its affinity, hyper-threads once, and the CPU quota of its cgroup."""
+    """Return the number of physical cores this process may use, limited by its CPU affinity and its cgroup's CPU
+    quota.
+    """
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_read(f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list") or str(c) for c in cpus}
     return max(1, min(len(cores), _quota()))
@@ -80,11 +85,11 @@ def _quota() -> int:
     words = _read("/sys/fs/cgroup/cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and int(words[1]):
         return max(1, -(-int(words[0]) // int(words[1])))
-    return 1 << 16
+    return 1 << 16  # no quota
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated without swapping: MemAvailable, and what the cgroup leaves."""
+    """Return the bytes that can be allocated without swapping: MemAvailable, limited by the cgroup's memory limit."""
     free = 1 << 62
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -96,7 +101,7 @@ def free_memory() -> int:
 
 
 def _cache() -> int:
-    """Bytes of file cache inside the cgroup: they are given back when needed."""
+    """Return the bytes of file cache in the cgroup, which the kernel reclaims on demand."""
     lines: Iterable[str] = _read("/sys/fs/cgroup/memory.stat").splitlines()
     return sum(int(x.split()[1]) for x in lines if x.startswith(("inactive_file ", "active_file ")))
 
