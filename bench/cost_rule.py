@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llmc.codegen.driver import our_kernels
 from llmc.codegen.kernel import schedule_text
 from llmc.codegen.select import offers
 from llmc.codegen.tuning import Record, Tuning, machine, read
+from llmc.extension import load
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import parse_type, split_commas
@@ -51,7 +51,7 @@ def measured(records: list[Record]) -> dict[str, dict[int, Ways]]:
 
 def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]]:
     """(first choice / best, a line) of every product and size whose first choice was measured."""
-    kernels = our_kernels()
+    kernels = load().kernels
     for text, sizes in sorted(points.items()):
         node = product(text)
         for tokens, ways in sorted(sizes.items()) if node else ():

@@ -25,7 +25,8 @@ import numpy as np
 import psutil
 
 from llmc.codegen.cpu.base import inline_headers
-from llmc.codegen.toolchain import CppToolchain, Unit
+from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.kernel import Source
 from llmc.targets import cpu
 
 HERE = Path(__file__).resolve().parent
@@ -40,11 +41,11 @@ class Ceilings:
 
     def __init__(self) -> None:
         target = cpu.native()
-        unit = Unit(inline_headers((HERE / "ceilings.cpp").read_text()), "ceilings")
+        unit = Source("ceilings", "cpp", inline_headers((HERE / "ceilings.cpp").read_text()))
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "ceilings.so"
             toolchain = CppToolchain.find(target)
-            path.write_bytes(toolchain.compile([unit], Path(scratch))[toolchain.key(unit)])
+            path.write_bytes(toolchain.compile([(unit, "")], Path(scratch))[toolchain.key(unit)].binary)
             self.lib = ctypes.CDLL(str(path))
         self.lib.bench_read.restype = self.lib.bench_peak_bf16.restype = ctypes.c_double
         self.memory = np.ones(256 << 20, np.uint8)

@@ -18,8 +18,8 @@ from bench.kit import THREADS, clock, median, record
 from llmc.codegen.cpu.attention import ATTENTION
 from llmc.codegen.cpu.base import inline_headers
 from llmc.codegen.cpu.linear import LINEAR
-from llmc.codegen.kernel import Kernel
-from llmc.codegen.toolchain import CppToolchain, Unit
+from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.kernel import Kernel, Source
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import Type, state, tensor
@@ -75,11 +75,11 @@ class Bench:
         self.memory = np.ones(256 << 20, np.uint8)
 
     def load(self, text: str) -> ctypes.CDLL:
-        unit = Unit(text, "bench")
+        unit = Source("bench", "cpp", text)
         key = self.toolchain.key(unit)
         path = self.folder / f"{key}.bench.so"
         if not path.exists():  # never write to a library that is mapped
-            path.write_bytes(self.toolchain.compile([unit], self.folder)[key])
+            path.write_bytes(self.toolchain.compile([(unit, "")], self.folder)[key].binary)
         return ctypes.CDLL(str(path))
 
     def bandwidth(self) -> float:

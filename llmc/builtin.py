@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from llmc.codegen.cpu.table import KERNELS as CPU
+from llmc.codegen.cuda.table import KERNELS as CUDA
 from llmc.codegen.triton.table import KERNELS as TRITON
 from llmc.extension import Extension
 from llmc.targets.cpu import PIPELINE
@@ -39,7 +40,14 @@ PASSES = MappingProxyType(
 EXTENSION = Extension(
     name="llmc",
     passes=PASSES,
-    kernels=MappingProxyType({**CPU, **TRITON}),
+    kernels=MappingProxyType({**CPU, **TRITON, **CUDA}),
+    toolchains=MappingProxyType(
+        {
+            "cpp": "llmc.codegen.cpu.toolchain:CppToolchain.find",
+            "triton": "llmc.codegen.triton.toolchain:TritonToolchain.find",
+            "cuda": "llmc.codegen.cuda.toolchain:NvrtcToolchain.find",
+        }
+    ),
     targets=MappingProxyType(
         {
             "cpu:native": "llmc.targets.cpu:native",

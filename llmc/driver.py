@@ -71,7 +71,7 @@ def compile_model(
     from llmc.reuse import Reuse
 
     trip = start(model, Path(output), options or Options(), force, console or Quiet())
-    key = _key_options(trip.options, trip.target, trip.origin)
+    key = _key_options(trip.options, trip.target, trip.origin, trip.registry.toolchains)
     reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, key)
     found = reuse.find()
     if found is not None:
@@ -114,8 +114,10 @@ def found_at(model: str | Path, o: Options, console: Console) -> Located:
     return at
 
 
-def _key_options(o: Options, target: Target, origin: Located) -> Mapping[str, Any]:
-    facts = {"features": sorted(target.features), "arch": target.arch, "tools": tools(target)}
+def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
+    from llmc.codegen.toolchain import installed
+
+    facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
     return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
@@ -243,7 +245,7 @@ class Trip:
             cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
             cache.mkdir(parents=True, exist_ok=True)
             try:
-                built = build(module, self.target, cache, self.registry.kernels, progress)
+                built = build(module, self.target, cache, self.registry.kernels, self.registry.toolchains, progress)
             except Diagnostic as error:
                 if error.code == "E502":
                     keep(cache)  # keep the kernel source that failed to compile: the error message names it
@@ -277,7 +279,7 @@ class Trip:
             generation=facts.generation,
             ir=self.ir,
             machine=target,
-            reports={**self.reports, "memory.json": built.memory, "compile.json": self.told()},
+            reports={**self.reports, "memory.json": built.memory, "compile.json": self.told(built.toolchains)},
         )
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
@@ -285,28 +287,18 @@ class Trip:
         self.done("weights", f"{manifest.weights.mode}, {weight_bytes(manifest) / 1e6:.1f} MB written and hashed")
         return manifest
 
-    def told(self) -> dict[str, Any]:
-        """The data of compile.json. It has no times or paths, so that equal compiles give equal files."""
+    def told(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
+        """The options and decisions of the compile, for the artifact's report. It holds no time and no path, so that
+        equal compiles give equal reports. toolchains: compiler name -> version."""
         options, notes = fixed_options(self.options), self.summary.notes
-        return {"options": options, "notes": notes, "versions": versions(self.target)}
+        return {"options": options, "notes": notes, "versions": versions(toolchains)}
 
 
-def tools(target: Target) -> str:
-    """Version of the GPU toolchain, "" for targets without one. Part of the cache key: it determines the binaries."""
-    from llmc.codegen.triton.toolchain import TritonToolchain
-
-    return TritonToolchain.find(target).version if "triton" in target.languages else ""
-
-
-def versions(target: Target) -> dict[str, str]:
-    """Versions that the artifact depends on besides model and options: llmc, torch, transformers and the compiler."""
+def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
+    """The versions that an artifact depends on: ours, the tracer's, and those of the compilers."""
     from importlib.metadata import version
 
-    from llmc.codegen.driver import find_toolchain
-
-    found = find_toolchain(target)
-    compiler = Path(getattr(found, "compiler", "triton")).name
-    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, compiler: found.version}
+    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
 
 
 def fixed_options(o: Options) -> dict[str, Any]:

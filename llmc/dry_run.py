@@ -36,7 +36,7 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     traced = trip.trace()
     trip.optimise(traced.module, traced.facts.max_positions)
     cache = trip.options.cache / "kernels" if trip.options.cache else None
-    made = sketch(traced.module, trip.target, cache, trip.registry.kernels)
+    made = sketch(traced.module, trip.target, cache, trip.registry.kernels, trip.registry.toolchains)
     trip.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
     weights = _weights(made)
     plan = {

@@ -25,14 +25,16 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Extension:
     """What one package offers: for each kind, a mapping from names to "module:object" texts.
 
-    ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. targets: `Target` records, or functions
-    without parameters that return one. schemes: quantisation schemes. pipelines: pipeline texts (not imported).
+    ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. toolchains: for each kernel language, a
+    function of a `Target` that returns its `Toolchain`. targets: `Target` records, or functions without parameters that
+    return one. schemes: quantisation schemes. pipelines: pipeline texts (not imported).
     """
 
     name: str
     ops: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     passes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     kernels: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    toolchains: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     targets: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     schemes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     pipelines: Mapping[str, str] = field(default_factory=lambda: NOTHING)
@@ -88,6 +90,7 @@ class Registry:
     ops: Offers
     passes: Offers
     kernels: Offers
+    toolchains: Offers
     targets: Offers
     schemes: Offers
     pipelines: Offers

@@ -63,7 +63,23 @@ def test_an_op_its_pass_and_its_kernels(target: str, choice: str, tmp_path: Path
     file = str(EXAMPLES / "fused-op" / "take_norm.llir")
     done = llmc(tmp_path, "opt", file, "-p", "fuse-take-norm, select", "--target", target)
     assert f"take_norm(%x, %last, %w) {{eps=1e-05, {choice}}} : bf16[R, 64]" in done.stdout, done.stderr
-    assert "a negative index gives a row of zeros" in llmc(tmp_path, "ops", "take_norm").stdout
+    assert "a negative index yields a row of zeros" in llmc(tmp_path, "ops", "take_norm").stdout
+
+
+def test_a_kernel_in_cuda_from_outside(tmp_path: Path) -> None:
+    """It is offered by name alone, and its tests compile it for every NVIDIA target."""
+    copied("cuda-kernel", tmp_path)
+    file = str(EXAMPLES / "cuda-kernel" / "rms_norm.llir")
+    for prefer, choice in (
+        ("", 'kernel="triton/rows"'),
+        ('{prefer=["rms-norm/cuda"]}', 'kernel="rms-norm/cuda", threads=256'),
+    ):
+        done = llmc(tmp_path, "opt", file, "-p", f"select{prefer}", "--target", "cuda:sm_90")
+        assert choice in done.stdout, done.stderr
+    path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "runtime", ROOT / "tests")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert run.returncode == 0 and "11 passed" in run.stdout, run.stdout
 
 
 def test_targets_from_outside(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The result types of a back end: compiled kernels and the keys of each program's launches."""
+"""Compiled kernels as code generation returns them, and where in the model each is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Box, Source
@@ -28,15 +28,6 @@ class Binary:
     language: str = "cpp"
     abi: str = "cpu-1"
     boxes: tuple[Box, ...] = ()
-
-
-@dataclass(frozen=True)
-class Made:
-    """All binaries by key, each program's keys in launch order, and (key, entry) of its step unit, if there is one."""
-
-    binaries: Mapping[str, Binary]
-    keys: tuple[tuple[str, ...], ...]
-    steps: tuple[tuple[str, str] | None, ...]
 
 
 def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:

@@ -11,53 +11,74 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import memory, plan
-from llmc.codegen.binary import Binary
-from llmc.codegen.cpu import build as cpu
+from llmc.codegen.binary import Binary, locations
+from llmc.codegen.cpu.step import step_source
 from llmc.codegen.kernel import Kernel, Source
-from llmc.codegen.toolchain import CppToolchain, Progress
-from llmc.codegen.triton import build as gpu
-from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
 
 @dataclass(frozen=True)
 class Built:
-    """What code generation makes. `programs`: narrowest first (the executor takes the first that serves a step);
-    `kernels` by hash, the step unit among them; `memory`: the plan as data (see `llmc.codegen.memory.report`)."""
+    """The result of code generation.
+
+    programs: narrowest first, because the executor runs the first one that serves a step; kernels: by hash, the step
+    unit included; memory: the memory plan as data (see `llmc.codegen.memory.report`); toolchains: compiler name ->
+    version of those that were used.
+    """
 
     programs: tuple[Program, ...]
     kernels: Mapping[str, Binary]
     memory: Mapping[str, Any] = field(default_factory=dict)
+    toolchains: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(
     m: Module,
     target: Target,
     cache: Path,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Kernel],
+    toolchains: Finders,
     progress: Progress | None = None,
-    toolchain: CppToolchain | TritonToolchain | None = None,
     jobs: int | None = None,
 ) -> Built:
     """Emit and compile every launched graph of a module that went through `select`, `pack` and `memory`.
 
-    kernels: name -> Kernel (default: ours). cache: the folder of compiled units. progress(done, of, what) is called
-    after each. Raises Diagnostic E501 (no compiler), E502 (a unit does not compile), E433 and E441 (passes missing).
+    kernels: name -> Kernel; toolchains: language -> function that finds its toolchain (both are in the registry).
+    cache: the folder of compiled kernels. progress(done, of, what) is called after each. Raises Diagnostic E501 (a
+    compiler is missing), E502 (a kernel does not compile), E504 (no toolchain for a language), E433 and E441 (passes
+    missing).
     """
-    known = our_kernels() if kernels is None else kernels
-    toolchain = toolchain or find_toolchain(target)
-    jobs = jobs or min(os.cpu_count() or 1, 16)
-    placed = place_graphs(m, target, known)
-    if isinstance(toolchain, TritonToolchain):
-        made = gpu.build(placed, toolchain, cache, jobs, progress)
-    else:
-        made = cpu.build(placed, m, toolchain, cache, jobs, progress)
-    programs = tuple(
-        plan.program(p, m, [_called(made.binaries[k]) for k in keys], step)
-        for p, keys, step in zip(placed, made.keys, made.steps, strict=True)
+    tools = Toolset(target, toolchains)
+    placed = place_graphs(m, target, kernels)
+    found = locations(placed, tools.key)
+    sources = [(s, locs[0] if locs else "") for s, locs in found.values()]
+    unit, entries = step_source(placed, m) if has_step(target) else (None, ())
+    compiled = tools.compile(
+        [*([(unit, "")] if unit else []), *sources], cache, jobs or min(os.cpu_count() or 1, 16), progress
     )
-    return Built(programs, made.binaries, memory.report(m))
+    binaries = {k: _binary(k, s, compiled[k], tools.of(s.language).output, locs) for k, (s, locs) in found.items()}
+    steps: list[tuple[str, str] | None] = [None] * len(placed)
+    if unit:
+        key = tools.key(unit)
+        binaries[key] = _binary(key, unit, compiled[key], tools.of(unit.language).output)
+        steps = [(key, entry) for entry in entries]
+    programs = tuple(
+        plan.program(p, m, [_called(binaries[tools.key(s)]) for s in p.emitted.sources], step)
+        for p, step in zip(placed, steps, strict=True)
+    )
+    return Built(programs, binaries, memory.report(m), tools.versions())
+
+
+def has_step(target: Target) -> bool:
+    """Whether the launches of a program are run by a compiled function, the step unit, in place of the runtime."""
+    return target.family == "cpu"
+
+
+def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:
+    names = output.binary, output.source, output.abi
+    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes)
 
 
 def _called(b: Binary) -> plan.Called:
@@ -72,26 +93,7 @@ def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list
     return sorted((plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 
-def find_toolchain(target: Target) -> CppToolchain | TritonToolchain:
-    """The compiler of a target's language; Diagnostic E501 says what to install where it is missing."""
-    return TritonToolchain.find(target) if "triton" in target.languages else CppToolchain.find(target)
-
-
 def _width(p: plan.Placed, m: Module) -> tuple[bool, int]:
     """Programs for one token a row come first, then those for fewer tokens."""
     serves = plan.serves_of(p.emitted.graph, m)
     return "uniform" not in serves, serves.get("T", [0, 0])[1]
-
-
-def our_kernels() -> Mapping[str, Kernel]:
-    """The kernels of this package, imported."""
-    from importlib import import_module
-
-    from llmc.codegen.cpu.table import KERNELS as CPU
-    from llmc.codegen.triton.table import KERNELS as TRITON
-
-    found = {}
-    for name, where in {**CPU, **TRITON}.items():
-        module, _, attribute = where.partition(":")
-        found[name] = getattr(import_module(module), attribute)
-    return found

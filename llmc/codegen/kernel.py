@@ -19,11 +19,39 @@ Box = tuple[tuple[int, ...], int]  # of a tensor map in a binary: its sizes, and
 @dataclass(frozen=True)
 class Map:
     """A parameter that is a tensor map in place of a pointer: its buffer as a row-major tensor of `shape`, of which the
-    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros."""
+    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros.
+
+    `swizzle` is the layout of a box in shared memory as in CUtensorMapSwizzle, 0 to 3. Triton chooses it itself.
+    """
 
     param: int
     shape: tuple[Dim, ...]
     box: tuple[int, ...]
+    swizzle: int = 0
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter that a launch passes: `kind` is "arg" (the address of operand or result number `index`), "map" (the
+    tensor map number `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
+    i32, i64 or f32)."""
+
+    kind: str
+    index: int = 0
+    size: Dim | None = None
+    value: int | float = 0
+    type: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return {"arg": 8, "map": 128}.get(self.kind) or {"i32": 4, "i64": 8, "f32": 4}[self.type]
+
+    def json(self) -> dict[str, Any]:
+        """As programs spell it (`llmc_runtime.format.param`)."""
+        if self.kind in ("arg", "map"):
+            return {self.kind: self.index}
+        return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
 
 
 @dataclass(frozen=True)
@@ -35,7 +63,8 @@ class Source:
     points whose texts are equal share one binary.
     On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
     "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
-    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map.
+    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
+    the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
     """
 
     entry: str
@@ -50,6 +79,7 @@ class Source:
     options: tuple[tuple[str, int], ...] = ()
     pdl: bool = False
     maps: tuple[Map, ...] = ()
+    passes: tuple[Param, ...] = ()
 
 
 # What code generation adds to a schedule before `emit`, from the launches around the node's own:
@@ -66,6 +96,7 @@ class Kernel:
     language: str = "cpp"
     crowds: bool = False  # its programs take so much of a multiprocessor that they should find all of them free
     yields: bool = False  # it heeds LATE
+    opt_in: bool = False  # `select` takes it only by measurement, or if its option `prefer` names it
 
     def claims(self, node: Node) -> bool:
         """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""

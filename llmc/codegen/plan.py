@@ -210,6 +210,7 @@ def _launch(n: Node, s: Source, args: Sequence[int], kernel: Called) -> dict[str
     return {
         "kernel": kernel.key, "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)],
         "threads": kernel.threads, "shared": kernel.shared, "pdl": int(s.pdl), "args": list(args), "maps": maps,
+        "params": [x.json() for x in s.passes],
         "sizes": [str(d) for d in s.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops), "bytes": str(moved),
     }  # fmt: skip
 

@@ -6,8 +6,9 @@ points use the same layout of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,11 +70,13 @@ class Offer:
 
 
 def offers(
-    node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning
-) -> list[Offer]:
-    """Return all kernels and schedules for a node, measured ones first, then by time.
+    node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning,
+    prefer: Collection[str] = (),
+) -> list[Offer]:  # fmt: skip
+    """Every kernel x schedule that fits: kernels of `prefer` first, then measured ones, then by predicted time.
 
-    Raises Diagnostic E430 with every kernel's reason if none fits.
+    Kernels with `opt_in` are offered only if they are in `prefer` or measured. Raises Diagnostic E430 with every
+    kernel's reason if none fits.
     """
     out: list[Offer] = []
     reasons: list[str] = []
@@ -86,13 +89,15 @@ def offers(
             continue
         for schedule in kernel.schedules(node, target):
             us = tuning.lookup(node, kernel.name, schedule, target, env)
+            if us is None and kernel.opt_in and kernel.name not in prefer:
+                continue
             guess = kernel.cost_us(node, schedule, target, env) if us is None else us
             out.append(Offer(kernel, schedule, guess, us is not None))
     if not out:
         found = "; ".join(reasons) or f"no kernel of target {target.name} is for the op {node.op.name!r}"
         remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
         raise Diagnostic("E430", f"no kernel fits: {found}", remedy, node=node)
-    return sorted(out, key=lambda o: (not o.measured, o.us))
+    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
@@ -132,15 +137,19 @@ def _way(o: Offer) -> dict[str, Any]:
 class Select(Pass):
     """Choose kernel and schedule of every launched node.
 
-    tuning: a file of measurements to use instead of those shipped for the target.
+    tuning: a file of measurements to use instead of those shipped for the target. prefer: names of kernels to take
+    wherever they fit.
     """
 
     tuning: str = ""
+    prefer: tuple[str, ...] = ()
     name: ClassVar[str] = "select"
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every launched graph; return the number of chosen nodes."""
         target = _target(ctx)
+        if unknown := next((k for k in self.prefer if k not in ctx.kernels), None):
+            raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", _near(unknown, ctx.kernels))
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
         agreed: dict[str, str] = {}
         told = Choices()
@@ -153,7 +162,7 @@ class Select(Pass):
                     continue
                 key, env = _key(n, g), typical(m, g, n)
                 if key not in cache:
-                    cache[key] = offers(n, ctx.kernels, target, env, tuning)
+                    cache[key] = offers(n, ctx.kernels, target, env, tuning, self.prefer)
                 best = _agreeing(n, cache[key], agreed, target)
                 told.add(g, n, best, cache[key], env)
                 n.choice = {"kernel": best.kernel.name, **best.schedule}
@@ -162,6 +171,12 @@ class Select(Pass):
             ctx.told[tuning.decided(measured, count, target)] = None
         ctx.choices += told.rows.values()
         return count
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown kernel's name."""
+    near = get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]!r}?" if near else "name one that an installed extension offers"
 
 
 def _target(ctx: Ctx) -> Target:

@@ -9,11 +9,10 @@ from pathlib import Path
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import plan
-from llmc.codegen.cpu.build import step_table
-from llmc.codegen.cpu.program import step_unit
-from llmc.codegen.driver import find_toolchain, place_graphs
+from llmc.codegen.cpu.step import step_source
+from llmc.codegen.driver import has_step, place_graphs
 from llmc.codegen.kernel import Kernel, Source
-from llmc.codegen.toolchain import CppToolchain, Unit
+from llmc.codegen.toolchain import Finders, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
@@ -33,20 +32,20 @@ class Sketch:
     missing: frozenset[str]
 
 
-def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel]) -> Sketch:
-    """Emit the graphs of a module after `select`, `pack` and `memory`; Diagnostic E501, E433 as for `build`."""
-    toolchain = find_toolchain(target)
+def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel], toolchains: Finders) -> Sketch:
+    """Emit every launched graph of a module that went through `select`, `pack` and `memory`, and compile nothing.
+
+    Raises Diagnostic E501, E504 and E433 as `build` does.
+    """
+    tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
     sources = [s for p in placed for s in p.emitted.sources]
-    if isinstance(toolchain, CppToolchain):
-        step = Unit(step_unit([step_table(p, m) for p in placed]), extra=("-O2",))
-        keys = frozenset({toolchain.key(step), *(toolchain.key(Unit(s.text)) for s in sources)})
-        suffix = "so"
-    else:
-        keys, suffix = frozenset(toolchain.key(s) for s in sources), "gpu"
-    missing = {k for k in keys if cache is None or not (cache / f"{k}.{suffix}").is_file()}
+    if has_step(target):
+        sources.append(step_source(placed, m)[0])
+    keyed = {tools.key(s): s for s in sources}
+    missing = frozenset(k for k, s in keyed.items() if cache is None or not tools.cached(s, cache))
     programs = tuple(plan.program(p, m, [_nowhere(s) for s in p.emitted.sources], None) for p in placed)
-    return Sketch(programs, keys, frozenset(missing))
+    return Sketch(programs, frozenset(keyed), missing)
 
 
 def _nowhere(s: Source) -> plan.Called:

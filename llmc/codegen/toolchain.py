@@ -1,147 +1,156 @@
-"""From C++ text to shared objects, through a content-addressed cache; it knows nothing of graphs or kernels."""
+"""The interface of a toolchain, which compiles the kernels of one language, and the choice of one by language.
+
+A language is a name on `Kernel` and `Source`. An `llmc.Extension` maps the name to a function `find(target)`, which
+returns the toolchain or raises Diagnostic E501. Nothing here knows a particular language.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
+from llmc.codegen.kernel import Box, Source
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
-
-COMPILERS = ("g++", "clang++", "c++")
-FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast", "-Wno-psabi", "-pthread", "-s", "-Wl,--as-needed",
-    "-Wl,--build-id=none", "-static-libgcc",
-)  # fmt: skip
-_DIGEST = 32
-_STALE = 3600.0
+_STALE = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One C++ text to compile; `name` and `loc` say whose it is in messages. `extra` flags come last."""
+class Compiled:
+    """A compiled kernel and its launch configuration.
 
-    text: str
-    name: str = "kernel"
-    loc: str = ""
-    extra: tuple[str, ...] = ()
+    threads: threads of a block; shared: bytes of dynamic shared memory; both 0 on CPUs. boxes: for each tensor map, in
+    the order of the parameters, its box and its swizzle (0: none, 1 to 3: 32, 64 and 128 bytes).
+    """
+
+    binary: bytes
+    threads: int = 0
+    shared: int = 0
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
-class CppToolchain:
-    """A C++ compiler for one target. Equal text, flags and compiler version give the same key, and one compilation."""
+class Output:
+    """The file suffixes of a toolchain's sources and binaries, without dots, and the calling convention of the
+    binaries, which the runtime's device has to know."""
 
-    compiler: str
-    version: str
-    flags: tuple[str, ...]
+    source: str
+    binary: str
+    abi: str
 
-    @staticmethod
-    def find(target: Target, names: Sequence[str] = COMPILERS, path: str | None = None) -> CppToolchain:
-        """The first compiler of `names` found on `path` (default: PATH); a Diagnostic says what to install."""
-        for name in names:
-            if exe := shutil.which(name, path=path):
-                return CppToolchain(exe, _version(exe), (*FLAGS, *target.flags))
-        raise Diagnostic(
-            "E501",
-            f"no C++ compiler was found (looked for {', '.join(names)}); target {target.name} needs one to compile",
-            "install one, for example: apt-get install g++   (running an artifact needs none)",
-        )
 
-    def key(self, unit: Unit) -> str:
-        """What the binary is a function of, as 32 hexadecimal digits."""
-        parts = [unit.text, *self.flags, *unit.extra, Path(self.compiler).name, self.version]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_DIGEST]
+class Toolchain(Protocol):
+    """Compiles the kernels of one language for one target, through a content-addressed cache."""
+
+    @property
+    def name(self) -> str:
+        """The name of the compiler, such as "g++"; artifacts record it with `version`."""
+
+    @property
+    def version(self) -> str:
+        """The version of the compiler."""
+
+    @property
+    def output(self) -> Output:
+        """How the sources and binaries are named, and how the binaries are called."""
+
+    def key(self, source: Source) -> str:
+        """A hash, 32 hexadecimal digits, of all that the binary depends on."""
+
+    def cached(self, key: str, cache: Path) -> bool:
+        """Whether the folder `cache` has the binary of this key."""
 
     def compile(
-        self, units: Sequence[Unit], cache: Path, jobs: int = 2, progress: Progress | None = None
-    ) -> dict[str, bytes]:
-        """key -> shared object for every unit, `jobs` compilers at a time; a Diagnostic shows the first error."""
-        todo = {self.key(u): u for u in units}
-        out: dict[str, bytes] = {}
-        done = 0
-        cache.mkdir(parents=True, exist_ok=True)
-        sweep(cache)
-        with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-            futures = {k: pool.submit(self._one, k, u, cache) for k, u in todo.items()}
-            try:
-                for k, f in futures.items():
-                    out[k] = f.result()
-                    done += 1
-                    if progress:
-                        progress(done, len(todo), todo[k].name)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
+    ) -> dict[str, Compiled]:
+        """Compile every (source, location in the model) and return the results by key.
+
+        `jobs` sources are compiled at a time; progress(done, of, what) is called after each. Raises Diagnostic E502 if
+        a source does not compile, and keeps its text in `cache`.
+        """
+
+
+Finders = Mapping[str, Callable[[Target], Toolchain]]  # by language
+
+
+class Toolset:
+    """The toolchains of one target. Each is looked up when its language is first used."""
+
+    def __init__(self, target: Target, finders: Finders) -> None:
+        self.target, self.finders = target, finders
+        self._found: dict[str, Toolchain] = {}
+
+    def of(self, language: str) -> Toolchain:
+        """The toolchain of a language. Raises Diagnostic E504 if no extension offers one, E501 if its compiler is not
+        installed."""
+        if language not in self._found:
+            if language not in self.finders:
+                known = ", ".join(self.finders) or "none"
+                cause = f"no toolchain compiles kernels in the language {language!r} (known: {known})"
+                raise Diagnostic("E504", cause, "install the package that offers it (llmc.Extension, toolchains=...)")
+            self._found[language] = self.finders[language](self.target)
+        return self._found[language]
+
+    def key(self, source: Source) -> str:
+        """The key of a source under its language's toolchain."""
+        return self.of(source.language).key(source)
+
+    def cached(self, source: Source, cache: Path) -> bool:
+        """Whether the cache has the binary of a source."""
+        tool = self.of(source.language)
+        return tool.cached(tool.key(source), cache)
+
+    def compile(
+        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int, progress: Progress | None = None
+    ) -> dict[str, Compiled]:
+        """Compile sources of any languages, one language after the other; see `Toolchain.compile`."""
+        groups: dict[str, dict[str, tuple[Source, str]]] = {}
+        for source, loc in sources:
+            groups.setdefault(source.language, {})[self.key(source)] = source, loc
+        total = sum(map(len, groups.values()))
+        out: dict[str, Compiled] = {}
+        for language, group in groups.items():
+            step = _shifted(progress, len(out), total) if progress else None
+            out |= self.of(language).compile(list(group.values()), cache, jobs, step)
         return out
 
-    def _one(self, key: str, unit: Unit, cache: Path) -> bytes:
-        entry = cache / f"{key}.so"
-        if (binary := _read_entry(entry)) is not None:
-            return binary
-        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
-            source, target = Path(tmp, "kernel.cpp"), Path(tmp, "kernel.so")
-            source.write_text(unit.text)
-            argv = [self.compiler, *self.flags, *unit.extra, source.name, "-o", target.name, "-lm"]
-            r = subprocess.run(argv, cwd=tmp, capture_output=True, text=True)
-            if r.returncode:
-                raise self._failed(r.stderr, r.returncode, unit, key, cache)
-            binary = target.read_bytes()
-            _write_entry(entry, binary, Path(tmp, "entry"))
-        return binary
+    def versions(self) -> dict[str, str]:
+        """Compiler name -> version of the toolchains that were used."""
+        return {t.name: t.version for t in self._found.values()}
 
-    def _failed(self, stderr: str, code: int, unit: Unit, key: str, cache: Path) -> Diagnostic:
-        kept = cache / f"{key}.failed.cpp"
-        kept.write_text(unit.text)
-        first = next((s for s in stderr.splitlines() if re.search(r"\b(fatal )?error\b", s)), "")
-        why = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
-        return Diagnostic(
-            "E502",
-            f"{Path(self.compiler).name} {self.version} could not compile {unit.name}: {why}",
-            f"the source is kept at {kept}; report it, or choose another target",
-            loc=unit.loc,
-        )
+
+def installed(target: Target, finders: Finders) -> dict[str, str]:
+    """Language -> version of each toolchain that may compile kernels of a GPU target, for the keys of cached artifacts.
+
+    Empty for CPUs, whose artifacts do not depend on it. The target's first language is required; others are left out
+    if their compiler is not installed. Raises Diagnostic E501 if the first one's is missing.
+    """
+    found: dict[str, str] = {}
+    for language in target.languages if target.family != "cpu" else ():
+        try:
+            found[language] = finders[language](target).version
+        except Diagnostic as error:
+            if error.code != "E501" or not found:
+                raise
+    return found
+
+
+def _shifted(progress: Progress, before: int, total: int) -> Progress:
+    """Progress of one group as progress of all: `before` sources were done earlier."""
+    return lambda done, of, what: progress(before + done, total, what)
 
 
 def sweep(cache: Path) -> None:
-    """Remove the work folders of compiles that were killed: those that nobody touched for an hour."""
+    """Remove work folders of killed compilations: those that have not changed for an hour."""
     for path in cache.glob("build-*"):
         try:
             if time.time() - path.stat().st_mtime > _STALE:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:  # its owner has just finished
             continue
-
-
-def _read_entry(path: Path) -> bytes | None:
-    """A cache entry is the binary and its sha256; anything else (cut short, changed) counts as absent."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    binary, digest = data[:-_DIGEST], data[-_DIGEST:]
-    return binary if len(data) > _DIGEST and hashlib.sha256(binary).digest() == digest else None
-
-
-def _write_entry(path: Path, binary: bytes, tmp: Path) -> None:
-    tmp.write_bytes(binary + hashlib.sha256(binary).digest())
-    os.replace(tmp, path)
-
-
-@lru_cache(maxsize=8)
-def _version(compiler: str) -> str:
-    r = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
-    machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True)
-    return f"{r.stdout.strip()} {machine.stdout.strip()}"

@@ -151,7 +151,7 @@ class Timer:
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
         self.cache.mkdir(parents=True, exist_ok=True)
-        return build(m, self.target, self.cache, self.registry.kernels, jobs=self.jobs)
+        return build(m, self.target, self.cache, self.registry.kernels, self.registry.toolchains, jobs=self.jobs)
 
     def _artifact(self, built: Built, path: Path) -> Artifact:
         t = self.target

@@ -153,7 +153,7 @@ def works(
             if key in found:
                 found[key] = replace(found[key], launches=found[key].launches + 1)
                 continue
-            offered = offers(n, registry.kernels, target, env, Tuning())
+            offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
             ways = offered if every or len(offered) > 1 else []
             if kernels:
                 points = (held or Tuning()).records.get((machine(target), key[0]), {})

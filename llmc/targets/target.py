@@ -26,11 +26,12 @@ class Limits:
 class Target:
     """One machine to compile for.
 
-    features: the instruction-set features that binaries may use (for CPUs by their names in /proc/cpuinfo); the loader
-    checks them. peaks: flop/s by dtype, and bandwidth: byte/s, both only for cost estimates. pipeline: text of the pass
-    pipeline. kv_layout: shape of one layer's pages. page_size: tokens per page. vector: bytes of a vector register.
-    flags: the C++ compiler's flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an
-    artifact. memory: bytes of the smallest common device of the kind, for plans; 0 if unknown.
+    features: the instruction-set features that binaries may use (for CPUs by their names in /proc/cpuinfo); the
+    loader checks them. peaks: flop/s by dtype, and bandwidth: byte/s, both only for cost estimates. pipeline: text
+    of the pass pipeline. languages: those of kernels that the device can run, the usual one first. kv_layout: shape
+    of one layer's pages. page_size: tokens per page. vector: bytes of a vector register. flags: the C++ compiler's
+    flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an artifact. memory:
+    bytes of the smallest common device of the kind, for plans; 0 if unknown.
     """
 
     name: str

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.codegen.driver import our_kernels
 from llmc.codegen.memory import ALIGN, Arena, Memory, Slot, Storage, overlaps, plan_graph, read_slots, report
 from llmc.codegen.select import Select
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
@@ -69,7 +69,7 @@ def reads_what_was_written(g: Graph, slots: list[Slot]) -> None:
 @given(st.integers(0, 10**6))
 def test_live_values_never_share_bytes(seed: int) -> None:
     m = random_module(seed)
-    ctx = Ctx(OPS, target("cpu:portable"), our_kernels())
+    ctx = Ctx(OPS, target("cpu:portable"), load().kernels)
     Select().run(m, ctx)
     Memory().run(m, ctx)
     g = m.graphs["main"]
@@ -122,7 +122,7 @@ graph @main(%x: f32[T, 64], %s: state f32[4, 2, 1, 2, 64], %i: i32[T]) {
 
 def test_aliases_and_places_are_attributes() -> None:
     m = parse(PLAN, OPS)
-    ctx = Ctx(OPS, target("cpu:portable"), our_kernels())
+    ctx = Ctx(OPS, target("cpu:portable"), load().kernels)
     Select().run(m, ctx)
     assert Memory().run(m, ctx) == 2
     assert Memory().run(m, ctx) == 0, "a second run changes nothing"

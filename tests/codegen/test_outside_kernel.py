@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from kernels.harness import Case, compile_cases, run_case
 
-from llmc.codegen.driver import our_kernels
 from llmc.codegen.select import Select
 from llmc.codegen.tuning import Tuning, record
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.graph import Graph, Module
 from llmc.ir.opdef import op
@@ -53,11 +53,11 @@ def test_the_documented_kernel_is_right(dtype: str, tmp_path: Path) -> None:
 
 def test_select_finds_it_by_its_op() -> None:
     ops = {**OPS, "double_it": double_it}
-    m, kernels = module(), {**our_kernels(), "mine/scale": documented()}
+    m, kernels = module(), {**load().kernels, "mine/scale": documented()}
     Select().run(m, Ctx(ops, parse("cpu:native"), kernels))
     assert [n.choice for n in m.graphs["main"].nodes] == [{"kernel": "mine/scale"}]
     with pytest.raises(Diagnostic, match="double_it"):
-        Select().run(module(), Ctx(ops, parse("cpu:native"), our_kernels()))
+        Select().run(module(), Ctx(ops, parse("cpu:native"), load().kernels))
 
 
 def test_measurements_decide(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_measurements_decide(tmp_path: Path) -> None:
     path = tmp_path / "tuning.jsonl"
     lines = [record(node, "cpu/rows", {}, target, 9.0), record(node, "cpu/elements", {}, target, 1.0)]
     path.write_text("".join(f"{r.line()}\n" for r in lines))
-    Select(tuning=str(path)).run(m, Ctx(OPS, target, our_kernels()))
+    Select(tuning=str(path)).run(m, Ctx(OPS, target, load().kernels))
     assert node.choice == {"kernel": "cpu/elements"}
     node.choice = {}
-    Select().run(m, Ctx(OPS, target, our_kernels()))
+    Select().run(m, Ctx(OPS, target, load().kernels))
     assert node.choice == {"kernel": "cpu/rows"}
     assert Tuning.load(path).lookup(node, "cpu/rows", {}, parse("cpu:x86-64-v3")) is None, "of another machine"
     for bad in ("not json", json.dumps({"us": 1})):

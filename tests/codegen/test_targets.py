@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from llmc.codegen.toolchain import CppToolchain
+from llmc.codegen.cpu.toolchain import CppToolchain
 from llmc.diagnostics import Diagnostic
 from llmc.targets.cpu import EXTRAS, TARGETS, V2, V3, V4, detect, parse
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.toolchain import CppToolchain, Unit
+from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D
 from llmc.targets.cpu import parse
 
-GOOD = Unit('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n', "good")
-BAD = Unit("int f() { return undeclared; }\nint g() { return also; }\n", "cpu/bad", "model.layers.0.mlp")
+GOOD = Source("answer", "cpp", 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
+BAD = Source("f", "cpp", "// cpu/bad\nint f() { return undeclared; }\nint g() { return also; }\n")
 
 
 @pytest.fixture
@@ -36,13 +38,13 @@ def counting(toolchain: CppToolchain, folder: Path) -> tuple[CppToolchain, Path]
 def test_equal_units_are_compiled_once(toolchain: CppToolchain, tmp_path: Path) -> None:
     tool, log = counting(toolchain, tmp_path)
     cache, seen = tmp_path / "cache", list[tuple[int, int, str]]()
-    first = tool.compile([GOOD, GOOD], cache, progress=lambda *a: seen.append(a))
-    assert log.read_text().count("call") == 1 and seen == [(1, 1, "good")]
-    assert tool.compile([GOOD], cache) == first
+    first = tool.compile([(GOOD, ""), (GOOD, "")], cache, progress=lambda *a: seen.append(a))
+    assert log.read_text().count("call") == 1 and seen == [(1, 1, "answer")]
+    assert tool.compile([(GOOD, "")], cache) == first
     assert log.read_text().count("call") == 1
     assert list(cache.iterdir()) == [cache / f"{tool.key(GOOD)}.so"], "nothing but the entry is left"
     path = tmp_path / "x.so"
-    path.write_bytes(first[tool.key(GOOD)])
+    path.write_bytes(first[tool.key(GOOD)].binary)
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
@@ -50,7 +52,7 @@ def test_work_folders_of_killed_compiles_are_removed(toolchain: CppToolchain, tm
     for name, age in (("build-old", 7200), ("build-new", 5)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    toolchain.compile([GOOD], tmp_path)
+    toolchain.compile([(GOOD, "")], tmp_path)
     assert not (tmp_path / "build-old").exists() and (tmp_path / "build-new").exists()
 
 
@@ -58,29 +60,29 @@ def test_work_folders_of_killed_compiles_are_removed(toolchain: CppToolchain, tm
 def test_a_damaged_entry_is_compiled_again(toolchain: CppToolchain, tmp_path: Path, damage: str) -> None:
     tool, log = counting(toolchain, tmp_path)
     cache = tmp_path / "cache"
-    good = tool.compile([GOOD], cache)
+    good = tool.compile([(GOOD, "")], cache)
     entry = cache / f"{tool.key(GOOD)}.so"
     data = bytearray(entry.read_bytes())
     data[len(data) // 2] ^= 1
     entry.write_bytes({"cut": bytes(data[: len(data) // 2]), "flip": bytes(data), "empty": b""}[damage])
-    assert tool.compile([GOOD], cache) == good
+    assert tool.compile([(GOOD, "")], cache) == good
     assert log.read_text().count("call") == 2
 
 
 def test_the_key_is_text_flags_and_compiler(toolchain: CppToolchain) -> None:
     others = [
         toolchain.key(replace(GOOD, text=GOOD.text + " ")),
-        toolchain.key(replace(GOOD, extra=("-O1",))),
+        toolchain.key(replace(GOOD, options=(("O", 1),))),
         replace(toolchain, flags=(*toolchain.flags, "-mavx2")).key(GOOD),
         replace(toolchain, version="99 none").key(GOOD),
     ]
     assert len({toolchain.key(GOOD), *others}) == 5
-    assert toolchain.key(replace(GOOD, name="another", loc="elsewhere")) == toolchain.key(GOOD)
+    assert toolchain.key(replace(GOOD, sizes=(D("T"),))) == toolchain.key(GOOD)
 
 
 def test_the_first_error_is_shown_with_the_place(toolchain: CppToolchain, tmp_path: Path) -> None:
     with pytest.raises(Diagnostic) as e:
-        toolchain.compile([GOOD, BAD], tmp_path)
+        toolchain.compile([(GOOD, ""), (BAD, "model.layers.0.mlp")], tmp_path)
     text = str(e.value)
     assert e.value.code == "E502" and "model.layers.0.mlp" in text and "cpu/bad" in text
     assert "undeclared" in text and "also" not in text
@@ -95,11 +97,11 @@ def test_a_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_binaries_do_not_depend_on_where_they_were_made(toolchain: CppToolchain, tmp_path: Path) -> None:
-    a, b = (toolchain.compile([GOOD], tmp_path / name)[toolchain.key(GOOD)] for name in ("a", "elsewhere"))
+    a, b = (toolchain.compile([(GOOD, "")], tmp_path / name)[toolchain.key(GOOD)].binary for name in ("a", "elsewhere"))
     assert a == b and str(tmp_path).encode() not in a
 
 
 def test_binaries_need_the_c_library_alone(toolchain: CppToolchain, tmp_path: Path) -> None:
     """An artifact runs where no C++ runtime is installed."""
-    binary = toolchain.compile([GOOD], tmp_path)[toolchain.key(GOOD)]
+    binary = toolchain.compile([(GOOD, "")], tmp_path)[toolchain.key(GOOD)].binary
     assert b"libstdc++" not in binary and b"libgcc_s" not in binary

@@ -15,6 +15,7 @@ import pytest
 
 from llmc.codegen import driver as codegen
 from llmc.codegen.kernel import Source
+from llmc.codegen.store import write_entry
 from llmc.codegen.triton import toolchain as module
 from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.console import Quiet
@@ -109,7 +110,7 @@ def test_an_entry_of_other_maps_is_compiled_again(tmp_path: Path) -> None:
     toolchain = TritonToolchain.find(sm_90())
     (made,) = toolchain.compile([(GOOD, "")], tmp_path).values()
     (entry,) = tmp_path.glob("*.gpu")
-    module._write(entry, replace(made, boxes=(((128, 64), 3),)))
+    write_entry(entry, replace(made, boxes=(((128, 64), 3),)))
     assert toolchain.compile([(GOOD, "")], tmp_path) == {toolchain.key(GOOD): made}
 
 
@@ -123,10 +124,12 @@ def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> N
 def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Path, monkeypatch) -> None:
     """An error that names a file has left it there; anything else leaves nothing."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trip = SimpleNamespace(options=Options(), target=sm_90(), registry=SimpleNamespace(kernels={}), console=Quiet())
+    trip = SimpleNamespace(
+        options=Options(), target=sm_90(), registry=SimpleNamespace(kernels={}, toolchains={}), console=Quiet()
+    )
     for code, left in (("E501", 0), ("E502", 1)):
 
-        def build(m, target, cache, kernels, progress, code=code):
+        def build(m, target, cache, kernels, toolchains, progress, code=code):
             raise Diagnostic(code, "no")
 
         monkeypatch.setattr(codegen, "build", build)

@@ -121,6 +121,12 @@ class Card:
         args, types = zip(*given, strict=True)
         self._launch(fn, grid, compiled.threads, compiled.shared, (args, types), pdl)
 
+    def launch_params(
+        self, fn: Any, compiled: Compiled, grid: Sequence[int], params: Sequence[tuple[Any, Any]], pdl: bool
+    ) -> None:
+        """One launch with these parameters, as (value, C type)."""
+        self._launch(fn, grid, compiled.threads, compiled.shared, tuple(zip(*params, strict=True)), pdl)
+
     def mapped(
         self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int
     ) -> list[tuple[Any, Any]]:

@@ -6,6 +6,7 @@ later. A kernel that touches anything but weights before it waits reads poison t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ from gpu.launcher import Card
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
+from llmc.codegen.kernel import Source
 from llmc.codegen.triton.toolchain import Compiled
 from llmc.ir.dtype import DTYPES
 from llmc.ir.interp import bind_symbols, hold, run
@@ -101,11 +103,29 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
         for m, (box, swizzle) in zip(source.maps, compiled.boxes, strict=True):
             shape = [int(d.subs(p.sizes).const) for d in m.shape]  # type: ignore[arg-type]
             pointers[m.param] = card.mapped(pointers[m.param], node.operands[m.param].type.dtype, shape, box, swizzle)
-        card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
+        if source.passes:
+            card.launch_params(fn, compiled, grid, passed(source, pointers, p.sizes), pdl=source.pdl)
+        else:
+            card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
     card.wait()
     for b in buffers:
         card.read(where[id(b)], _seen(card, b))
     card.free()
+
+
+def passed(source: Source, pointers: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[Any, Any]]:
+    """(value, C type) of each parameter that `Source.passes` names; a mapped pointer is a list that its map begins."""
+    types = {"i32": ctypes.c_int, "i64": ctypes.c_longlong, "f32": ctypes.c_float}
+    out = []
+    for x in source.passes:
+        if x.kind == "arg":
+            out.append((pointers[x.index], ctypes.c_void_p))
+        elif x.kind == "map":
+            out.append(pointers[source.maps[x.index].param][0])
+        else:
+            value = x.value if x.size is None else int(x.size.subs(sizes).const or 0)
+            out.append((value, types[x.type]))
+    return out
 
 
 class Places(dict[int, int]):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llmc.codegen.cpu.base import inline_headers, without_headers
+from llmc.codegen.cpu.toolchain import CppToolchain
 from llmc.codegen.kernel import Kernel, Source
-from llmc.codegen.toolchain import CppToolchain, Unit
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.interp import bind_symbols, hold, run
@@ -96,12 +96,12 @@ def compile_cases(cases: Sequence[Case], target: Target, cache: Path, parts: int
     toolchain = CppToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     groups = [list(range(i, len(cases), parts)) for i in range(min(parts, len(cases)))]
-    units = [Unit(batch([sources[i] for i in g]), name="tests") for g in groups]
-    binaries = toolchain.compile(units, cache)
+    units = [Source("tests", "cpp", batch([sources[i] for i in g])) for g in groups]
+    binaries = toolchain.compile([(u, "") for u in units], cache)
     out: dict[str, Any] = {}
     for g, u in zip(groups, units, strict=True):
         path = cache / f"{hashlib.sha256(u.text.encode()).hexdigest()[:16]}-{target.arch}.test.so"
-        path.write_bytes(binaries[toolchain.key(u)])
+        path.write_bytes(binaries[toolchain.key(u)].binary)
         lib = ctypes.CDLL(str(path))
         for at, i in enumerate(g):
             out[cases[i].name] = (sources[i], getattr(lib, f"k{at}_{sources[i].entry}"))

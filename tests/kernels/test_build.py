@@ -11,10 +11,10 @@ import pytest
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import build
-from llmc.codegen.driver import our_kernels
 from llmc.codegen.memory import Memory
 from llmc.codegen.select import Pack, Select
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import hold, run
@@ -53,11 +53,11 @@ def compiled(text: str, cache: Path, level: str = "cpu:native") -> tuple[Module,
     """(as written, after the passes, built)."""
     m = parse(text, OPS)
     written = m.clone()
-    ctx = Ctx(OPS, target(level), our_kernels())
+    ctx = Ctx(OPS, target(level), load().kernels)
     for p in (Select(), Pack(), LiftWeights(), Memory()):
         p.run(m, ctx)
         verify(m)
-    return written, m, build(m, target(level), cache)
+    return written, m, build(m, target(level), cache, load().kernels, load().toolchains)
 
 
 @pytest.fixture(scope="module")
@@ -184,20 +184,20 @@ def test_equal_nodes_share_a_binary(made: Any) -> None:
 def test_a_node_that_no_kernel_fits_names_every_reason() -> None:
     m = parse("graph @main(%x: f64[3]) {\n  %y = exp(%x) : f64[3]  // model.act\n  return %y\n}", OPS)
     with pytest.raises(Diagnostic) as e:
-        Select().run(m, Ctx(OPS, target("cpu:native"), our_kernels()))
+        Select().run(m, Ctx(OPS, target("cpu:native"), load().kernels))
     text = str(e.value)
     assert "E430" in text and "model.act" in text and "cpu/rows: dtype f64" in text and "cpu/elements" in text
 
 
 def test_passes_out_of_order_say_which_is_missing(tmp_path: Path) -> None:
     m = parse("graph @main(%x: f32[3]) {\n  %y = exp(%x) : f32[3]\n  %z = neg(%y) : f32[3]\n  return %z\n}", OPS)
-    ctx = Ctx(OPS, target("cpu:native"), our_kernels())
+    ctx = Ctx(OPS, target("cpu:native"), load().kernels)
     with pytest.raises(Diagnostic, match="E433"):
         Memory().run(m, ctx)
     with pytest.raises(Diagnostic, match="E433"):
-        build(m, ctx.target, tmp_path)
+        build(m, ctx.target, tmp_path, load().kernels, load().toolchains)
     Select().run(m, ctx)
     with pytest.raises(Diagnostic, match="E441"):
-        build(m, ctx.target, tmp_path)
+        build(m, ctx.target, tmp_path, load().kernels, load().toolchains)
     with pytest.raises(Diagnostic, match="E431"):
-        Pack().run(m, Ctx(OPS, None, our_kernels()))
+        Pack().run(m, Ctx(OPS, None, load().kernels))

@@ -9,7 +9,7 @@ import pytest
 from kernels.cases import GPU_ONLY, PACKED_FIRST, TEXTS, of_ops, of_random, of_texts
 from kernels.harness import Case, compile_cases, run_case
 
-from llmc.codegen.driver import our_kernels
+from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.targets.cpu import TARGETS, parse
 
@@ -20,7 +20,7 @@ LEVELS = ("cpu:native", "cpu:portable")
 @lru_cache(maxsize=4)
 def cases(level: str) -> dict[str, Case]:
     target = parse(level)
-    kernels = [k for k in our_kernels().values() if k.language in target.languages]
+    kernels = [k for k in load().kernels.values() if k.language in target.languages]
     found = [*of_ops(kernels, target), *of_texts(kernels, target), *of_random(kernels, target)]
     by_name = {c.name: c for c in found}
     assert len(by_name) == len(found)
@@ -61,7 +61,7 @@ def _text_names() -> set[str]:
 
 def test_every_kernel_is_tested() -> None:
     tested = {c.kernel.name for level in LEVELS for c in cases(level).values()}
-    assert tested == {name for name, k in our_kernels().items() if k.language == "cpp"}
+    assert tested == {name for name, k in load().kernels.items() if k.language == "cpp"}
 
 
 def test_all_levels_emit() -> None:

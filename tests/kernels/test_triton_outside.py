@@ -11,8 +11,8 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import TARGETS, compile_for, run_case
 
-from llmc.codegen.driver import our_kernels
 from llmc.codegen.select import Select
+from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
@@ -40,7 +40,7 @@ def test_the_documented_kernel(dtype: str, tmp_path: Path) -> None:
     m = example_graph(double_it, [x], {}, dtype)
     (node,) = m.graphs["main"].nodes
     scale = documented()
-    Select().run(m, Ctx({**OPS, "double_it": double_it}, TARGETS[1], {**our_kernels(), "mine/scale": scale}))
+    Select().run(m, Ctx({**OPS, "double_it": double_it}, TARGETS[1], {**load().kernels, "mine/scale": scale}))
     assert node.choice["kernel"] == "mine/scale"
     case = Case("scale", m.graphs["main"], scale, {}, [x])
     run_case(case)

@@ -9,7 +9,6 @@ import json
 import linecache
 import multiprocessing
 import os
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +18,11 @@ from pathlib import Path
 from types import CodeType, MappingProxyType
 from typing import Any
 
-from llmc.codegen.kernel import Box, Source
+from llmc.codegen.cubin import check_launch
+from llmc.codegen.kernel import Source
 from llmc.codegen.scratch import scratch
-from llmc.codegen.toolchain import Progress, sweep
+from llmc.codegen.store import entry_path, read_entry, write_entry
+from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -32,22 +33,12 @@ _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A binary, the threads of a block and the bytes of shared memory that it is launched with; of each tensor map in
-    the order of the parameters, the box and the swizzle (0: none, 1 to 3: of 32, 64 and 128 bytes) that it expects."""
-
-    binary: bytes
-    threads: int
-    shared: int
-    boxes: tuple[Box, ...] = ()
-
-
-@dataclass(frozen=True)
 class TritonToolchain:
     """Triton for one target. Equal text, parameters, options and version give the same key, and one compilation."""
 
     target: Target
     version: str
+    name = "triton"
 
     @staticmethod
     def find(target: Target) -> TritonToolchain:
@@ -65,6 +56,15 @@ class TritonToolchain:
         what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
 
+    @property
+    def output(self) -> Output:
+        """Python text, a cubin or an hsaco, called as the target's family calls kernels."""
+        return Output("py", BINARY[self.target.family], f"{self.target.family}-1")
+
+    def cached(self, key: str, cache: Path) -> bool:
+        """Whether the cache has an entry for the key."""
+        return entry_path(cache, key).is_file()
+
     def compile(
         self,
         sources: Sequence[tuple[Source, str]],
@@ -74,12 +74,13 @@ class TritonToolchain:
     ) -> dict[str, Compiled]:
         """key -> binary for every (source, place in the model), `jobs` processes at a time.
 
-        Raises Diagnostic E502 with the first text that does not compile, E503 where a process is killed.
+        Raises Diagnostic E502 with the first text that does not compile, E503 if a process is killed, E505 if a CUDA
+        binary takes other parameters than its launches pass.
         """
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
         todo = {self.key(s): (s, loc) for s, loc in sources}
-        read = {k: c for k in todo if (c := _read(cache / f"{k}.gpu")) is not None}
+        read = {k: c for k in todo if (c := read_entry(entry_path(cache, k))) is not None}
         out = {k: c for k, c in read.items() if len(c.boxes) == len(todo[k][0].maps)}
         missing = {k: v for k, v in todo.items() if k not in out}
         done = len(out)
@@ -91,8 +92,10 @@ class TritonToolchain:
                 remedy = f"the source is kept at {kept}; report it, or choose another target"
                 cause = f"Triton {self.version} could not compile {source.text.splitlines()[0][2:]}: {found}"
                 raise Diagnostic("E502", cause, remedy, loc=loc)
+            if self.target.family == "cuda":
+                check_launch(source, found.binary, loc, scratch=2)
             out[key] = found
-            _write(cache / f"{key}.gpu", found)
+            write_entry(entry_path(cache, key), found)
             done += 1
             if progress:
                 progress(done, len(todo), source.entry)
@@ -189,23 +192,3 @@ def load_entry(text: str, entry: str) -> Any:
     linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
     spec.loader.exec_module(module)
     return getattr(module, entry)
-
-
-def _read(path: Path) -> Compiled | None:
-    """A cache entry is one line of JSON and the binary; anything else (cut short, changed) counts as absent."""
-    try:
-        head, _, binary = path.read_bytes().partition(b"\n")
-        facts = json.loads(head)
-        whole = hashlib.sha256(binary).hexdigest() == facts["sha256"]
-        boxes = tuple((tuple(map(int, box)), int(swizzle)) for box, swizzle in facts.get("boxes", ()))
-        return Compiled(binary, int(facts["threads"]), int(facts["shared"]), boxes) if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(path: Path, c: Compiled) -> None:
-    head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest(), "boxes": c.boxes}
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        entry = Path(folder, "entry")
-        entry.write_bytes(json.dumps(head).encode() + b"\n" + c.binary)
-        os.replace(entry, path)

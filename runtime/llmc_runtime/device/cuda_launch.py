@@ -1,9 +1,9 @@
 """Runs a program on a CUDA stream: prepared launch parameters, and graphs for sizes that recur.
 
-Every pointer and size argument of every launch occupies a cell of 8 bytes, and every launch has a table with the
-addresses of its cells, which is the form that the driver takes. A run only updates the grids and the cells that hold
-sizes. A tensor map is stored separately, in 128 bytes; after its cell come the sizes (i32) and the strides (i64, in
-elements) of its tensor, as Triton passes them.
+Every parameter of every launch occupies a cell of 8 bytes, and every launch has a table with the addresses of its
+cells, which is the form that the driver takes. A run only updates the grids and the cells that hold sizes. A tensor
+map is stored separately, in 128 bytes. Launches without `params` pass what Triton's kernels take: after a map, the
+sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, two null pointers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class _Ready:
     grid: tuple[int, int, int]
 
 
+def _cells_of(x: Launch) -> int:
+    """How many cells the parameters of a launch take."""
+    return len(x.params) or len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
+
+
 class CudaRun:
     """Runs one program on a stream.
 
@@ -65,7 +70,7 @@ class CudaRun:
         self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
         self._exprs: list[Expr] = []
         maps = [m for x in program.launches for m in x.maps]
-        count = sum(len(x.args) + len(x.sizes) + _SCRATCH for x in program.launches) + sum(2 * len(m.box) for m in maps)
+        count = sum(map(_cells_of, program.launches))
         self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
         room = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
         self._maps = room[-room.ctypes.data % MAP_BYTES :]  # likewise never moved; each map is aligned to its size
@@ -86,6 +91,11 @@ class CudaRun:
         at = made = 0
         for launch, function in zip(self._program.launches, functions):
             params = int(self._table.ctypes.data) + 8 * at
+            if launch.params:
+                self._put_params(launch, addresses, at, made, where, which)
+                at, made = at + len(launch.params), made + len(launch.maps)
+                self._add(launch, function, params)
+                continue
             maps = {m.arg: m for m in launch.maps}
             for i, arg in enumerate(launch.args):
                 self._cells[at] = addresses[arg]
@@ -98,27 +108,51 @@ class CudaRun:
                 which.append(self._index(size))
                 at += 1
             at += _SCRATCH
-            # A grid has one to three sizes; the missing ones are 1.
-            x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
-            config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
-            self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
+            self._add(launch, function, params)
         return where, which
+
+    def _add(self, launch: Launch, function: Any, params: int) -> None:
+        """Make a launch ready whose list of cells is at the address `params`."""
+        x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
+        config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
+        self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
+
+    def _put_params(
+        self, launch: Launch, addresses: Sequence[int], at: int, made: int, where: list[int], which: list[int]
+    ) -> None:
+        """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `made`."""
+        for i, m in enumerate(launch.maps):
+            arg = launch.args[m.arg]
+            self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], made + i)
+        for i, param in enumerate(launch.params):
+            if param.kind == "arg":
+                self._cells[at + i] = addresses[launch.args[param.index]]
+            elif param.kind == "map":
+                self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (made + param.index)
+            elif param.kind == "size":
+                where.append(at + i)
+                which.append(self._index(param.size))
+            else:
+                self._cells[at + i] = param.bits
 
     def _put_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
         """Encode the tensor map for the address in cell `at - 1` and make it that cell's parameter.
 
         The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
         """
-        top = self._program.top()
-        shape = [d(top) for d in m.shape]
+        shape = self._make_map(m, dtype, int(self._cells[at - 1]), number)
         steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        begin = MAP_BYTES * number
-        address = int(self._cells[at - 1])
-        found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)
-        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(found, np.uint8)
-        self._table[at - 1] = self._maps.ctypes.data + begin
+        self._table[at - 1] = self._maps.ctypes.data + MAP_BYTES * number
         self._cells[at : at + 2 * len(shape)] = [*shape, *steps]
         return at + 2 * len(shape)
+
+    def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> list[int]:
+        """Make the tensor map of this number; its tensor's sizes."""
+        top = self._program.top()
+        shape, begin = [d(top) for d in m.shape], MAP_BYTES * number
+        found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)
+        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(found, np.uint8)
+        return shape
 
     def _index(self, size: Expr | None) -> int:
         text = "1" if size is None else size.text

@@ -17,7 +17,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
 from llmc_runtime.format.hashing import BLOCK, sha256
-from llmc_runtime.format.program import DTYPE_BITS, a_size
+from llmc_runtime.format.param import a_size
+from llmc_runtime.format.program import DTYPE_BITS
 
 MAJOR, MINOR = 2, 0
 NAME = "manifest.json"

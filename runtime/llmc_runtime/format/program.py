@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.format import expr
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.fields import Fields, a_range, a_text, an_integer, damaged, load_json
+from llmc_runtime.format.param import Param, a_size
 
 # Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -137,7 +137,8 @@ class Launch:
     """One kernel launch.
 
     `args` are indices of the program's buffers; those listed in `maps` are passed as tensor maps. `sizes` are passed as
-    int64 (as int32 on GPUs). `grid` is the number of blocks along x, y and z, `threads` the threads per block, and
+    int64 (as int32 on GPUs). `params`, on GPUs, lists what is passed; if it is empty, that is every argument, every
+    size and two null pointers. `grid` is the number of blocks along x, y and z, `threads` the threads per block, and
     `shared` the bytes of dynamic shared memory. `pdl` enables programmatic dependent launch: the kernel may start
     before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
     """
@@ -155,6 +156,7 @@ class Launch:
     bytes: Expr | None = None
     pdl: bool = False
     maps: tuple[TensorMap, ...] = ()
+    params: tuple[Param, ...] = ()
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
@@ -173,6 +175,7 @@ class Launch:
             op=f.text("op", ""),
             pdl=bool(f.integer("pdl", 0, high=1)),
             maps=f.list("maps", lambda v, w: TensorMap.read(v, w, lenient), [], cap=16),
+            params=f.list("params", lambda v, w: Param.read(v, w, lenient), [], cap=4096),
             **cost,
         )
         f.close()
@@ -189,6 +192,8 @@ class Launch:
             out["pdl"] = 1
         if self.maps:
             out["maps"] = [m.json() for m in self.maps]
+        if self.params:
+            out["params"] = [x.json() for x in self.params]
         if self.flops is not None:
             out["flops"] = str(self.flops)
         if self.bytes is not None:
@@ -285,13 +290,6 @@ class Program:
         return program
 
 
-def a_size(value: Any, where: str) -> Expr:
-    """Read a size expression or a plain integer."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise damaged(where, "must be size text")
-    return expr.of(value)
-
-
 def _rows(values: list[Any]) -> str:
     if not values:
         return "[]"
@@ -324,6 +322,17 @@ def _check(p: Program, where: str) -> None:
             raise damaged(place, "a size uses a symbol that the program lacks")
         for m in x.maps:
             _check_map(m, x, p, by_name, place)
+        for i, param in enumerate(x.params):
+            _check_param(param, x, known, f"{place}.params[{i}]")
+
+
+def _check_param(param: Param, x: Launch, known: frozenset[str], place: str) -> None:
+    """A parameter's argument, map and symbols are there."""
+    count = {"arg": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
+    if param.index >= count:
+        raise damaged(place, f"the launch has no {param.kind} of number {param.index}")
+    if param.size is not None and not param.size.symbols <= known:
+        raise damaged(place, "a size uses a symbol that the program lacks")
 
 
 def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:

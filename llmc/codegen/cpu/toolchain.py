@@ -1,0 +1,148 @@
+"""The toolchain of the language "cpp": C++ text to shared objects, through a content-addressed cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from llmc.codegen.kernel import Source
+from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
+from llmc.diagnostics import Diagnostic
+from llmc.targets.target import Target
+
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast", "-Wno-psabi", "-pthread", "-s", "-Wl,--as-needed",
+    "-Wl,--build-id=none", "-static-libgcc",
+)  # fmt: skip
+_DIGEST = 32
+
+
+@dataclass(frozen=True)
+class CppToolchain:
+    """A C++ compiler for one target. Equal text, flags and compiler version give the same key, and one compilation.
+
+    The only option of a source is ("O", level), which replaces the optimisation level.
+    """
+
+    compiler: str
+    version: str
+    flags: tuple[str, ...]
+    output = Output("cpp", "so", "cpu-1")
+
+    @staticmethod
+    def find(target: Target, names: Sequence[str] = COMPILERS, path: str | None = None) -> CppToolchain:
+        """The first compiler of `names` found on `path` (default: PATH). Raises Diagnostic E501 if there is none."""
+        for name in names:
+            if exe := shutil.which(name, path=path):
+                return CppToolchain(exe, _version(exe), (*FLAGS, *target.flags))
+        raise Diagnostic(
+            "E501",
+            f"no C++ compiler was found (looked for {', '.join(names)}); target {target.name} needs one to compile",
+            "install one, for example: apt-get install g++   (running an artifact needs none)",
+        )
+
+    @property
+    def name(self) -> str:
+        """The compiler's file name, such as "g++"."""
+        return Path(self.compiler).name
+
+    def key(self, source: Source) -> str:
+        """A hash of text, flags and compiler: 32 hexadecimal digits."""
+        parts = [source.text, *self.flags, *_extra(source), self.name, self.version]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_DIGEST]
+
+    def cached(self, key: str, cache: Path) -> bool:
+        """Whether the cache has an entry for the key."""
+        return (cache / f"{key}.so").is_file()
+
+    def compile(
+        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
+    ) -> dict[str, Compiled]:
+        """key -> shared object of every (source, location), `jobs` compilers at a time. Raises Diagnostic E502 with the
+        first error."""
+        todo = {self.key(s): (s, loc) for s, loc in sources}
+        out: dict[str, Compiled] = {}
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache)
+        with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+            futures = {k: pool.submit(self._one, k, s, loc, cache) for k, (s, loc) in todo.items()}
+            try:
+                for k, f in futures.items():
+                    source = todo[k][0]
+                    out[k] = Compiled(f.result(), source.threads, source.shared)
+                    if progress:
+                        progress(len(out), len(todo), _title(source))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return out
+
+    def _one(self, key: str, source: Source, loc: str, cache: Path) -> bytes:
+        entry = cache / f"{key}.so"
+        if (binary := _read_entry(entry)) is not None:
+            return binary
+        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
+            text, target = Path(tmp, "kernel.cpp"), Path(tmp, "kernel.so")
+            text.write_text(source.text)
+            argv = [self.compiler, *self.flags, *_extra(source), text.name, "-o", target.name, "-lm"]
+            r = subprocess.run(argv, cwd=tmp, capture_output=True, text=True)
+            if r.returncode:
+                raise self._failed(r.stderr, r.returncode, source, loc, cache / f"{key}.failed.cpp")
+            binary = target.read_bytes()
+            _write_entry(entry, binary, Path(tmp, "entry"))
+        return binary
+
+    def _failed(self, stderr: str, code: int, source: Source, loc: str, kept: Path) -> Diagnostic:
+        kept.write_text(source.text)
+        first = next((s for s in stderr.splitlines() if re.search(r"\b(fatal )?error\b", s)), "")
+        why = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
+        return Diagnostic(
+            "E502",
+            f"{self.name} {self.version} could not compile {_title(source)}: {why}",
+            f"the source is kept at {kept}; report it, or choose another target",
+            loc=loc,
+        )
+
+
+def _extra(source: Source) -> list[str]:
+    """The compiler's arguments for the options of a source."""
+    return [f"-{name}{value}" for name, value in source.options]
+
+
+def _title(source: Source) -> str:
+    """The comment in the first line of a source, else its entry."""
+    first = source.text.partition("\n")[0]
+    return first.removeprefix("//").strip() if first.startswith("//") else source.entry
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """A cache entry is the binary and its sha256; anything else (cut short, changed) counts as absent."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    binary, digest = data[:-_DIGEST], data[-_DIGEST:]
+    return binary if len(data) > _DIGEST and hashlib.sha256(binary).digest() == digest else None
+
+
+def _write_entry(path: Path, binary: bytes, tmp: Path) -> None:
+    tmp.write_bytes(binary + hashlib.sha256(binary).digest())
+    os.replace(tmp, path)
+
+
+@lru_cache(maxsize=8)
+def _version(compiler: str) -> str:
+    r = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
+    machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True)
+    return f"{r.stdout.strip()} {machine.stdout.strip()}"

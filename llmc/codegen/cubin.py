@@ -1,0 +1,118 @@
+"""The parameter table of a CUDA binary, read from its ELF file, and its comparison with what a launch passes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmc.codegen.kernel import Source
+from llmc.diagnostics import Diagnostic
+
+_SIZED = 4  # the format of an attribute whose value follows it
+_KPARAM_INFO, _MAX_THREADS = 0x17, 0x05
+_POINTER, _SIZE, _MAP, _STEP = 8, 4, 128, 8  # bytes of a pointer, a size, a tensor map, a stride of its tensor
+_SCALARS = MappingProxyType({"i32": 4, "i64": 8, "f32": 4, "fp32": 4})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a cubin says of one kernel: the (offset, bytes) of its parameters in order, and the most threads that a
+    block may have (0: not said)."""
+
+    params: tuple[tuple[int, int], ...]
+    max_threads: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter."""
+        return tuple(size for _, size in self.params)
+
+
+def read_entry(binary: bytes, entry: str) -> Entry:
+    """The table of a kernel. Raises ValueError if the bytes are no cubin or have no such kernel."""
+    try:
+        info = next(data for name, data in _sections(binary) if name == f".nv.info.{entry}")
+        params, threads = {}, 0
+        for attribute, value in _attributes(info):
+            if attribute == _KPARAM_INFO:
+                _, ordinal, offset, flags = struct.unpack("<IHHI", value)
+                params[ordinal] = (offset, flags >> 18)
+            elif attribute == _MAX_THREADS:
+                x, y, z = struct.unpack("<III", value)
+                threads = x * y * z
+        return Entry(tuple(params[i] for i in range(len(params))), threads)
+    except StopIteration:
+        raise ValueError(f"it has no kernel {entry!r}") from None
+    except (struct.error, IndexError, KeyError) as e:
+        raise ValueError("its ELF tables cannot be read") from e
+
+
+def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0) -> None:
+    """Compare what launches of a source pass with what its binary takes.
+
+    scratch: pointers that the binary may take behind the rest, which launches pass as null. Raises Diagnostic E505
+    if the parameters differ in number or size, or if a block has more threads than the binary allows.
+    """
+    want = passed(source)
+    try:
+        found = read_entry(binary, source.entry)
+    except ValueError as e:
+        raise _differs(source, str(e), loc) from None
+    if found.sizes not in (want, want + (_POINTER,) * scratch):
+        text = f"launches pass parameters of {_list(want)} bytes, the binary takes {_list(found.sizes)}"
+        raise _differs(source, text, loc)
+    if found.max_threads and source.threads > found.max_threads:
+        text = f"launches have blocks of {source.threads} threads, the binary allows {found.max_threads}"
+        raise _differs(source, text, loc)
+
+
+def passed(source: Source) -> tuple[int, ...]:
+    """Bytes of each parameter that a launch passes: those of `Source.passes`, else those of `Source.params`.
+
+    In `Source.params` a tensor map stands for its 128 bytes, the sizes of its tensor (i32) and its strides (i64).
+    """
+    if source.passes:
+        return tuple(p.nbytes for p in source.passes)
+    ranks = {m.param: len(m.shape) for m in source.maps}
+    out: list[int] = []
+    for i, param in enumerate(source.params):
+        if i in ranks:
+            out += [_MAP, *[_SIZE] * ranks[i], *[_STEP] * ranks[i]]
+        else:
+            out.append(_POINTER if param.startswith("*") else _SCALARS[param])
+    return tuple(out)
+
+
+def _differs(source: Source, why: str, loc: str) -> Diagnostic:
+    cause = f"kernel {source.entry} cannot be launched as its source says: {why}"
+    return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes or threads", loc=loc)
+
+
+def _list(sizes: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _sections(binary: bytes) -> Iterator[tuple[str, bytes]]:
+    """(name, contents) of the sections of a 64-bit little-endian ELF file."""
+    if binary[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("it is no 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", binary, 40)
+    nbytes, count, names_at = struct.unpack_from("<HHH", binary, 58)
+    heads = [struct.unpack_from("<IIQQQQ", binary, table + i * nbytes) for i in range(count)]
+    names = heads[names_at][4]
+    for name, _, _, _, offset, size in heads:
+        begin = names + name
+        yield binary[begin : binary.index(b"\0", begin)].decode(), binary[offset : offset + size]
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """(attribute, value) of a `.nv.info` section; a value of two bytes is part of the head."""
+    at = 0
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        length = size if form == _SIZED else 0
+        yield attribute, info[at : at + length] if length else info[at - 2 : at]
+        at += length

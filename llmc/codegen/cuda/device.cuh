@@ -1,0 +1,39 @@
+// What every CUDA C++ kernel may use: element types, dependent launches. It is put in front of a kernel's own text.
+// NVRTC has no include path here, so nothing of the CUDA headers is used.
+
+struct bf16 { unsigned short bits; };
+struct f16 { unsigned short bits; };
+
+// The 128 bytes of a CUtensorMap, as a kernel takes it: `const __grid_constant__ TensorMap x`.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ inline float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+// Rounds to nearest, ties to even.
+template <typename T> __device__ T from_float(float x);
+template <> __device__ inline float from_float<float>(float x) { return x; }
+template <> __device__ inline bf16 from_float<bf16>(float x) {
+  bf16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <> __device__ inline f16 from_float<f16>(float x) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// Every thread calls this once, before it touches memory that is not a weight and before it returns. On targets with
+// dependent launches it waits for the launch in front to end, and allows the next one to begin.
+__device__ inline void begin_launch() {
+#if LLMC_PDL
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}

@@ -1,0 +1,171 @@
+// y[M, N] = x[M, K] @ w[N, K].T in bf16 with f32 sums, for Hopper (sm_90a).
+//
+// A block computes a tile of y of TILE_M x TILE_N. One thread of its first warpgroup (the producer) has the bulk copy
+// engine bring tiles of x and w into a ring of STAGES buffers in shared memory; the other two warpgroups (consumers)
+// multiply them, 64 rows of the tile each. Two barriers guard each buffer: `full` completes when its bytes have
+// arrived, `empty` when every consumer warp has read them.
+//
+// Constants: N and K (multiples of 8), TILE_N (128 or 256), STAGES, GROUP (row tiles that are walked together, so that
+// they share the tiles of w in the L2 cache).
+
+constexpr int TILE_M = 128, TILE_K = 64;        // TILE_K bf16 are 128 bytes, the width of the swizzle
+constexpr int CONSUMERS = 2, WARPGROUP = 128;   // consumer warpgroups; threads of a warpgroup
+constexpr int HALVES = TILE_N / 128;            // one instruction multiplies 64 x 128 x 16
+constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int K_TILES = (K + TILE_K - 1) / TILE_K;
+
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ inline void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes of bulk copies too.
+__device__ inline void barrier_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Returns when the phase of this parity has completed. The phase before the first counts as one of parity 1.
+__device__ inline void barrier_wait(unsigned barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Copies the box at (row, column) of a tensor into shared memory; what lies outside of the tensor comes as zeros.
+__device__ inline void copy_box(unsigned to, const TensorMap& map, int row, int column, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+// The descriptor of a matrix in shared memory: rows of 128 bytes in the 128-byte swizzle, 1024 bytes for 8 rows.
+__device__ inline unsigned long long matrix(unsigned address) {
+  return (unsigned long long)((address & 0x3FFFF) >> 4) | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+// d[64, 128] += a[64, 16] @ b[128, 16].T by one warpgroup; it runs on until `wait_products`.
+__device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b) {
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, 1, 1, 1, 0, 0;"
+      : R16(0), R16(16), R16(32), R16(48)
+      : "l"(a), "l"(b));
+#undef R16
+#undef R4
+}
+
+// Begins a group of products: sums that were written before are seen by them.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns when at most `left` of the groups that were ended are still running.
+template <int left> __device__ inline void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
+
+// The place of this block's tile: GROUP row tiles at a time, column by column.
+__device__ inline void find_tile(int m, int& row, int& column) {
+  const int rows = (m + TILE_M - 1) / TILE_M, columns = (N + TILE_N - 1) / TILE_N;
+  const int group = blockIdx.x / (GROUP * columns), inside = blockIdx.x % (GROUP * columns);
+  const int height = min(GROUP, rows - group * GROUP);
+  row = (group * GROUP + inside % height) * TILE_M;
+  column = inside / height * TILE_N;
+}
+
+// The producer: one thread brings all tiles, each when its buffer is free.
+__device__ inline void produce(const TensorMap& x, const TensorMap& w, int row, int column, unsigned buffers,
+                               unsigned full, unsigned empty) {
+  for (int i = 0; i < K_TILES; i++) {
+    const int stage = i % STAGES, round = i / STAGES;
+    const unsigned buffer = buffers + stage * STAGE_BYTES;
+    barrier_wait(empty + 8 * stage, (round & 1) ^ 1);
+    barrier_expect(full + 8 * stage, STAGE_BYTES);
+    copy_box(buffer, x, row, i * TILE_K, full + 8 * stage);
+    copy_box(buffer + X_BYTES, w, column, i * TILE_K, full + 8 * stage);
+  }
+}
+
+// A consumer warpgroup: `sums[h]` is 64 rows times columns 128 h to 128 h + 127 of the tile. A buffer is given back one
+// step late, when the products that read it are known to be complete while the next ones run.
+__device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned buffers, unsigned full,
+                               unsigned empty) {
+  const bool speaks = threadIdx.x % 32 == 0;
+  for (int i = 0; i < K_TILES; i++) {
+    const int stage = i % STAGES, round = i / STAGES;
+    const unsigned x = buffers + stage * STAGE_BYTES + consumer * 64 * TILE_K * 2;
+    const unsigned w = buffers + stage * STAGE_BYTES + X_BYTES;
+    barrier_wait(full + 8 * stage, round & 1);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < TILE_K; k += 16)
+#pragma unroll
+      for (int h = 0; h < HALVES; h++) multiply(sums[h], matrix(x + 2 * k), matrix(w + h * 128 * TILE_K * 2 + 2 * k));
+    end_products();
+    wait_products<1>();
+    if (speaks && i > 0) barrier_arrive(empty + 8 * ((i - 1) % STAGES));
+  }
+  wait_products<0>();
+}
+
+// A thread of the warpgroup holds two rows, 8 apart, and in each of them two neighbours of every 8 columns.
+__device__ inline void store(bf16* y, const float (&sums)[HALVES][64], int m, int row, int column) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int first = row + warp * 16 + lane / 4;
+#pragma unroll
+  for (int h = 0; h < HALVES; h++)
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int r = first + 8 * half, c = column + h * 128 + j * 8 + lane % 4 * 2;
+        if (r < m && c < N) {  // N is even, so that both columns are inside
+          const unsigned low = from_float<bf16>(sums[h][4 * j + 2 * half]).bits;
+          const unsigned high = from_float<bf16>(sums[h][4 * j + 2 * half + 1]).bits;
+          *(unsigned*)(y + (long long)r * N + c) = low | high << 16;
+        }
+      }
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    llmc_linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, int m) {
+  extern __shared__ unsigned char memory[];
+  __shared__ unsigned long long barriers[2 * STAGES];
+  const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
+  const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  begin_launch();
+
+  int row, column;
+  find_tile(m, row, column);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    if (threadIdx.x == 0) produce(x, w, row, column, buffers, full, empty);
+    return;
+  }
+  float sums[HALVES][64] = {};
+  consume(sums, warpgroup - 1, buffers, full, empty);
+  store(y, sums, m, row + (warpgroup - 1) * 64, column);
+}

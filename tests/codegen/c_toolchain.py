@@ -1,0 +1,18 @@
+"""A language from outside, first file of two: the toolchain of C, which is the C++ toolchain's compiler reading C."""
+
+from __future__ import annotations
+
+from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.toolchain import Output
+from llmc.targets.target import Target
+
+
+class CToolchain(CppToolchain):
+    """The language "c": the C++ toolchain's compiler, told to read C."""
+
+    output = Output("c", "so", "cpu-1")
+
+    @staticmethod
+    def of(target: Target) -> CToolchain:
+        found = CppToolchain.find(target)
+        return CToolchain(found.compiler, found.version, ("-std=c11", "-O2", "-fPIC", "-shared", "-x", "c"))

@@ -1,0 +1,122 @@
+"""The CUDA C++ product: binaries of all its ways, what it refuses, and one program that mixes it with Triton kernels.
+
+tests/gpu/test_cuda_kernels.py runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmc_runtime.format.program import Program
+
+from llmc.codegen import build
+from llmc.codegen.cubin import read_entry
+from llmc.codegen.cuda.linear import LINEAR
+from llmc.codegen.memory import Memory
+from llmc.codegen.select import Pack, Select
+from llmc.codegen.tuning import record
+from llmc.extension import load
+from llmc.ir.graph import Module
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.lab.tune import Tuned, works
+from llmc.passes.base import Ctx
+from llmc.passes.lift_weights import LiftWeights
+from llmc.targets.gpu import sm_90, sm_100
+
+TEXT = """
+sym T in [1, 4096]
+graph @main(%x: bf16[T, 520], %w: weight bf16[264, 520]) {
+  %a = silu(%x) : bf16[T, 520]
+  %y = linear(%a, %w) : bf16[T, 264]  // l0.q
+  return %y
+}
+"""
+
+
+def module(text: str = TEXT) -> Module:
+    return parse(text, OPS)
+
+
+def product(m: Module) -> object:
+    return next(n for n in m.graphs["main"].nodes if n.op.name == "linear")
+
+
+def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
+    node, target = product(module()), sm_90()
+    tool = load().toolchains["cuda"](target)
+    ways = LINEAR.schedules(node, target)
+    sources = [LINEAR.emit(node, s, target) for s in ways]
+    made = tool.compile([(s, "") for s in sources], tmp_path, jobs=2)
+    assert len(made) == len(ways) == 6
+    for way, source in zip(ways, sources, strict=True):
+        c = made[tool.key(source)]
+        assert c.threads == 384 and c.shared <= target.limits.shared
+        assert c.boxes == (((128, 64), 3), ((way["bn"], 64), 3))
+        assert read_entry(c.binary, source.entry).sizes == (128, 128, 8, 4)
+        assert str(source.grid[0]) == f"{-(-264 // way['bn'])}*ceil(T, 128)"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("bf16", "f16"), "operand type f16"),
+        (("520", "516"), "264 x 516 are not constant multiples of 8"),
+        (("264", "260"), "260 x 520 are not"),
+    ],
+)
+def test_what_it_refuses(change: tuple[str, str], why: str) -> None:
+    assert why in str(LINEAR.reject(product(module(TEXT.replace(*change))), sm_90()))
+
+
+def test_it_is_for_hopper_alone() -> None:
+    node = product(module())
+    assert LINEAR.reject(node, sm_90()) is None
+    assert "not Hopper" in str(LINEAR.reject(node, sm_100()))
+    assert "not Hopper" in str(LINEAR.reject(node, replace(sm_90(), features=frozenset({"interpret"}))))
+
+
+def chosen(**options: object) -> Module:
+    m = module()
+    ctx = Ctx(OPS, sm_90(), load().kernels)
+    for p in (Select(**options), Pack(), LiftWeights(), Memory()):
+        p.run(m, ctx)
+    return m
+
+
+def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
+    assert product(chosen()).choice["kernel"].startswith("triton/")
+    assert product(chosen(prefer=("cuda/linear",))).choice == {"kernel": "cuda/linear", **LINEAR.ways()[1]}
+    node, path = product(module()), tmp_path / "tuning.jsonl"
+    way = LINEAR.schedules(node, sm_90())[2]
+    path.write_text(record(node, "cuda/linear", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
+    assert product(chosen(tuning=str(path))).choice == {"kernel": "cuda/linear", **way}
+
+
+def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
+    registry = load()
+    built = build(chosen(prefer=("cuda/linear",)), sm_90(), tmp_path, registry.kernels, registry.toolchains)
+    (program,) = built.programs
+    kernels = [built.kernels[x.kernel] for x in program.launches]
+    assert [(k.language, k.suffix, k.abi) for k in kernels] == [("py", "cubin", "cuda-1"), ("cu", "cubin", "cuda-1")]
+    launch = program.launches[1]
+    assert (launch.threads, launch.pdl, len(launch.args)) == (384, True, 3)
+    assert [x.json() for x in launch.params] == [{"map": 0}, {"map": 1}, {"arg": 2}, {"size": "T", "type": "i32"}]
+    assert Program.load(program.dump(), "a program") == program
+    assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (128, 64), 3)]
+    assert set(built.toolchains) == {"triton", "nvrtc"}
+    head = kernels[1].source.partition("\n")[0]
+    assert head == "// cuda/linear: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
+
+
+def test_tuning_measures_it_where_it_is_named() -> None:
+    def measured(*kernels: str) -> set[str]:
+        (work,) = [
+            w for w in works(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
+        ]
+        return {o.kernel.name for o in work.ways}
+
+    assert "cuda/linear" not in measured() and len(measured()) > 1
+    assert "cuda/linear" in measured("cuda/linear") and len(measured("cuda/linear")) > 1  # beside its rivals
