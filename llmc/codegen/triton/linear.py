@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.triton.base import FLOATS, Unit, element, unsupported
 from llmc.codegen.triton.spell import helpers, inline
+from llmc.codegen.triton.template import literal
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node, Value
@@ -146,6 +147,54 @@ def finish(p: Product, accs: Sequence[str], m: str, n: str, mmask: str, nmask: s
     lines, value = inline(parse_expr(p.body), args)
     at = f"y0 + ({m} * {p.n} + {n})"
     return [*lines, f"tl.store({at}, ({value}).to({element(p.out)}){inside(mmask, nmask)})"]
+
+
+def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
+    """What the generated `load_extras` takes as its operands: the pointers, then the dynamic sizes that it needs."""
+    return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
+
+
+def epilogue(u: Unit, p: Product) -> str:
+    """The generated functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
+    return "\n\n\n".join(x for x in (body_helpers(p).strip(), _load_extras(u, p), _epilogue(p)) if x)
+
+
+def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
+    """The offsets of the extras (see `extra_offset`), and the names of the dynamic sizes in them."""
+    offsets = [extra_offset(u, p, e, "token", "column") for e in p.extras]
+    words = {w for text, _, _ in offsets for w in text.split()}
+    return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in words)
+
+
+def _load_extras(u: Unit, p: Product) -> str:
+    """The function that loads the other operands of the epilogue for a tile, each in its own dtype."""
+    offsets, sizes = _extra_sizes(u, p)
+    names = [*(f"x{i + p.first}" for i in range(len(p.extras))), *sizes]
+    lines = [f"{literal(tuple(names))} = operands"] if names else []
+    for i, (offset, rows, columns) in enumerate(offsets):
+        mask = " & ".join(["token_mask"] * rows + ["column_mask"] * columns)
+        lines.append(f"q{i} = tl.load(x{i + p.first} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
+    lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
+    return function(
+        "load_extras(operands, token, column, token_mask, column_mask)",
+        "The other operands of the epilogue at `token` and `column`; zeros outside the masks.",
+        lines,
+    )
+
+
+def _epilogue(p: Product) -> str:
+    """The function from sums to the result, in float32."""
+    accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
+    statements, value = inline(parse_expr(p.body), [*accs, *(f"{q}.to(tl.float32)" for q in extras)])
+    meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
+    lines = [f"{literal(accs)} = sums", *([f"{literal(extras)} = extras"] if extras else []), *statements]
+    return function("epilogue(sums, extras)", f"{meaning}.", [*lines, f"return {value}"])
+
+
+def function(signature: str, doc: str, lines: Sequence[str]) -> str:
+    """The text of a generated Triton function."""
+    body = "\n".join(f"    {x}" for x in lines)
+    return f'@triton.jit\ndef {signature}:\n    """{doc}"""\n{body}'
 
 
 def body_helpers(p: Product) -> str:

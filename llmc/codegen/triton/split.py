@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.triton.linear import Product, body_helpers, finish, inside, load_extras
-from llmc.codegen.triton.tile import Text, Tiled, product_us
+from llmc.codegen.triton.template import Argument, Template
+from llmc.codegen.triton.tile import Tiled, gemm, product_us
 from llmc.ir.dim import D, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 BLOCK = 1024  # columns of a sum that a program has at most
 _WARPS = 4
-
-
-@dataclass(frozen=True)
-class PartText(Text):
-    """A program multiplies one part of the depth; the parts are the grid's second axis."""
-
-    @property
-    def depth(self) -> int:
-        return self.p.k // int(self.p.node.attrs["splits"])
-
-    def first(self, base: str) -> str:
-        return f"({base} + tl.program_id(1) * {self.depth})"
-
-    def finish(self, accs: Sequence[str]) -> list[str]:
-        place = f"tl.program_id(1).to(tl.int64) * {self.limit} * {self.p.n} + {self.token} * {self.p.n} + {self.row}"
-        return [f"tl.store(y0 + ({place}), {accs[0]}{inside(self.mmask, self.nmask)})"]
 
 
 class Parts(Tiled):
@@ -40,9 +25,8 @@ class Parts(Tiled):
         code = super().code(u)
         return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
 
-    def text(self, u: Unit, p: Product) -> Text:
-        s = u.schedule
-        return PartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return gemm(u, p, int(u.node.attrs["splits"]))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return parts_us(node, schedule, target, env) + target.launch_us

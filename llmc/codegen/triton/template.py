@@ -126,7 +126,7 @@ def load(name: str) -> Module:
 
 def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]]) -> Definition:
     """One definition, with its decorators and the comment lines directly above it."""
-    first = min(d.lineno for d in node.decorator_list) if isinstance(node, ast.FunctionDef) else node.lineno
+    first = min(d.lineno for d in (node, *getattr(node, "decorator_list", ())))
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id != name}
