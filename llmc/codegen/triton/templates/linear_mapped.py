@@ -42,12 +42,12 @@ def linear_mapped(
     first_row, first_column = row_tile * BLOCK_M, column_tile * BLOCK_N
     column = first_column + tl.arange(0, BLOCK_N)
     token = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
     begin, end = 0, K
     if SPLITS:  # which divide the depth into whole steps
         begin = tl.program_id(1) * (K // SPLITS)
         end = (tl.program_id(1) + 1) * (K // SPLITS)
-    wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         x = x_map.load([first_row, k])
         if PARTS == 2:
