@@ -13,6 +13,7 @@ import pytest
 from llmc.codegen.kernel import Kernel
 from llmc.codegen.triton.mapped import MAPPED
 from llmc.codegen.triton.matmul import MATMUL
+from llmc.codegen.triton.moe import DOWN, ROUTE, UP
 from llmc.codegen.triton.norm_stream import NORM_STREAM
 from llmc.codegen.triton.reduce import TOPK
 from llmc.codegen.triton.rows import ROWS
@@ -26,6 +27,7 @@ from llmc.targets.gpu import sm_90
 
 GOLDEN = Path(__file__).parent / "golden"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+PAIRS = "%p: i32[8*T], %s: i32[129]"
 WEIGHT = "%w: weight bf16[4096, 4096]"
 NODES: dict[str, tuple[Kernel, str, str]] = {
     "norm": (
@@ -61,6 +63,15 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         'linear_combine(%p, %r) {body="add(a1, a0)", dtype="bf16"} : bf16[T, 4096]',
     ),
     "matmul": (MATMUL, "%x: bf16[8, T, 128], %y: bf16[8, 128, T]", "matmul(%x, %y) : bf16[8, T, T]"),
+    "moe_route": (ROUTE, "%e: i32[T, 8]", "moe_route(%e) {experts=128} : i32[8*T], i32[129]"),
+    "moe_up": (
+        UP, f"%x: bf16[T, 2048], {PAIRS}, %w: weight bf16[128, 1536, 2048], %b: weight bf16[128, 1536]",
+        "moe_up(%x, %p, %s, %w, %b) {k=8} : bf16[8*T, 768]",
+    ),
+    "moe_down": (
+        DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
+        "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
+    ),
     "router": (TOPK, "%x: f32[T, 60]", "topk(%x) {k=8} : f32[T, 8], i64[T, 8]"),
 }  # fmt: skip
 

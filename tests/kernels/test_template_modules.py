@@ -124,3 +124,22 @@ def test_matmul(interpreter: None) -> None:
         DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), (left @ right).numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_experts(interpreter: None) -> None:
+    """Routing, then the weighted answers: every pair at its own place, whatever the order of the pairs was."""
+    tokens, choices, experts, n, k = 6, 2, 5, 20, 24
+    moe, pairs = module("moe"), tokens * choices
+    chosen = torch.randint(experts, (tokens, choices), dtype=torch.int32)
+    order, starts = torch.full((pairs,), -1, dtype=torch.int32), torch.zeros(experts + 1, dtype=torch.int32)
+    moe.moe_route[(experts,)](chosen, order, starts, pairs, EXPERTS=experts, CHUNK=16, DEPENDENT_LAUNCH=False)
+    assert starts[-1] == pairs
+    x, w, scale = torch.randn(pairs, k), torch.randn(experts, n, k), torch.randn(tokens, choices)
+    out = torch.full((tokens, choices, n), float("nan"))
+    moe.moe_down[(1, pairs)](
+        x, order, starts, w, scale, None, out, EXPERTS=experts, EXPERTS_PADDED=8, N=n, K=k, BLOCK_M=16, BLOCK_N=32,
+        BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False, DEPENDENT_LAUNCH=False,
+    )  # fmt: skip
+    for row, pair in enumerate(order.tolist()):
+        want = scale.reshape(-1)[pair] * (w[chosen.reshape(-1)[pair]] @ x[row])
+        np.testing.assert_allclose(out.reshape(pairs, n)[pair].numpy(), want.numpy(), rtol=1e-4, atol=1e-4)

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit
-from llmc.codegen.triton.linear import Product, epilogue, extra_operands, function, refuse
-from llmc.codegen.triton.template import Template
+from llmc.codegen.triton.linear import Product, epilogue, extra_operands, refuse
+from llmc.codegen.triton.template import Template, function
 from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES

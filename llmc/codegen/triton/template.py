@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -93,6 +93,12 @@ def literal(value: Argument) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} has no literal in Triton")
     return repr(value)
+
+
+def function(signature: str, doc: str, lines: Sequence[str]) -> str:
+    """The text of a generated Triton function, such as an epilogue that a call of a template hands in."""
+    body = "\n".join(f"    {x}" for x in lines)
+    return f'@triton.jit\ndef {signature}:\n    """{doc}"""\n{body}'
 
 
 @cache
