@@ -58,13 +58,31 @@ def find_block(starts_ptr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, 
 
 
 @triton.jit
+def expert_weights(
+    weight_ptr,
+    expert,
+    column,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Pointers to the first step of each part of the expert's rows `column`, [BLOCK_N, BLOCK_K]."""
+    depth = tl.arange(0, BLOCK_K)
+    weight_ptr += expert.to(tl.int64) * (PARTS * N * K)
+    first = weight_ptr + clamp(column, N, N % BLOCK_N == 0)[:, None] * K + depth[None, :]
+    weights = ()
+    for part in tl.static_range(PARTS):
+        weights = weights + (first + part * N * K,)
+    return weights
+
+
+@triton.jit
 def multiply(
     left_ptr,
     left_row,
-    weight_ptr,
-    column,
-    expert,
-    N: tl.constexpr,
+    weights,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,14 +91,9 @@ def multiply(
     STAGES: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
 ):
-    """The products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each part of the expert."""
+    """The products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each of `weights`."""
     WHOLE_K: tl.constexpr = K % BLOCK_K == 0
     depth = tl.arange(0, BLOCK_K)
-    weight_ptr += expert.to(tl.int64) * (PARTS * N * K)
-    weight_rows = weight_ptr + clamp(column, N, N % BLOCK_N == 0)[:, None] * K + depth[None, :]
-    weights = ()
-    for part in tl.static_range(PARTS):
-        weights = weights + (weight_rows + part * N * K,)
     left = left_ptr + left_row[None, :] * K + depth[:, None]
     sums = ()
     for _ in tl.static_range(PARTS):
@@ -141,10 +154,9 @@ def moe_up(
         row = first_row + tl.arange(0, BLOCK_M)
         pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        sums = multiply(
-            x_ptr, pair // CHOICES, weight_ptr, column, expert, N, K, 2, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            FLOAT32_FACTORS,
-        )  # fmt: skip
+        weights = expert_weights(weight_ptr, expert, column, N, K, 2, BLOCK_N, BLOCK_K)
+        token = pair // CHOICES
+        sums = multiply(x_ptr, token, weights, K, 2, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32_FACTORS)
         mask = (row < stop)[None, :] & (column < N)[:, None]
         sums = add_bias(sums, bias_ptr, expert, column, N, 2)
         out = GATE(sums[0], sums[1])
@@ -179,10 +191,9 @@ def moe_down(
         row = first_row + tl.arange(0, BLOCK_M)
         pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        left_row = tl.minimum(row, stop - 1).to(tl.int64)
-        sums = multiply(
-            x_ptr, left_row, weight_ptr, column, expert, N, K, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32_FACTORS
-        )
+        weights = expert_weights(weight_ptr, expert, column, N, K, 1, BLOCK_N, BLOCK_K)
+        near = tl.minimum(row, stop - 1).to(tl.int64)
+        sums = multiply(x_ptr, near, weights, K, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32_FACTORS)
         mask = (row < stop)[None, :] & (column < N)[:, None]
         sums = add_bias(sums, bias_ptr, expert, column, N, 1)
         scale = tl.load(scale_ptr + pair).to(tl.float32)
