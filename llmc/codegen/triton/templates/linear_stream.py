@@ -73,6 +73,69 @@ def reduce_columns(sums, JOINT_SUM: tl.constexpr):
 
 
 @triton.jit
+def token_rows(x_ptr, column, M, K: tl.constexpr, ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr, WHOLE_M: tl.constexpr):
+    """(the tokens of this program, pointers to the first step of their rows)."""
+    tokens, x_rows = (), ()
+    for row in tl.static_range(ROWS):
+        if ONE_BLOCK:
+            token = tl.cast(row, tl.int64)
+        else:
+            token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
+        tokens = tokens + (token,)
+        x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K + column,)
+    return tokens, x_rows
+
+
+@triton.jit
+def stream(
+    weights,
+    ahead,
+    x_rows,
+    gain_row,
+    column,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The sums and the sums of squares after all steps, of which `ahead` holds the weights of the first ones."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    sums, squares = (), ()
+    for _ in tl.static_range(ROWS * PARTS):
+        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
+    if EPS is not None:
+        for _ in tl.static_range(ROWS):
+            squares = squares + (tl.zeros([BLOCK_K], tl.float32),)
+    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from here on nothing is left to load ahead
+    for k in range(0, LAST, BLOCK_K):
+        sums, squares = add_step(
+            sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS
+        )  # fmt: skip
+        ahead = ahead[PARTS:] + load_weights(weights, k + AHEAD * BLOCK_K, column, K, BLOCK_K, PARTS)
+    for step in tl.static_range(AHEAD):
+        sums, squares = add_step(
+            sums, squares, ahead[step * PARTS :], x_rows, gain_row, LAST + step * BLOCK_K, column, K, BLOCK_K, PARTS,
+            ROWS, EPS,
+        )  # fmt: skip
+    return sums, squares
+
+
+@triton.jit
+def scale_rows(sums, squares, K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr):
+    """The sums of each token divided by the root of its mean square."""
+    scaled, scales = (), ()
+    for row in tl.static_range(ROWS):
+        scales = scales + (tl.rsqrt(tl.sum(squares[row], axis=0) / K + EPS),)
+    for row in tl.static_range(ROWS):
+        for part in tl.static_range(PARTS):
+            scaled = scaled + (sums[row * PARTS + part] * scales[row],)
+    return scaled
+
+
+@triton.jit
 def linear_stream(
     x_ptr,  # [M, K]
     weight_ptr,  # [PARTS, N, K]
@@ -97,7 +160,6 @@ def linear_stream(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_column = tl.program_id(0) * BLOCK_N
     n = first_column + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
@@ -106,20 +168,10 @@ def linear_stream(
     weights = ()
     for part in tl.static_range(PARTS):
         weights = weights + (weight_rows + part * N * K,)
-    tokens, x_rows = (), ()
-    for row in tl.static_range(ROWS):
-        if ONE_BLOCK:
-            token = tl.cast(row, tl.int64)
-        else:
-            token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        tokens = tokens + (token,)
-        x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K + column,)
+    tokens, x_rows = token_rows(x_ptr, column, M, K, ROWS, ONE_BLOCK, WHOLE_M)
     gain_row = None
-    squares = ()
     if EPS is not None:
         gain_row = gain_ptr + column
-        for _ in tl.static_range(ROWS):
-            squares = squares + (tl.zeros([BLOCK_K], tl.float32),)
 
     if not EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
@@ -133,33 +185,14 @@ def linear_stream(
         token_mask, column_mask = bound(tokens[row], M, WHOLE_M), bound(n, N, WHOLE_N)
         extras = extras + (LOAD_EXTRAS(extra_ptrs, tokens[row], n, token_mask, column_mask),)
 
-    sums = ()
-    for _ in tl.static_range(ROWS * PARTS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
-    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from here on nothing is left to load ahead
-    for k in range(0, LAST, BLOCK_K):
-        sums, squares = add_step(
-            sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS
-        )  # fmt: skip
-        ahead = ahead[PARTS:] + load_weights(weights, k + AHEAD * BLOCK_K, column, K, BLOCK_K, PARTS)
-    for step in tl.static_range(AHEAD):
-        sums, squares = add_step(
-            sums, squares, ahead[step * PARTS :], x_rows, gain_row, LAST + step * BLOCK_K, column, K, BLOCK_K, PARTS,
-            ROWS, EPS,
-        )  # fmt: skip
+    sums, squares = stream(
+        weights, ahead, x_rows, gain_row, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS
+    )  # fmt: skip
     sums = reduce_columns(sums, JOINT_SUM)
     if EPS is not None:
-        scales = ()
-        for row in tl.static_range(ROWS):
-            scales = scales + (tl.rsqrt(tl.sum(squares[row], axis=0) / K + EPS),)
+        sums = scale_rows(sums, squares, K, PARTS, ROWS, EPS)
     for row in tl.static_range(ROWS):
-        parts = ()
-        for part in tl.static_range(PARTS):
-            total = sums[row * PARTS + part]
-            if EPS is not None:
-                total = total * scales[row]
-            parts = parts + (total,)
-        out = EPILOGUE(parts, extras[row])
+        out = EPILOGUE(sums[row * PARTS : (row + 1) * PARTS], extras[row])
         at = out_ptr + (tokens[row] * N + n)
         mask = bound(tokens[row], M, WHOLE_M) & bound(n, N, WHOLE_N)
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -63,6 +63,50 @@ def prefetch(weight_ptr, row, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.con
 
 
 @triton.jit
+def multiply(
+    x_tile,
+    weight_tiles,
+    K: tl.constexpr,
+    JOINED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLOAT32_FACTORS: tl.constexpr,
+):
+    """The products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
+    TILES: tl.constexpr = 1 if JOINED else PARTS
+    HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    sums = ()
+    for _ in tl.static_range(TILES):
+        if SLICES == 1:
+            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], tl.float32),)
+        else:
+            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], tl.float32),)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = load_step(x_tile, k, K, BLOCK_K, SLICES, False)
+        if FLOAT32_FACTORS:
+            x = x.to(tl.float32)
+        added = ()
+        for part in tl.static_range(TILES):
+            w = load_step(weight_tiles[part], k, K, BLOCK_K, SLICES, True)
+            if FLOAT32_FACTORS:
+                w = w.to(tl.float32)
+            added = added + (tl.dot(w, x, sums[part], input_precision="ieee"),)
+        sums = added
+    if SLICES > 1:
+        added = ()
+        for part in tl.static_range(TILES):
+            added = added + (tl.sum(sums[part], axis=0),)
+        sums = added
+    if JOINED:
+        sums = tl.split(tl.permute(tl.reshape(sums[0], (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    return sums
+
+
+@triton.jit
 def place(token, column, M, N: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
     """Tokens [1, BLOCK_M] and columns [BLOCK_N, 1] of a tile, and the masks of those that exist."""
     token, column = token[None, :], column[:, None]
@@ -97,7 +141,6 @@ def linear_tile(
 ):
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     TILES: tl.constexpr = 1 if JOINED else PARTS
-    HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
     row_tile, column_tile = tl.program_id(0), tl.program_id(1)  # the programs that share weights are neighbours
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -115,30 +158,9 @@ def linear_tile(
     if EARLY_EXTRAS:
         tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
         extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
-    sums = ()
-    for _ in tl.static_range(TILES):
-        if SLICES == 1:
-            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], tl.float32),)
-        else:
-            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], tl.float32),)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = load_step(x_tile, k, K, BLOCK_K, SLICES, False)
-        if FLOAT32_FACTORS:
-            x = x.to(tl.float32)
-        added = ()
-        for part in tl.static_range(TILES):
-            w = load_step(weight_tiles[part], k, K, BLOCK_K, SLICES, True)
-            if FLOAT32_FACTORS:
-                w = w.to(tl.float32)
-            added = added + (tl.dot(w, x, sums[part], input_precision="ieee"),)
-        sums = added
-    if SLICES > 1:
-        added = ()
-        for part in tl.static_range(TILES):
-            added = added + (tl.sum(sums[part], axis=0),)
-        sums = added
-    if JOINED:
-        sums = tl.split(tl.permute(tl.reshape(sums[0], (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    sums = multiply(
+        x_tile, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, FLOAT32_FACTORS
+    )  # fmt: skip
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
     if not EARLY_EXTRAS:
