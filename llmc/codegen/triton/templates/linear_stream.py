@@ -92,6 +92,7 @@ def stream(
     ahead,
     x_rows,
     gain_row,
+    squares,
     column,
     K: tl.constexpr,
     PARTS: tl.constexpr,
@@ -103,12 +104,9 @@ def stream(
 ):
     """The sums and the sums of squares after all steps, of which `ahead` holds the weights of the first ones."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    sums, squares = (), ()
+    sums = ()
     for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
-    if EPS is not None:
-        for _ in tl.static_range(ROWS):
-            squares = squares + (tl.zeros([BLOCK_K], tl.float32),)
     LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from here on nothing is left to load ahead
     for k in range(0, LAST, BLOCK_K):
         sums, squares = add_step(
@@ -170,9 +168,11 @@ def linear_stream(
         weights = weights + (weight_rows + part * N * K,)
     tokens, x_rows = token_rows(x_ptr, column, M, K, ROWS, ONE_BLOCK, WHOLE_M)
     gain_row = None
+    squares = ()
     if EPS is not None:
         gain_row = gain_ptr + column
-
+        for _ in tl.static_range(ROWS):
+            squares = squares + (tl.zeros([BLOCK_K], tl.float32),)
     if not EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
     ahead = ()
@@ -184,9 +184,8 @@ def linear_stream(
     for row in tl.static_range(ROWS):
         token_mask, column_mask = bound(tokens[row], M, WHOLE_M), bound(n, N, WHOLE_N)
         extras = extras + (LOAD_EXTRAS(extra_ptrs, tokens[row], n, token_mask, column_mask),)
-
     sums, squares = stream(
-        weights, ahead, x_rows, gain_row, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS
+        weights, ahead, x_rows, gain_row, squares, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS
     )  # fmt: skip
     sums = reduce_columns(sums, JOINT_SUM)
     if EPS is not None:
@@ -194,5 +193,4 @@ def linear_stream(
     for row in tl.static_range(ROWS):
         out = EPILOGUE(sums[row * PARTS : (row + 1) * PARTS], extras[row])
         at = out_ptr + (tokens[row] * N + n)
-        mask = bound(tokens[row], M, WHOLE_M) & bound(n, N, WHOLE_N)
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=bound(tokens[row], M, WHOLE_M) & bound(n, N, WHOLE_N))
