@@ -11,14 +11,24 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.kernel import Kernel
+from llmc.codegen.triton.mapped import MAPPED
+from llmc.codegen.triton.matmul import MATMUL
+from llmc.codegen.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.triton.norm_stream import NORM_STREAM
 from llmc.codegen.triton.reduce import TOPK
 from llmc.codegen.triton.rows import ROWS
 from llmc.codegen.triton.shape import COPY, TAKE
+from llmc.codegen.triton.split import PARTS, SUM
+from llmc.codegen.triton.stream import STREAM
+from llmc.codegen.triton.tile import GEMM, TILE
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.targets.gpu import sm_90
 
 GOLDEN = Path(__file__).parent / "golden"
+SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+PAIRS = "%p: i32[8*T], %s: i32[129]"
+WEIGHT = "%w: weight bf16[4096, 4096]"
 NODES: dict[str, tuple[Kernel, str, str]] = {
     "norm": (
         ROWS,
@@ -29,8 +39,41 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "softmax": (ROWS, "%x: bf16[T, 99]", "softmax(%x) : bf16[T, 99]"),
     "embedding": (TAKE, "%x: weight bf16[128256, 4096], %i: i32[T]", "take(%x, %i) : bf16[T, 4096]"),
     "heads": (COPY, "%x: bf16[T, 14, 64]", "transpose(%x) {perm=[1, 2, 0]} : bf16[14, 64, T]"),
+    "linear_gemm": (
+        GEMM, f"%x: bf16[T, 4096], {WEIGHT}, %r: bf16[T, 4096]",
+        'linear_map(%x, %w, %r) {parts=1, body="add(a1, a0)"} : bf16[T, 4096]',
+    ),
+    "linear_tile": (
+        TILE, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
+    ),
+    "linear_mapped": (
+        MAPPED, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
+    ),
+    "linear_stream": (
+        STREAM, f"%x: bf16[1, 4096], {WEIGHT}, %b: weight f32[2048]",
+        f'linear_map(%x, %w, %b) {{parts=2, body="add({SILU}, a2)"}} : bf16[1, 2048]',
+    ),
+    "norm_stream": (
+        NORM_STREAM, f"%x: bf16[T, 4096], {WEIGHT}, %g: weight bf16[4096]",
+        'norm_linear(%x, %w, %g) {eps=1e-06, parts=1, body="a0"} : bf16[T, 4096]',
+    ),
+    "linear_parts": (PARTS, f"%x: bf16[T, 4096], {WEIGHT}", "linear_split(%x, %w) {splits=2} : f32[2, T, 4096]"),
+    "linear_combine": (
+        SUM, "%p: f32[2, T, 4096], %r: bf16[T, 4096]",
+        'linear_combine(%p, %r) {body="add(a1, a0)", dtype="bf16"} : bf16[T, 4096]',
+    ),
+    "matmul": (MATMUL, "%x: bf16[8, T, 128], %y: bf16[8, 128, T]", "matmul(%x, %y) : bf16[8, T, T]"),
+    "moe_route": (ROUTE, "%e: i32[T, 8]", "moe_route(%e) {experts=128} : i32[8*T], i32[129]"),
+    "moe_up": (
+        UP, f"%x: bf16[T, 2048], {PAIRS}, %w: weight bf16[128, 1536, 2048], %b: weight bf16[128, 1536]",
+        "moe_up(%x, %p, %s, %w, %b) {k=8} : bf16[8*T, 768]",
+    ),
+    "moe_down": (
+        DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
+        "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
+    ),
     "router": (TOPK, "%x: f32[T, 60]", "topk(%x) {k=8} : f32[T, 8], i64[T, 8]"),
-}
+}  # fmt: skip
 
 
 def source(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.harness import Case
-from kernels.triton_harness import ONE_TARGET, run_case, some
+from kernels.triton_harness import ONE_TARGET, run_case, some, ttir
 
 from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
 from llmc.codegen.triton.linear import Product
@@ -28,6 +28,7 @@ from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
 KERNELS = (STREAM, TILE, GEMM)
+WAIT, GO = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ALL = (*KERNELS, MAPPED)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
@@ -246,21 +247,20 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
         for weight in (True, False):
             s = Shape("", "bf16", "bf16", 64, 256, rows=1, weight=weight)
             (node,) = s.graph().nodes
-            text = kernel.emit(node, kernel.schedules(node, sm_90())[0], sm_90()).text
-            before, wait, _ = text.partition("gdc_wait")
-            assert wait and ("tl.load(" in before or "prefetch" in before) == weight
-            assert text.count("gdc_wait") == text.count("gdc_launch_dependents") == 1
+            text = ttir(kernel.emit(node, kernel.schedules(node, sm_90())[0], sm_90()))
+            before, wait, _ = text.partition(WAIT)
+            assert wait and ("tt.load" in before or "prefetch" in before) == weight
+            assert text.count(WAIT) == text.count(GO) == 1
 
 
 @pytest.mark.parametrize("kernel", [TILE, GEMM, MAPPED], ids=lambda k: k.name)
 def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
     node = node_of(64, 256, 2)
     first = kernel.schedules(node, sm_90())[0]
-    early, late = (kernel.emit(node, {**first, **more}, sm_90()).text for more in ({}, {LATE: 1}))
-    assert early.index("gdc_launch_dependents") < early.index("for k in")
-    assert late.index("tl.dot(") < late.index("gdc_launch_dependents") < late.index("tl.store(")
-    assert late.index("gdc_wait") < late.index("for k in")
-    assert [early.count(x) for x in ("gdc_wait", "gdc_launch")] == [late.count(x) for x in ("gdc_wait", "gdc_launch")]
+    early, late = (ttir(kernel.emit(node, {**first, **more}, sm_90())) for more in ({}, {LATE: 1}))
+    assert early.index(WAIT) < early.index(GO) < early.index("scf.for")
+    assert late.index(WAIT) < late.index("scf.for") < late.index("tt.dot") < late.index(GO) < late.index("tt.store")
+    assert [x.count(y) for x in (early, late) for y in (WAIT, GO)] == [1, 1, 1, 1]
 
 
 def test_the_bytes_of_a_product() -> None:

@@ -176,3 +176,23 @@ def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
     source = case.kernel.emit(case.node, case.schedule, target)
     toolchain = TritonToolchain.find(target)
     return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
+
+
+def ttir(source: Source) -> str:
+    """The text of a kernel in Triton's first representation, for sm_90, in which all calls are inlined."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    fn = load_entry(source.text, source.entry)
+    src = ASTSource(fn, dict(zip(fn.arg_names, source.params, strict=True)), {}, {})
+    gpu = GPUTarget("cuda", 90, 32)
+    backend = make_backend(gpu)
+    options = backend.parse_options(dict(source.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, src.language)
+    given = backend.get_codegen_implementation(options), backend.get_module_map(), context
+    return str(stages["ttir"](src.make_ir(gpu, options, *given), {}))

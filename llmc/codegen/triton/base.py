@@ -79,17 +79,8 @@ class Unit:
         return bool(self.schedule.get(SETTLED))
 
     @property
-    def hold(self) -> str:
-        """`wait`, of a kernel that heeds LATE: the next launch may then have to begin later, at `go`."""
-        return WAIT if self.pdl and self.late else self.wait
-
-    @property
-    def go(self) -> str:
-        """Behind the last load of every program: let the next launch begin, where `hold` has not."""
-        return GO if self.pdl and self.late else ""
-
-    @property
     def late(self) -> bool:
+        """The next launch begins behind this kernel's last load, not at its wait."""
         return bool(self.schedule.get(LATE))
 
     def dot_operand(self, text: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.triton.base import FLOATS, Unit, element, unsupported
+from llmc.codegen.triton.base import FLOATS, Unit, unsupported
 from llmc.codegen.triton.spell import helpers, inline
+from llmc.codegen.triton.template import function, literal
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node, Value
@@ -15,7 +16,6 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
-EVICT = 'eviction_policy="evict_first"'  # weights pass through the caches once
 
 
 @dataclass(frozen=True)
@@ -98,66 +98,64 @@ def refuse(node: Node) -> str | None:
     return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; it takes at most {MAX_PARTS}"
 
 
-def clamp(index: str, limit: str, block: int, size: int | None) -> str:
-    """`index` held below `limit` where blocks of `block` may reach behind `size`: the last row is read again."""
-    return index if size is not None and size % block == 0 else f"tl.minimum({index}, {limit} - 1)"
-
-
-def inside(*conditions: str) -> str:
-    """The mask argument of a load or store under the conditions that are not empty; nothing where all hold always."""
-    kept = [c for c in conditions if c]
-    return f", mask={' & '.join(f'({c})' for c in kept)}" if kept else ""
-
-
-def other(mask: str) -> str:
-    return f"{mask}, other=0.0" if mask else ""
-
-
-def extra_offset(u: Unit, p: Product, e: Type, m: str, n: str) -> tuple[str, bool, bool]:
-    """(offset of extra `e` at token `m` (int64) and column `n`, whether it reads m, whether it reads n)."""
+def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
+    """(offset of extra `e` at `token` (int64) and `column`, whether it has tokens, whether it has columns)."""
     lead = [D(1)] * (p.out.rank - max(1, e.rank)) + list(e.shape[:-1])
     column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
     width = D(p.n if column else 1)
-    terms, stride, inner = [n] if column else [], width, D(1)
+    terms, stride, inner = ["column"] if column else [], width, D(1)
     if lead == list(p.out.shape[:-1]) and any(d.const != 1 for d in lead):
-        terms.append(f"{m} * {width}")
+        terms.append(f"token * {width}")
     else:
         for d, size in zip(reversed(lead), reversed(p.out.shape[:-1]), strict=True):
             if d.const != 1:
-                terms.append(f"{m} // {u.sizes(inner)} % {u.sizes(size)} * {u.sizes(stride)}")
+                terms.append(f"token // {u.sizes(inner)} % {u.sizes(size)} * {u.sizes(stride)}")
                 stride = stride * d
             inner = inner * size
     return " + ".join(terms) or "0", any(d.const != 1 for d in lead), column
 
 
-def load_extras(u: Unit, p: Product, m: str, n: str, mmask: str, nmask: str, tag: str = "") -> list[str]:
-    """`q0{tag} = ..` for each extra in its own dtype, at tokens `m` and columns `n`, which broadcast to the tile."""
-    out = []
-    for i, e in enumerate(p.extras):
-        offset, rows, columns = extra_offset(u, p, e, m, n)
-        mask = other(inside(mmask if rows else "", nmask if columns else ""))
-        out.append(f"q{i}{tag} = tl.load(x{i + p.first} + {offset}{mask})")
-    return out
+def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
+    """What the generated `load_extras` takes as its operands: the pointers, then the dynamic sizes that it needs."""
+    return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
 
 
-def finish(p: Product, accs: Sequence[str], m: str, n: str, mmask: str, nmask: str, tag: str = "") -> list[str]:
-    """Write the body over float32 accumulators and the extras of `load_extras`, rounded once."""
-    args = [*accs, *(f"q{i}{tag}.to(tl.float32)" for i in range(len(p.extras)))]
-    lines, value = inline(parse_expr(p.body), args)
-    at = f"y0 + ({m} * {p.n} + {n})"
-    return [*lines, f"tl.store({at}, ({value}).to({element(p.out)}){inside(mmask, nmask)})"]
+def epilogue(u: Unit, p: Product) -> str:
+    """The generated functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
+    called = helpers(e.fn for e in walk(parse_expr(p.body))).strip()
+    return "\n\n\n".join(filter(None, (called, _load_extras(u, p), _epilogue(p))))
 
 
-def body_helpers(p: Product) -> str:
-    """The functions that the text of `finish` calls."""
-    return helpers(e.fn for e in walk(parse_expr(p.body)))
+def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
+    """The offsets of the extras (see `extra_offset`), and the names of the dynamic sizes in them."""
+    offsets = [extra_offset(u, p, e) for e in p.extras]
+    words = {w for text, _, _ in offsets for w in text.split()}
+    return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in words)
 
 
-def dot_cast(u: Unit, p: Product, text: str) -> str:
-    """A loaded tile as a factor of tl.dot."""
-    if u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype):
-        return f"{text}.to(tl.float32)"
-    return text
+def _load_extras(u: Unit, p: Product) -> str:
+    """The function that loads the other operands of the epilogue for a tile, each in its own dtype."""
+    offsets, sizes = _extra_sizes(u, p)
+    names = [*(f"x{i + p.first}" for i in range(len(p.extras))), *sizes]
+    lines = [f"{literal(tuple(names))} = operands"] if names else []
+    for i, (offset, rows, columns) in enumerate(offsets):
+        mask = " & ".join(["token_mask"] * rows + ["column_mask"] * columns)
+        lines.append(f"q{i} = tl.load(x{i + p.first} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
+    lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
+    return function(
+        "load_extras(operands, token, column, token_mask, column_mask)",
+        "The other operands of the epilogue at `token` and `column`; zeros outside the masks.",
+        lines,
+    )
+
+
+def _epilogue(p: Product) -> str:
+    """The function from sums to the result, in float32."""
+    accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
+    statements, value = inline(parse_expr(p.body), [*accs, *(f"{q}.to(tl.float32)" for q in extras)])
+    meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
+    lines = [f"{literal(accs)} = sums", *([f"{literal(extras)} = extras"] if extras else []), *statements]
+    return function("epilogue(sums, extras)", f"{meaning}.", [*lines, f"return {value}"])
 
 
 def peak(p: Product, target: Target) -> float:

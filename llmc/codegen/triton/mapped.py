@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.triton.base import Code, Unit
-from llmc.codegen.triton.linear import Product, dot_cast, load_extras
-from llmc.codegen.triton.split import PartText, parts_us
-from llmc.codegen.triton.tile import WARPGROUP, Shape, Text, Tiled, product_us
+from llmc.codegen.triton.linear import Product
+from llmc.codegen.triton.split import parts_us
+from llmc.codegen.triton.template import Argument, Template
+from llmc.codegen.triton.tile import GROUP, WARPGROUP, Shape, Tiled, common, product_us
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -75,48 +76,20 @@ class Mapped(Tiled):
         sizes = (D(p.n), D(p.k)) if p.parts == 1 else (D(p.parts), D(p.n), D(p.k))
         return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))
 
-    def text(self, u: Unit, p: Product) -> Text:
-        s = u.schedule
-        return MappedText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return mapped(u, p, 0)
 
 
-class MappedText(Text):
-    """bm tokens times bn weight rows of every part."""
-
-    @property
-    def span(self) -> str:
-        """The columns that a program multiplies: from, to."""
-        return f"0, {self.depth}"
-
-    def lines(self) -> list[str]:
-        p, u, both = self.p, self.u, self.p.parts == 2
-        high = self.bn * p.parts
-        rows = f"pn * {self.bn}"
-        weight = f"tl.reshape(x1.load([0, {rows}, k]), ({high}, {self.bk}))" if both else f"x1.load([{rows}, k])"
-        lines = [
-            *self.grouped(),
-            f"n = {rows} + tl.arange(0, {self.bn})",
-            f"m = (pm * {self.bm} + tl.arange(0, {self.bm})).to(tl.int64)",
-            u.hold,
-            f"a0 = tl.zeros([{self.bm}, {high}], tl.float32)",
-            f"for k in tl.range({self.span}, {self.bk}, num_stages={self.stages}):",
-            f"    x = {dot_cast(u, p, f'x0.load([pm * {self.bm}, k])')}",
-            f"    w = {dot_cast(u, p, weight)}",
-            '    a0 = tl.dot(x, w.T, a0, input_precision="ieee")',
-            f"a0, a1 = tl.split(tl.permute(tl.reshape(a0, ({self.bm}, 2, {self.bn})), (0, 2, 1)))" if both else "",
-            u.go,
-            *load_extras(u, p, self.token, self.row, self.mmask, self.nmask),
-            *self.finish([f"a{j}" for j in range(p.parts)]),
-        ]
-        return [x for x in lines if x]
-
-
-class MappedPartText(MappedText, PartText):
-    """One part of the depth."""
-
-    @property
-    def span(self) -> str:
-        return f"tl.program_id(1) * {self.depth}, (tl.program_id(1) + 1) * {self.depth}"
+def mapped(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+    """The template and its arguments; `splits` parts of the depth, or 0."""
+    return Template("linear_mapped", "linear_mapped"), {
+        "x_map": "x0",
+        "weight_map": "x1",
+        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
+        "SPLITS": splits,
+        "GROUP": u.schedule.get("group", GROUP),
+        **common(u, p),
+    }
 
 
 class MappedParts(Mapped):
@@ -135,9 +108,8 @@ class MappedParts(Mapped):
         code = super().code(u)
         return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
 
-    def text(self, u: Unit, p: Product) -> Text:
-        s = u.schedule
-        return MappedPartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return mapped(u, p, int(u.node.attrs["splits"]))
 
 
 MAPPED = Mapped("triton/mapped", ("linear", "linear_map"))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.triton.base import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.triton.linear import clamp, inside, other
+from llmc.codegen.triton.base import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.triton.spell import helpers, inline
+from llmc.codegen.triton.template import Argument, Template, function
 from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
@@ -44,25 +44,17 @@ class Route(TritonKernel):
         experts, numel = u.node.attrs["experts"], u.node.operands[0].type.numel
         pairs = u.sizes(numel)
         chunk = CHUNK if numel.const is None else min(CHUNK, power(max(16, numel.const)))
-        body = f"""
-{u.wait}
-e = tl.program_id(0)
-c = tl.arange(0, {chunk})
-before = tl.zeros([{chunk}], tl.int32)
-for k in range(0, {pairs}, {chunk}):
-    v = tl.load(x0 + k + c, mask=c < {pairs} - k, other={experts})
-    before += (v < e).to(tl.int32)
-at = tl.sum(before, axis=0)
-tl.store(y1 + e, at)
-if e == 0:
-    tl.store(y1 + {experts}, {pairs})
-for k in range(0, {pairs}, {chunk}):
-    v = tl.load(x0 + k + c, mask=c < {pairs} - k, other={experts})
-    mine = (v == e).to(tl.int32)
-    tl.store(y0 + at + tl.cumsum(mine, axis=0) - 1, k + c, mask=mine != 0)
-    at += tl.sum(mine, axis=0)
-"""
-        return Code(body.strip("\n"), (experts,), "", 4, 1)
+        template = Template("moe", "moe_route")
+        call = template.call(
+            experts_ptr="x0",
+            order_ptr="y0",
+            starts_ptr="y1",
+            pairs=pairs,
+            EXPERTS=experts,
+            CHUNK=chunk,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (experts,), template.text(), 4, 1)
 
 
 @dataclass(frozen=True)
@@ -112,14 +104,6 @@ class Grouped(TritonKernel):
     def experts(self, node: Node) -> Experts:
         raise NotImplementedError
 
-    def token(self, p: Experts) -> str:
-        """The row of the left operand that a block's rows are at: `r` their places, `pair` the pairs."""
-        raise NotImplementedError
-
-    def finish(self, u: Unit, p: Experts) -> list[str]:
-        """What is stored of the sums, at `rows` [1, bm] and `n` [bn, 1] inside `mask`."""
-        raise NotImplementedError
-
     def reject(self, node: Node, target: Target) -> str | None:
         values = [v for i, v in enumerate([*node.operands, *node.results]) if i not in (1, 2)]
         for v in values:
@@ -162,67 +146,36 @@ class Grouped(TritonKernel):
         steps = chosen * passes * columns / target.limits.units * -(-p.k // s["bk"]) * 0.02  # us of loop overhead
         return max(moved + 0.5 * best, best / share) * 1e6 + steps + target.launch_us
 
-    def code(self, u: Unit) -> Code:
-        p, s = self.experts(u.node), u.schedule
-        lines = [*search(u, p, s["bm"]), "if expert < " + str(p.count) + ":"]
-        lines += [f"    {x}" for x in [*self.product(u, p), *self.finish(u, p)]]
-        fns = [e.fn for e in walk(gate(u.node.attrs["body"]))] if "body" in u.node.attrs else []
-        grid = (D(-(-p.n // s["bn"])), p.blocks(s["bm"]))
-        return Code("\n".join(lines), grid, helpers(fns), s["warps"], s["stages"])
-
-    def product(self, u: Unit, p: Experts) -> list[str]:
+    def common(self, u: Unit, p: Experts) -> dict[str, Argument]:
+        """The arguments that both templates have."""
         s = u.schedule
-        bm, bn, bk = s["bm"], s["bn"], s["bk"]
-        cast = ".to(tl.float32)" if u.interpret or p.left.dtype != p.w.dtype else ""
-        wm, xm = (other(inside(f"{c} < {p.k} - k" if p.k % bk else "")) for c in ("c[None, :]", "c[:, None]"))
-        loop = [f"x = tl.load(t + k{xm}){cast}"]
-        for j in range(p.parts):
-            loop += [
-                f"w = tl.load(w{j} + k{wm}){cast}",
-                f'a{j} = tl.dot(w, x, a{j}, input_precision="ieee")',
-            ]
-        return [
-            f"r = row + tl.arange(0, {bm})",
-            "pair = tl.load(x1 + r, mask=r < stop, other=0).to(tl.int64)",
-            f"n = tl.program_id(0) * {bn} + tl.arange(0, {bn})",
-            f"c = tl.arange(0, {bk})",
-            f"base = x3 + expert.to(tl.int64) * {p.parts * p.n * p.k}",
-            f"w0 = base + {clamp('n', str(p.n), bn, p.n)}[:, None] * {p.k} + c[None, :]",
-            *(f"w{j} = w0 + {j * p.n * p.k}" for j in range(1, p.parts)),
-            f"t = x0 + ({self.token(p)})[None, :] * {p.k} + c[:, None]",
-            *(f"a{j} = tl.zeros([{bn}, {bm}], tl.float32)" for j in range(p.parts)),
-            f"for k in tl.range(0, {p.k}, {bk}, num_stages={s['stages']}):",
-            *(f"    {x}" for x in loop),
-            f"mask = (r < stop)[None, :] & (n < {p.n})[:, None]",
-        ]
+        return {
+            "x_ptr": "x0",
+            "order_ptr": "x1",
+            "starts_ptr": "x2",
+            "weight_ptr": "x3",
+            "out_ptr": "y0",
+            "EXPERTS": p.count,
+            "EXPERTS_PADDED": power(p.count),
+            "N": p.n,
+            "K": p.k,
+            "BLOCK_M": s["bm"],
+            "BLOCK_N": s["bn"],
+            "BLOCK_K": s["bk"],
+            "STAGES": s["stages"],
+            "FLOAT32_FACTORS": u.interpret or p.left.dtype != p.w.dtype,
+            "DEPENDENT_LAUNCH": u.pdl,
+        }
+
+    def launch(self, u: Unit, p: Experts, call: str, helpers: str) -> Code:
+        """The code of a call of a template."""
+        s = u.schedule
+        return Code(call, (D(-(-p.n // s["bn"])), p.blocks(s["bm"])), helpers, s["warps"], s["stages"])
 
 
-def search(u: Unit, p: Experts, bm: int) -> list[str]:
-    """`expert`, the first `row` of this program's block and where the expert's rows `stop`; no expert is p.count."""
-    wide = power(p.count)
-    return [
-        *u.wait.split("\n"),
-        f"e = tl.arange(0, {wide})",
-        f"first = tl.load(x2 + e, mask=e < {p.count}, other=0)",
-        f"rows = tl.load(x2 + e + 1, mask=e < {p.count}, other=0) - first",
-        f"blocks = (rows + {bm - 1}) // {bm}",
-        "ends = tl.cumsum(blocks, axis=0)",
-        "block = tl.program_id(1)",
-        f"expert = tl.sum(((ends <= block) & (e < {p.count})).to(tl.int32), axis=0)",
-        "here = e == expert",
-        f"row = tl.sum(tl.where(here, first + (block - ends + blocks) * {bm}, 0), axis=0)",
-        "stop = tl.sum(tl.where(here, first + rows, 0), axis=0)",
-    ]
-
-
-def biased(p: Experts, operand: int) -> list[str]:
-    """The sums with the expert's bias, where the node has that operand."""
-    if len(p.node.operands) <= operand:
-        return []
-    at = f"x{operand} + expert.to(tl.int64) * {p.parts * p.n} + n"
-    return [
-        f"a{j} += tl.load({at} + {j * p.n}, mask=n < {p.n}, other=0).to(tl.float32)[:, None]" for j in range(p.parts)
-    ]
+def bias(p: Experts, operand: int) -> str | None:
+    """The pointer of the bias, if the node has that operand."""
+    return f"x{operand}" if len(p.node.operands) > operand else None
 
 
 def _fits(p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
@@ -238,14 +191,19 @@ class Up(Grouped):
     def experts(self, node: Node) -> Experts:
         return Experts(node, 2)
 
-    def token(self, p: Experts) -> str:
-        return f"pair // {p.node.attrs['k']}"
-
-    def finish(self, u: Unit, p: Experts) -> list[str]:
-        lines, value = inline(gate(u.node.attrs["body"]), ["a0", "a1"])
-        at = f"y0 + r.to(tl.int64)[None, :] * {p.n} + n[:, None]"
-        store = f"tl.store({at}, ({value}).to({element(u.node.result.type)}), mask=mask)"
-        return [*biased(p, 4), *lines, store]
+    def code(self, u: Unit) -> Code:
+        p, body = self.experts(u.node), gate(u.node.attrs["body"])
+        template = Template("moe", "moe_up")
+        call = template.call(
+            **self.common(u, p),
+            bias_ptr=bias(p, 4),
+            CHOICES=u.node.attrs["k"],
+            GATE="gate_up",
+        )
+        lines, value = inline(body, ["gate", "up"])
+        gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
+        texts = (template.text(), helpers(e.fn for e in walk(body)).strip(), gated)
+        return self.launch(u, p, call, "\n\n\n".join(filter(None, texts)))
 
 
 class Down(Grouped):
@@ -254,15 +212,10 @@ class Down(Grouped):
     def experts(self, node: Node) -> Experts:
         return Experts(node, 1)
 
-    def token(self, p: Experts) -> str:
-        return "tl.minimum(r, stop - 1).to(tl.int64)"
-
-    def finish(self, u: Unit, p: Experts) -> list[str]:
-        return [
-            *biased(p, 5),
-            "scale = tl.load(x4 + pair).to(tl.float32)",
-            f"tl.store(y0 + pair[None, :] * {p.n} + n[:, None], a0 * scale[None, :], mask=mask)",
-        ]
+    def code(self, u: Unit) -> Code:
+        p, template = self.experts(u.node), Template("moe", "moe_down")
+        call = template.call(**self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
+        return self.launch(u, p, call, template.text())
 
 
 ROUTE = Route("triton/moe_route", ("moe_route",))

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.triton.linear import Product, body_helpers, finish, inside, load_extras
-from llmc.codegen.triton.tile import Text, Tiled, product_us
+from llmc.codegen.triton.linear import Product, epilogue, extra_operands
+from llmc.codegen.triton.template import Argument, Template
+from llmc.codegen.triton.tile import Tiled, gemm, product_us
 from llmc.ir.dim import D, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 BLOCK = 1024  # columns of a sum that a program has at most
 _WARPS = 4
-
-
-@dataclass(frozen=True)
-class PartText(Text):
-    """A program multiplies one part of the depth; the parts are the grid's second axis."""
-
-    @property
-    def depth(self) -> int:
-        return self.p.k // int(self.p.node.attrs["splits"])
-
-    def first(self, base: str) -> str:
-        return f"({base} + tl.program_id(1) * {self.depth})"
-
-    def finish(self, accs: Sequence[str]) -> list[str]:
-        place = f"tl.program_id(1).to(tl.int64) * {self.limit} * {self.p.n} + {self.token} * {self.p.n} + {self.row}"
-        return [f"tl.store(y0 + ({place}), {accs[0]}{inside(self.mmask, self.nmask)})"]
 
 
 class Parts(Tiled):
@@ -40,9 +25,8 @@ class Parts(Tiled):
         code = super().code(u)
         return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
 
-    def text(self, u: Unit, p: Product) -> Text:
-        s = u.schedule
-        return PartText(u, p, False, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return gemm(u, p, int(u.node.attrs["splits"]))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return parts_us(node, schedule, target, env) + target.launch_us
@@ -90,22 +74,22 @@ class Combine(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, block = Sum.of(u.node), u.schedule["block"]
-        x = u.node.operands[0].type
-        tokens, mask = product(p.out.shape[:-1]), "" if p.n % block == 0 else f"n < {p.n}"
-        parts = [
-            f"tl.load(x0 + ((m + {i} * {u.sizes(tokens)}) * {p.n} + n){inside(mask)})" for i in range(int(x.shape[0]))
-        ]
-        lines = [
-            u.wait,
-            "m = tl.program_id(0).to(tl.int64)",
-            f"n = tl.program_id(1) * {block} + tl.arange(0, {block})",
-            *load_extras(u, p, "m", "n", "", mask),
-            f"a0 = {parts[0]}",
-            *(f"a0 += {x}" for x in parts[1:]),
-            *finish(p, ["a0"], "m", "n", "", mask),
-        ]
-        grid = (tokens, D(-(-p.n // block)))
-        return Code("\n".join(x for x in lines if x), grid, body_helpers(p), u.schedule["warps"])
+        tokens = product(p.out.shape[:-1])
+        template = Template("linear_combine", "linear_combine")
+        call = template.call(
+            partial_ptr="x0",
+            out_ptr="y0",
+            M=u.sizes(tokens),
+            extra_ptrs=extra_operands(u, p),
+            N=p.n,
+            SPLITS=int(u.node.operands[0].type.shape[0]),
+            BLOCK=block,
+            LOAD_EXTRAS="load_extras",
+            EPILOGUE="epilogue",
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        helpers = f"{template.text()}\n\n\n{epilogue(u, p)}"
+        return Code(call, (tokens, D(-(-p.n // block))), helpers, u.schedule["warps"])
 
 
 PARTS = Parts("triton/parts", ("linear_split",))

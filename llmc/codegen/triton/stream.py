@@ -12,17 +12,8 @@ from typing import ClassVar
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit
-from llmc.codegen.triton.linear import (
-    EVICT,
-    Product,
-    body_helpers,
-    clamp,
-    finish,
-    inside,
-    load_extras,
-    other,
-    refuse,
-)
+from llmc.codegen.triton.linear import Product, epilogue, extra_operands, refuse
+from llmc.codegen.triton.template import Template, function
 from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -84,17 +75,50 @@ class Stream(TritonKernel):
         far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
         return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
 
-    def tile(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> Tile:
-        """The text of one program."""
-        return Tile(u, p, bn, bk, rows)
-
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
-        rows, blocks = s["rows"], p.m.ceildiv(s["rows"])
-        tile = self.tile(u, p, s["bn"], s["bk"], rows)
-        lines = [*tile.start(), *tile.stream(s["stages"]), *tile.reduce()]
-        helpers = f"{body_helpers(p)}\n\n{tile.reducer()}"
-        return Code("\n".join(lines), (D(-(-p.n // s["bn"])), blocks), helpers, s["warps"], 1)
+        rows, m = s["rows"], p.m.const
+        sums = rows * p.parts
+        joint = sums > 1 and not u.interpret  # which would add such sums element by element
+        template = Template("linear_stream", "linear_stream")
+        call = template.call(
+            M=u.sizes(p.m),
+            x_ptr="x0",
+            weight_ptr="x1",
+            gain_ptr="x2" if p.first == 3 else None,
+            out_ptr="y0",
+            extra_ptrs=extra_operands(u, p),
+            N=p.n,
+            K=p.k,
+            PARTS=p.parts,
+            ROWS=rows,
+            BLOCK_N=s["bn"],
+            BLOCK_K=s["bk"],
+            AHEAD=min(s["stages"], -(-p.k // s["bk"])),
+            EPS=u.node.attrs.get("eps"),
+            ONE_BLOCK=m is not None and m <= rows,
+            WHOLE_M=m is not None and m % rows == 0,
+            EARLY_WEIGHTS=p.early,
+            JOINT_SUM="joint_sum" if joint else None,
+            LOAD_EXTRAS="load_extras",
+            EPILOGUE="epilogue",
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        texts = (template.text(), joint_sum(sums) if joint else "", epilogue(u, p))
+        return Code(call, (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)), "\n\n\n".join(filter(None, texts)), s["warps"], 1)
+
+
+def joint_sum(count: int) -> str:
+    """The generated function that sums `count` tiles over their second axis at once."""
+    a, b = ([f"{x}{i}" for i in range(count)] for x in "ab")
+    sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
+    plus = function(f"add_pairs({', '.join([*a, *b])})", "The sum of each pair.", [f"return {sums}"])
+    total = function(
+        "joint_sum(tiles)",
+        "The sums of the tiles over their second axis, in one trip through shared memory.",
+        ["return tl.reduce(tiles, 1, add_pairs)"],
+    )
+    return f"{plus}\n\n\n{total}"
 
 
 def nearest(p: Product, measured: Sequence[Measured]) -> Shape:
@@ -125,109 +149,6 @@ def _holds(p: Product, s: Shape, rows: int) -> bool:
     bn, bk, warps, stages = s
     each = bn * bk * p.parts // (warps * 32)
     return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
-
-
-class Tile:
-    """The text of one program: bn rows of every part, bk columns at a time, for `rows` tokens."""
-
-    def __init__(self, u: Unit, p: Product, bn: int, bk: int, rows: int) -> None:
-        self.u, self.p, self.bn, self.bk, self.rows = u, p, bn, bk, rows
-        self.m = p.m.const
-        self.whole = self.m is not None and self.m % rows == 0
-        self.limit = u.sizes(p.m)
-        self.cells = [(i, j) for i in range(rows) for j in range(p.parts)]
-        self.joint = len(self.cells) > 1 and not u.interpret
-
-    def start(self) -> list[str]:
-        p, bn = self.p, self.bn
-        first = "tl.program_id(1)" if self.m is None or self.m > self.rows else "0"
-        lines = [
-            f"n0 = tl.program_id(0) * {bn}",
-            f"n = n0 + tl.arange(0, {bn})",
-            f"c = tl.arange(0, {self.bk})",
-            f"near = {clamp('n', str(p.n), bn, p.n)} - n0",
-            f"w0 = x1 + n0.to(tl.int64) * {p.k} + near[:, None] * {p.k} + c[None, :]",
-            *(f"w{j} = w0 + {j * p.n * p.k}" for j in range(1, p.parts)),
-        ]
-        for i in range(self.rows):
-            at = f"{first} * {self.rows} + {i}" if first != "0" else str(i)
-            lines.append(f"m{i} = tl.cast({at}, tl.int64)")
-            lines.append(f"r{i} = x0 + {clamp(f'm{i}', self.limit, self.rows, self.m)} * {p.k} + c")
-        return lines
-
-    def stream(self, stages: int) -> list[str]:
-        """The sums over k, with up to `stages` tiles of each part loaded ahead, the first of them before the wait."""
-        p, steps = self.p, -(-self.p.k // self.bk)
-        ahead = min(stages, steps)
-        early = [x for a in range(ahead) for x in self.weights(str(a * self.bk), a)]
-        wait = [x for x in self.u.wait.split("\n") if x]
-        lines = [*early, *wait] if p.early else [*wait, *early]
-        lines += self.extras()
-        lines += [f"a{i}_{j} = tl.zeros([{self.bn}, {self.bk}], tl.float32)" for i, j in self.cells]
-        left = steps - ahead
-        if left:
-            lines.append(f"for k in range(0, {left * self.bk}, {self.bk}):")
-            inner = self.sums("k", 0)
-            inner += [f"v{j}_{a} = v{j}_{a + 1}" for a in range(ahead - 1) for j in range(p.parts)]
-            inner += self.weights(f"k + {ahead * self.bk}", ahead - 1)
-            lines += [f"    {x}" for x in inner]
-        for a in range(ahead):
-            lines += self.sums(str((left + a) * self.bk), a)
-        return lines
-
-    def weights(self, k: str, slot: int) -> list[str]:
-        mask = other(inside(self.columns(k, "c[None, :]")))
-        return [f"v{j}_{slot} = tl.load(w{j} + ({k}){mask}, {EVICT})" for j in range(self.p.parts)]
-
-    def inside(self, k: str) -> str:
-        """The mask argument of a step's columns."""
-        return inside(self.columns(k, "c"))
-
-    def columns(self, k: str, c: str) -> str:
-        return "" if self.p.k % self.bk == 0 else f"{c} < {self.p.k} - ({k})"
-
-    def sums(self, k: str, slot: int) -> list[str]:
-        mask = other(self.inside(k))
-        lines = [f"f{j} = v{j}_{slot}.to(tl.float32)" for j in range(self.p.parts)]
-        for i in range(self.rows):
-            lines += self.tokens(i, f"tl.load(r{i} + ({k}){mask}).to(tl.float32)")
-            lines += [f"a{i}_{j} += f{j} * t{i}[None, :]" for j in range(self.p.parts)]
-        return lines
-
-    def tokens(self, i: int, loaded: str) -> list[str]:
-        """`t{i}`: the elements of token i that meet the weights of this step."""
-        return [f"t{i} = {loaded}"]
-
-    def scaled(self) -> list[str]:
-        """What is done to the sums before the epilogue."""
-        return []
-
-    def reducer(self) -> str:
-        """The sum of several values at once: one trip through shared memory for all."""
-        if not self.joint:
-            return ""
-        a, b = ([f"{x}{i}" for i in range(len(self.cells))] for x in "ab")
-        sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
-        return f"@triton.jit\ndef plus({', '.join([*a, *b])}):\n    return {sums}"
-
-    def masks(self, i: int) -> tuple[str, str]:
-        return "" if self.whole else f"m{i} < {self.limit}", "" if self.p.n % self.bn == 0 else f"n < {self.p.n}"
-
-    def extras(self) -> list[str]:
-        found = (load_extras(self.u, self.p, f"m{i}", "n", *self.masks(i), f"_{i}") for i in range(self.rows))
-        return [x for lines in found for x in lines]
-
-    def reduce(self) -> list[str]:
-        names = [f"a{i}_{j}" for i, j in self.cells]
-        if self.joint:
-            lines = [f"{', '.join(names)} = tl.reduce(({', '.join(names)}), 1, plus)"]
-        else:
-            lines = [f"{x} = tl.sum({x}, axis=1)" for x in names]
-        lines += self.scaled()
-        for i in range(self.rows):
-            accs = [f"a{i}_{j}" for j in range(self.p.parts)]
-            lines += finish(self.p, accs, f"m{i}", "n", *self.masks(i), f"_{i}")
-        return lines
 
 
 STREAM = Stream("triton/stream", ("linear", "linear_map"))

@@ -6,24 +6,13 @@ fill an instruction; GEMM has them the other way round, and walks its tiles in g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import Code, TritonKernel, Unit
-from llmc.codegen.triton.linear import (
-    EVICT,
-    Product,
-    body_helpers,
-    clamp,
-    dot_cast,
-    finish,
-    inside,
-    load_extras,
-    other,
-    peak,
-    refuse,
-)
+from llmc.codegen.triton.linear import Product, epilogue, extra_operands, peak, refuse
+from llmc.codegen.triton.template import Argument, Template
 from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -77,7 +66,6 @@ _SUMS = 128  # float32 sums that a thread holds at most
 WARPGROUP = 64  # rows of the widest instruction
 MATRIX = 16  # rows and columns of AMD's least one
 _L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
-_PREFETCH = '"prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l"'
 
 
 @dataclass(frozen=True)
@@ -117,15 +105,70 @@ class Tiled(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
-        t = self.text(u, p)
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
         grid = (rows, D(columns)) if self.swap else (rows * columns,)
-        return Code("\n".join(t.lines()), grid, body_helpers(p), s["warps"], s["stages"])
+        template, arguments = self.bind(u, p)
+        call = template.call(**arguments)
+        return Code(call, grid, f"{template.text()}\n\n\n{epilogue(u, p)}", s["warps"], s["stages"])
 
-    def text(self, u: Unit, p: Product) -> Text:
-        """What writes the statements."""
-        s = u.schedule
-        return Text(u, p, self.swap, s["bm"], s["bn"], s["bk"], s["stages"], s["split"])
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        """The template and its arguments."""
+        return (Template("linear_tile", "linear_tile"), tile_arguments(u, p)) if self.swap else gemm(u, p, 0)
+
+
+def common(u: Unit, p: Product) -> dict[str, Argument]:
+    """The arguments that the templates of tiled products share."""
+    s, m = u.schedule, u.sizes(p.m)
+    return {
+        "M": m,
+        "out_ptr": "y0",
+        "extra_ptrs": extra_operands(u, p),
+        "N": p.n,
+        "K": p.k,
+        "PARTS": p.parts,
+        "BLOCK_M": s["bm"],
+        "BLOCK_N": s["bn"],
+        "BLOCK_K": s["bk"],
+        "STAGES": s["stages"],
+        "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
+        "FLOAT32_FACTORS": u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype),
+        "LOAD_EXTRAS": "load_extras",
+        "EPILOGUE": "epilogue",
+        "DEPENDENT_LAUNCH": u.pdl,
+        "LATE_LAUNCH": u.late,
+    }
+
+
+def gemm(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+    """The template of large tiles and its arguments; `splits` parts of the depth, or 0."""
+    return Template("linear_gemm", "linear_gemm"), {
+        **common(u, p),
+        "x_ptr": "x0",
+        "weight_ptr": "x1",
+        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
+        "SPLITS": splits,
+        "GROUP": u.schedule.get("group", GROUP),
+    }
+
+
+def tile_arguments(u: Unit, p: Product) -> dict[str, Argument]:
+    """The arguments of the template of few tokens.
+
+    With dependent launches it asks for the weights of its first step before the wait. Asking for more than that slowed
+    down the kernels in front by what it gained here.
+    """
+    s, line = u.schedule, LINE * 8 // DTYPES[p.w.dtype].bits
+    lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # a power of two, not above what the step has
+    return {
+        **common(u, p),
+        "x_ptr": "x0",
+        "weight_ptr": "x1",
+        "JOINED": joins(p, s["bn"], s["split"]),
+        "SLICES": s["split"],
+        "PREFETCH_LINE": line,
+        "PREFETCH_LINES": lines if u.pdl and p.early else 0,
+        "EARLY_EXTRAS": s["bm"] <= EARLY,
+    }
 
 
 def fits(p: Product, s: Shape, target: Target) -> bool:
@@ -183,165 +226,6 @@ def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
         share = 0.5 if area < 16384 else 0.72 if area < 32768 else 0.77
     best = flops / peak(p, target) * 1e6
     return max(reading_us(p, s, target, env, swap) + 0.5 * best, best * (-(-blocks // units) * units / blocks) / share)
-
-
-@dataclass(frozen=True)
-class Text:
-    """The text of one program: bn weight rows of every part times bm tokens. `split` warps each take their own slice of
-    the columns of a step, as a batch of products whose sums are added in the end."""
-
-    u: Unit
-    p: Product
-    swap: bool
-    bm: int
-    bn: int
-    bk: int
-    stages: int
-    split: int
-
-    @property
-    def limit(self) -> str:
-        return self.u.sizes(self.p.m)
-
-    @property
-    def mmask(self) -> str:
-        m = self.p.m.const
-        return "" if m is not None and m % self.bm == 0 else f"{self.token} < {self.limit}"
-
-    @property
-    def nmask(self) -> str:
-        return "" if self.p.n % self.bn == 0 else f"{self.row} < {self.p.n}"
-
-    @property
-    def token(self) -> str:
-        return "m[None, :]" if self.swap else "m[:, None]"
-
-    @property
-    def row(self) -> str:
-        return "n[:, None]" if self.swap else "n[None, :]"
-
-    @property
-    def depth(self) -> int:
-        """Columns of both factors that one program multiplies."""
-        return self.p.k
-
-    def first(self, base: str) -> str:
-        """Where a factor's first such column is."""
-        return base
-
-    def finish(self, accs: Sequence[str]) -> list[str]:
-        """The results of the accumulators, stored."""
-        return finish(self.p, accs, self.token, self.row, self.mmask, self.nmask)
-
-    @property
-    def joined(self) -> bool:
-        return self.swap and joins(self.p, self.bn, self.split)
-
-    @property
-    def high(self) -> int:
-        """Weight rows of a product."""
-        return self.bn * (2 if self.joined else 1)
-
-    def lines(self) -> list[str]:
-        p, u = self.p, self.u
-        weights = [self.first("x1"), *(f"(x1 + {j * p.n * p.k})" for j in range(1, 1 if self.joined else p.parts))]
-        tiles = [f"w{j} = {self.tile(w, 'wr', left=self.swap)}" for j, w in enumerate(weights)]
-        wait = [*self.prefetch(weights), u.hold]
-        m, n = self.token, self.row
-        extras = load_extras(u, p, m, n, self.mmask, self.nmask)
-        early = self.swap and self.bm <= EARLY  # their latency is not paid at the end
-        lines = [
-            *(self.blocks() if self.swap else self.grouped()),
-            f"n = pn * {self.bn} + tl.arange(0, {self.bn})",
-            f"m = (pm * {self.bm} + tl.arange(0, {self.bm})).to(tl.int64)",
-            f"c = tl.arange(0, {self.bk // self.split})",
-            f"q = tl.arange(0, {self.split})[:, None, None] * {self.bk // self.split}" if self.split > 1 else "",
-            *self.rows(),
-            f"xr = {clamp('m', self.limit, self.bm, p.m.const)} * {p.k}",
-            *tiles,
-            f"t = {self.tile(self.first('x0'), 'xr', left=not self.swap)}",
-            *wait,
-            *(extras if early else []),
-            *self.loop(),
-            u.go,
-            *([] if early else extras),
-            *self.finish([f"a{j}" for j in range(p.parts)]),
-        ]
-        return [x for x in lines if x]
-
-    def rows(self) -> list[str]:
-        """wr: where the weight rows begin."""
-        near = clamp("n", str(self.p.n), self.bn, self.p.n)
-        if not self.joined:
-            return [f"wr = {near}.to(tl.int64) * {self.p.k}"]
-        return [
-            f"j = tl.arange(0, {self.high})",
-            f"near = {clamp(f'pn * {self.bn} + j % {self.bn}', str(self.p.n), self.bn, self.p.n)}",
-            f"wr = (near + j // {self.bn} * {self.p.n}).to(tl.int64) * {self.p.k}",
-        ]
-
-    def blocks(self) -> list[str]:
-        """The programs that share weights are neighbours."""
-        return ["pm = tl.program_id(0)", "pn = tl.program_id(1)"]
-
-    def grouped(self) -> list[str]:
-        """Some rows of tiles at a time, column by column, so that both factors are found in the L2 cache."""
-        columns, group = -(-self.p.n // self.bn), self.u.schedule.get("group", GROUP)
-        return [
-            "pid = tl.program_id(0)",
-            f"first = pid // {group * columns} * {group}",
-            f"high = tl.minimum({self.u.sizes(self.p.m.ceildiv(self.bm))} - first, {group})",
-            f"pm = first + pid % {group * columns} % high",
-            f"pn = pid % {group * columns} // high",
-        ]
-
-    def tile(self, base: str, rows: str, left: bool) -> str:
-        """Pointers of a factor: [rows, bk] on the left, [bk, rows] on the right; slices of the columns in front."""
-        lead = "None, " if self.split > 1 else ""
-        return (
-            f"{base} + {rows}[{lead}:, None] + {self.columns(left)}"
-            if left
-            else (f"{base} + {rows}[{lead}None, :] + {self.columns(left)}")
-        )
-
-    def columns(self, left: bool) -> str:
-        """The columns of a step as a factor has them."""
-        if self.split == 1:
-            return "c[None, :]" if left else "c[:, None]"
-        return "(q + c[None, None, :])" if left else "(q + c[None, :, None])"
-
-    def prefetch(self, weights: list[str]) -> list[str]:
-        """Ask for the weights of the first step while the launches in front are still running. More than that was
-        measured to cost others what it gains here."""
-        if not (self.swap and self.u.pdl and self.p.early):
-            return []
-        size = DTYPES[self.p.w.dtype].bits // 8
-        lines = 1 << (-(-min(self.p.k, self.bk) * size // LINE)).bit_length() - 1
-        at = f"wr[:, None] + tl.minimum(tl.arange(0, {lines}) * {LINE // size}, {self.p.k} - 1)[None, :]"
-        ask = f"tl.inline_asm_elementwise({_PREFETCH}, [({{}} + at).to(tl.int64)], tl.int32, False, 1)"
-        return [f"at = {at}", *(ask.format(w) for w in weights)]
-
-    def loop(self) -> list[str]:
-        p, u = self.p, self.u
-        sides = (self.high, self.bm) if self.swap else (self.bm, self.bn)
-        shape = list(sides) if self.split == 1 else [self.split, *sides]
-        odd = self.depth % self.bk != 0
-        left, right = (other(inside(f"{self.columns(x)} < {self.depth} - k" if odd else "")) for x in (True, False))
-        wm, xm = (left, right) if self.swap else (right, left)
-        hint = f", {EVICT}" if self.swap else ""
-        body = [f"x = {dot_cast(u, p, f'tl.load(t + k{xm})')}"]
-        products = range(1 if self.joined else p.parts)
-        for j in products:
-            body.append(f"w = {dot_cast(u, p, f'tl.load(w{j} + k{wm}{hint})')}")
-            factors = "w, x" if self.swap else "x, w"
-            body.append(f'a{j} = tl.dot({factors}, a{j}, input_precision="ieee")')
-        return [
-            *(f"a{j} = tl.zeros({shape}, tl.float32)" for j in products),
-            f"for k in tl.range(0, {self.depth}, {self.bk}, num_stages={self.stages}):",
-            *(f"    {x}" for x in body),
-            *(f"a{j} = tl.sum(a{j}, axis=0)" for j in products if self.split > 1),
-            *([f"a0, a1 = tl.split(tl.permute(tl.reshape(a0, (2, {self.bn}, {self.bm})), (1, 2, 0)))"] * self.joined),
-        ]
 
 
 TILE = Tiled("triton/tile", ("linear", "linear_map"), swap=True)

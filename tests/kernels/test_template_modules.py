@@ -1,0 +1,145 @@
+"""Template kernels run in Triton's interpreter as they stand: imported as modules, and launched like any Triton kernel.
+
+This is how to step through one: put `breakpoint()` into the template and run its test here with `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.triton_harness import interpreting
+
+from llmc.codegen.triton.template import FOLDER, PACKAGE
+
+NAMES = tuple(sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "__init__"))
+
+
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    """Template modules imported inside run on the CPU; they are forgotten afterwards."""
+
+    def forget() -> None:
+        for name in [n for n in sys.modules if n.startswith(f"{PACKAGE}.")]:
+            del sys.modules[name]
+
+    forget()
+    with interpreting():
+        yield
+    forget()
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+def epilogue() -> dict[str, Any]:
+    """An epilogue without other operands: relu of the first part."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def no_extras(operands, token, column, token_mask, column_mask):  # type: ignore[no-untyped-def]
+        return ()
+
+    @triton.jit
+    def relu(sums, extras):  # type: ignore[no-untyped-def]
+        return tl.maximum(sums[0], 0.0)
+
+    relu.fn.__globals__["tl"] = tl
+    return {"LOAD_EXTRAS": no_extras, "EPILOGUE": relu, "DEPENDENT_LAUNCH": False}
+
+
+def product(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
+    """Factors, memory for the result, and the result that is expected."""
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    return x, w, torch.full((m, n), float("nan")), torch.relu(x @ w.T).numpy()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_can_be_imported(interpreter: None, name: str) -> None:
+    assert module(name).__doc__
+
+
+def test_gemm(interpreter: None) -> None:
+    m, n, k = 33, 40, 70
+    x, w, out, want = product(m, n, k)
+    module("linear_gemm").linear_gemm[(3 * 2,)](
+        x, w, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
+        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_tile(interpreter: None) -> None:
+    m, n, k = 5, 40, 70
+    x, w, out, want = product(m, n, k)
+    module("linear_tile").linear_tile[(1, 2)](
+        x, w, out, (), m, N=n, K=k, PARTS=1, JOINED=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SLICES=2, STAGES=2,
+        WHOLE_M=False, PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, LATE_LAUNCH=False,
+        **epilogue(),
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_mapped(interpreter: None) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    m, n, k = 33, 40, 64
+    x, w, out, want = product(m, n, k)
+    maps = TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(w, [32, 32])
+    module("linear_mapped").linear_mapped[(3 * 2,)](
+        *maps, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
+        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_stream(interpreter: None) -> None:
+    m, n, k = 3, 10, 70
+    x, w, out, want = product(m, n, k)
+    module("linear_stream").linear_stream[(3, 2)](
+        x, w, None, out, (), m, N=n, K=k, PARTS=1, ROWS=2, BLOCK_N=4, BLOCK_K=16, AHEAD=2, EPS=None, ONE_BLOCK=False,
+        WHOLE_M=False, EARLY_WEIGHTS=True, JOINT_SUM=None, **epilogue(),
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_combine(interpreter: None) -> None:
+    partial, out = torch.randn(3, 5, 20), torch.full((5, 20), float("nan"))
+    module("linear_combine").linear_combine[(5, 2)](partial, out, (), 5, N=20, SPLITS=3, BLOCK=16, **epilogue())
+    np.testing.assert_allclose(out.numpy(), torch.relu(partial.sum(0)).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_matmul(interpreter: None) -> None:
+    left, right, out = torch.randn(2, 9, 21), torch.randn(2, 21, 18), torch.full((2, 9, 18), float("nan"))
+    module("matmul").matmul[(2 * 2,)](
+        left, right, out, 9, 21, 18, 1, 2, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False,
+        DEPENDENT_LAUNCH=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), (left @ right).numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_experts(interpreter: None) -> None:
+    """Routing, then the weighted answers: every pair at its own place, whatever the order of the pairs was."""
+    tokens, choices, experts, n, k = 6, 2, 5, 20, 24
+    moe, pairs = module("moe"), tokens * choices
+    chosen = torch.randint(experts, (tokens, choices), dtype=torch.int32)
+    order, starts = torch.full((pairs,), -1, dtype=torch.int32), torch.zeros(experts + 1, dtype=torch.int32)
+    moe.moe_route[(experts,)](chosen, order, starts, pairs, EXPERTS=experts, CHUNK=16, DEPENDENT_LAUNCH=False)
+    assert starts[-1] == pairs
+    x, w, scale = torch.randn(pairs, k), torch.randn(experts, n, k), torch.randn(tokens, choices)
+    out = torch.full((tokens, choices, n), float("nan"))
+    moe.moe_down[(1, pairs)](
+        x, order, starts, w, scale, None, out, EXPERTS=experts, EXPERTS_PADDED=8, N=n, K=k, BLOCK_M=16, BLOCK_N=32,
+        BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False, DEPENDENT_LAUNCH=False,
+    )  # fmt: skip
+    for row, pair in enumerate(order.tolist()):
+        want = scale.reshape(-1)[pair] * (w[chosen.reshape(-1)[pair]] @ x[row])
+        np.testing.assert_allclose(out.reshape(pairs, n)[pair].numpy(), want.numpy(), rtol=1e-4, atol=1e-4)
