@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.triton.template import Template
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
@@ -41,9 +42,27 @@ class Matmul(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         s = u.schedule
-        b, m, _, n = sizes_of(u.node)
+        b, m, k, n = sizes_of(u.node)
         rows, columns = m.ceildiv(s["bm"]), n.ceildiv(s["bn"])
-        return Code(text(u), (columns * rows * b,), "", s["warps"], s["stages"])
+        left, right = (v.type.dtype for v in u.node.operands)
+        template = Template("matmul", "matmul")
+        call = template.call(
+            left_ptr="x0",
+            right_ptr="x1",
+            out_ptr="y0",
+            M=u.sizes(m),
+            K=u.sizes(k),
+            N=u.sizes(n),
+            ROW_TILES=u.sizes(rows),
+            COLUMN_TILES=u.sizes(columns),
+            BLOCK_M=s["bm"],
+            BLOCK_N=s["bn"],
+            BLOCK_K=s["bk"],
+            STAGES=s["stages"],
+            FLOAT32_FACTORS=u.interpret or left != right,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (columns * rows * b,), template.text(), s["warps"], s["stages"])
 
 
 def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
@@ -56,36 +75,6 @@ def factor(node: Node) -> str:
     """The dtype of the factors of tl.dot: the operands' where they agree, else float32."""
     a, c = (v.type.dtype for v in node.operands)
     return a if a == c else "f32"
-
-
-def text(u: Unit) -> str:
-    s, node = u.schedule, u.node
-    bm, bn, bk = s["bm"], s["bn"], s["bk"]
-    _, m, k, n = (u.sizes(d) for d in sizes_of(node))
-    rows, columns = (
-        u.sizes(d.ceildiv(b)) for d, b in zip((sizes_of(node)[1], sizes_of(node)[3]), (bm, bn), strict=True)
-    )
-    wide = u.interpret or any(v.type.dtype != factor(node) for v in node.operands)
-    cast = ".to(tl.float32)" if wide else ""
-    return f"""
-{u.wait}
-pid = tl.program_id(0)
-batch = (pid // ({rows} * {columns})).to(tl.int64)
-pm = pid // {columns} % {rows}
-pn = pid % {columns}
-i = pm * {bm} + tl.arange(0, {bm})
-j = pn * {bn} + tl.arange(0, {bn})
-c = tl.arange(0, {bk})
-a = x0 + batch * {m} * {k} + tl.minimum(i, {m} - 1).to(tl.int64)[:, None] * {k} + c[None, :]
-b = x1 + batch * {k} * {n} + c.to(tl.int64)[:, None] * {n} + tl.minimum(j, {n} - 1)[None, :]
-sums = tl.zeros([{bm}, {bn}], tl.float32)
-for k in tl.range(0, {k}, {bk}, num_stages={s["stages"]}):
-    left = tl.load(a + k, mask=c[None, :] < {k} - k, other=0.0){cast}
-    right = tl.load(b + tl.cast(k, tl.int64) * {n}, mask=c[:, None] < {k} - k, other=0.0){cast}
-    sums = tl.dot(left, right, sums, input_precision="ieee")
-at = y0 + batch * {m} * {n} + i.to(tl.int64)[:, None] * {n} + j[None, :]
-tl.store(at, sums.to({element(node.result.type)}), mask=(i[:, None] < {m}) & (j[None, :] < {n}))
-""".strip("\n")
 
 
 MATMUL = Matmul("triton/matmul", ("matmul",))
