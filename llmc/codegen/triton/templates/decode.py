@@ -131,6 +131,7 @@ def paged_decode(
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """Attention of one token and one key head, over all keys or one share of them."""
     if not TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     token, kv_head = tl.program_id(0), tl.program_id(1)

@@ -162,12 +162,13 @@ def paged_prefill(
     WINDOW: tl.constexpr,  # keys that a query attends to, its own included; 0: all
     SOFTCAP: tl.constexpr,
     MIN_TOKENS: tl.constexpr,  # rows of fewer tokens get zeros
-    QUERY_ROWS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,  # of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """Attention of one tile of tokens and one key head."""
     wait_for_previous(DEPENDENT_LAUNCH)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP

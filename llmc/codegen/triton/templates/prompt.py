@@ -11,7 +11,7 @@ from llmc.codegen.triton.templates.launch import wait_for_previous
 from llmc.codegen.triton.templates.online_softmax import softmax_add_sink, softmax_mean, softmax_start, softmax_tile
 
 FAR = tl.constexpr(1 << 30)  # behind every token
-TOKENS_PER_STEP = tl.constexpr(128)  # tokens that `find_sequences` looks at at once
+TOKENS_PER_STEP = tl.constexpr(128)  # tokens that `find_sequences` reads at once
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def prompt_attention(
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """Attention of one tile of tokens and one head."""
     wait_for_previous(DEPENDENT_LAUNCH)
     begin, head = tl.program_id(0) * QUERY_ROWS, tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)

@@ -86,6 +86,7 @@ def load_table(table_ptr, token, rows, PAIRS: tl.constexpr, PAIRS_PADDED: tl.con
 
 @triton.jit
 def rounded(block, ROUND_DTYPE: tl.constexpr):
+    """Float32 values rounded to ROUND_DTYPE, in float32."""
     return block.to(ROUND_DTYPE).to(tl.float32)
 
 

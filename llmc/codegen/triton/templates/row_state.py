@@ -12,6 +12,7 @@ from llmc.codegen.triton.templates.launch import wait_for_previous
 
 @triton.jit
 def larger(a, b):
+    """The combining function of a running maximum."""
     return tl.maximum(a, b)
 
 

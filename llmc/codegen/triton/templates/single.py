@@ -14,11 +14,11 @@ from llmc.codegen.triton.templates.paged_kv import head_mask, load_pages
 
 
 @triton.jit
-def copy_other_rows(from_ptr, out_ptr, begin, end, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, offsets, mask):
-    """Copy the group's heads of the tokens from `begin` to `end`."""
+def copy_longer(longer_ptr, out_ptr, begin, end, offsets, mask, TOKEN_SIZE: tl.constexpr):
+    """Copy the elements at `offsets` of each token from `begin` to `end`; a token has TOKEN_SIZE elements."""
     for token in range(begin, end):
-        place = tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + offsets
-        tl.store(out_ptr + place, tl.load(from_ptr + place, mask=mask, other=0.0), mask=mask)
+        place = tl.cast(token, tl.int64) * TOKEN_SIZE + offsets
+        tl.store(out_ptr + place, tl.load(longer_ptr + place, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def paged_single(
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """Attention of one row and one key head if the row has one token; otherwise only the copy to a separate output."""
     if not INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -78,7 +79,6 @@ def paged_single(
     acc = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + first_head + offsets, acc, mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
-        # Programs of a longer row copy its outputs, those of the last row also the padding behind it.
-        first = tl.where(is_single, stop, start)
-        last = tl.where(index == row_count - 1, token_count, stop)
-        copy_other_rows(longer_ptr, out_ptr, first, last, HEADS, HEAD_DIM, offsets, mask)
+        begin = tl.where(is_single, stop, start)
+        end = tl.where(index == row_count - 1, token_count, stop)  # the last row's programs also copy the padding
+        copy_longer(longer_ptr, out_ptr, begin, end, offsets, mask, HEADS * HEAD_DIM)
