@@ -1,5 +1,5 @@
-"""Texts of the attention, rotary and row kernels at the sizes of real models, kept as files: a change of a template or
-of the arguments that it is given shows up as a diff.
+"""Texts of the attention, rotary, row and sampling kernels at the sizes of real models, kept as files: a change of a
+template or of the arguments that it is given shows up as a diff.
 
 After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_templates.py
 """
@@ -19,7 +19,8 @@ from llmc.targets.gpu import sm_90
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = (
     "decode", "combine", "single", "prefill", "prompt", "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
-    "row_begin", "row_tokens", "row_last", "row_commit",
+    "row_begin", "row_tokens", "row_last", "row_commit", "row_penalize", "row_mask", "row_block_max",
+    "row_sample_blocks", "row_sample", "row_finish", "row_logprobs",
 )  # fmt: skip
 
 
