@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -95,6 +95,12 @@ def literal(value: Argument) -> str:
     return repr(value)
 
 
+def function(signature: str, doc: str, lines: Sequence[str]) -> str:
+    """The text of a generated Triton function, such as an epilogue that a call of a template hands in."""
+    body = "\n".join(f"    {x}" for x in lines)
+    return f'@triton.jit\ndef {signature}:\n    """{doc}"""\n{body}'
+
+
 @cache
 def load(name: str) -> Module:
     """The template module `name`, parsed but not imported.
@@ -126,7 +132,7 @@ def load(name: str) -> Module:
 
 def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]]) -> Definition:
     """One definition, with its decorators and the comment lines directly above it."""
-    first = min(d.lineno for d in node.decorator_list) if isinstance(node, ast.FunctionDef) else node.lineno
+    first = min(d.lineno for d in (node, *getattr(node, "decorator_list", ())))
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id != name}
