@@ -13,9 +13,9 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
 from llmc.codegen.triton.base import TritonKernel
-from llmc.codegen.triton.draw import UNIFORM
 from llmc.codegen.triton.logprobs import LOGPROBS
 from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.triton.template import Template
 from llmc.codegen.triton.toolchain import load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
@@ -139,7 +139,8 @@ def test_uniform_is_the_references_bit_for_bit() -> None:
     rng, _ = fresh()
     n = 512
     text = (
-        f"import triton\nimport triton.language as tl\n\n\n{UNIFORM}\n\n@triton.jit\ndef entry(lo, hi, at, y):\n"
+        f"import triton\nimport triton.language as tl\n\n\n{Template('draw', 'uniform').text()}\n\n\n"
+        "@triton.jit\ndef entry(lo, hi, at, y):\n"
         f"    i = tl.arange(0, {n})\n    u = uniform(tl.load(lo + i), tl.load(hi + i), tl.load(at + i))\n"
         "    tl.store(y + i, u)\n"
     )

@@ -1,7 +1,6 @@
 """Attention of many tokens in Triton: chunks of prompts and single tokens mixed over KV pages, and packed prompts.
 
-A program has a tile of queries: tokens of one row and the query heads that share a key head, packed as rows of
-tensor-core products; keys pass by with an online softmax (Dao et al. 2022, arXiv 2205.14135).
+The kernels are in `templates/prefill.py` and `templates/prompt.py`.
 """
 
 from __future__ import annotations
@@ -10,20 +9,10 @@ import math
 from collections.abc import Iterator, Mapping
 
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.triton.attention import (
-    CONTEXT,
-    ROWS,
-    Problem,
-    begin,
-    finish,
-    loop,
-    step,
-    unfit,
-)
+from llmc.codegen.triton.attention import CONTEXT, Problem, unfit
 from llmc.codegen.triton.base import PDL, Code, TritonKernel, Unit, element
-from llmc.codegen.triton.rope import joined
+from llmc.codegen.triton.template import Template
 from llmc.codegen.triton.tiles import power
-from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -80,77 +69,34 @@ class Prefill(TritonKernel):
         return math.ceil(blocks / (target.limits.units * resident)) * (2 + one) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, rows, keys = Problem.of(u.node), u.schedule["rows"], u.schedule["keys"]
-        tokens = rows // p.group
-        q, _, pages, count = (v.type.shape for v in u.node.operands[:4])
-        lines = [
-            u.wait,
-            "g = tl.program_id(1)",
-            self.find(u, tokens),
-            f"table = x2 + tl.maximum(row, 0).to(tl.int64) * {u.sizes(pages[1])}",
-            f"kv = x1 + g * {p.page * p.d}",
-            p.columns(),
-            f"r = tl.arange(0, {rows})",
-            f"at, own = begin + r // {p.group}, g * {p.group} + r % {p.group}",
-            f"real = (r < {tokens * p.group}) & (at < stop)",
-            "pos = tl.where(row >= 0, tl.load(x5 + at, mask=real, other=-1), -1)",
-            f"head = at.to(tl.int64) * {p.h} + own",
-            "ok = real[:, None] & dm",
-            f"q = tl.load(x0 + (head * {p.d})[:, None] + d[None, :], mask=ok, other=0.0).to({p.dot})",
-            begin(rows, p.width),
-            self.keys(u, p, keys),
-            finish("x6 + own" if len(u.node.operands) > 6 else ""),
-            f"tl.store(y0 + (head * {p.d})[:, None] + d[None, :], acc.to({element(u.node.result.type)}), mask=ok)",
-        ]
-        grid = (q[0].ceildiv(tokens) + count[0] + 1, p.g)
-        return Code(joined(*lines), grid, warps=u.schedule["warps"], stages=u.schedule["stages"])
-
-    def find(self, u: Unit, tokens: int) -> str:
-        """begin .. stop: the program's tokens, all of one row. Row j's tiles begin at tile starts[j] // tokens + j,
-        which leaves enough for any starts. What is behind the last row is a row, too: one of padding. The last tiles,
-        whose queries see most keys, begin first."""
-        count, total = u.sizes(u.node.operands[3].type.shape[0]), u.sizes(u.node.operands[0].type.shape[0])
-        least = u.node.attrs["least"]
-        search = (
-            f"j = t + tl.arange(0, {ROWS})\n"
-            f"starts = tl.load(x4 + j, mask=j <= {count}, other={FAR})\n"
-            f"i += tl.sum(((starts // {tokens} + j <= tile) & (j <= {count})).to(tl.int32))"
+        n, p, s = u.node, Problem.of(u.node), u.schedule
+        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
+        template = Template("prefill", "paged_prefill")
+        call = template.call(
+            query_ptr="x0",
+            kv_ptr="x1",
+            page_table_ptr="x2",
+            rows_ptr="x3",
+            starts_ptr="x4",
+            positions_ptr="x5",
+            sinks_ptr="x6" if len(n.operands) > 6 else None,
+            out_ptr="y0",
+            row_count=u.sizes(count),
+            token_count=u.sizes(tokens),
+            table_width=u.sizes(n.operands[2].type.shape[1]),
+            **p.constants(),
+            MIN_TOKENS=n.attrs["least"],
+            QUERY_ROWS=s["rows"],
+            KEYS_PER_TILE=s["keys"],
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
         )
-        return joined(
-            "tile = tl.num_programs(0) - 1 - tl.program_id(0)",
-            "i = tile * 0 - 1",
-            loop(f"0, {count} + 1, {ROWS}", search),
-            "start = tl.load(x4 + i)",
-            f"row = tl.load(x3 + i, mask=i < {count}, other=-1)",
-            f"stop = tl.load(x4 + 1 + i, mask=i < {count}, other=0)",
-            f"row = tl.where(stop - start < {least}, -1, row)" if least > 1 else "",
-            f"stop = tl.where(i < {count}, stop, {total})",
-            f"begin = start + (tile - start // {tokens} - i) * {tokens}",
-            "if begin >= stop:\n    return",
-        )
-
-    def keys(self, u: Unit, p: Problem, keys: int) -> str:
-        """Steps over the keys: first those that all queries see, without masks, then those that some see."""
-        visible, end = "n[None, :] <= pos[:, None]", "end = tl.max(pos, 0) + 1"
-        if p.window:
-            visible = f"({visible}) & (n[None, :] > pos[:, None] - {p.window})"
-            return joined(
-                end,
-                f"low = tl.maximum(tl.min(tl.where(pos >= 0, pos, {FAR}), 0) - {p.window - 1}, 0)",
-                p.pages(keys, f"low // {keys} * {keys}"),
-                loop(f"low // {keys} * {keys}, end, {keys}", p.tile(u, keys, "(n < end) & (n >= low)", visible)),
-            )
-        return joined(
-            end,
-            f"whole = (tl.min(tl.where(real, pos, {FAR}), 0) + 1) // {keys} * {keys}",
-            p.pages(keys, "0"),
-            loop(f"0, whole, {keys}", p.tile(u, keys, "", "")),
-            loop(f"whole, end, {keys}", p.tile(u, keys, "n < end", visible)),
-        )
+        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.g)
+        return Code(call, grid, template.text(), s["warps"], s["stages"])
 
 
 class Prompt(TritonKernel):
-    """Packed prompts without pages: a tile of tokens and one head. It looks for the sequences' ends by itself."""
+    """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unfit(node, (0, 1, 2, 4))
@@ -169,66 +115,34 @@ class Prompt(TritonKernel):
         return list(tiles(max(self.widths(node)), item, self.dot(node) == "tl.float32", 16, target))
 
     def code(self, u: Unit) -> Code:
-        n, rows, keys = u.node, u.schedule["rows"], u.schedule["keys"]
+        n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
         q, k, v = (x.type.shape for x in n.operands[:3])
-        h, d, g, e = int(q[1]), int(q[2]), int(k[1]), int(v[2])
-        dot, (wide, deep) = self.dot(n), self.widths(n)
-        load = "tl.load({x} + ((n * {g} + g) * {d}).to(tl.int64)[:, None] + {c}[None, :], mask={m}, other=0.0)"
-        body = joined(
-            f"n = t + tl.arange(0, {keys})",
-            f"some = (n < {u.sizes(q[0])})[:, None]",
-            "k = " + load.format(x="x1", g=g, d=d, c="d", m=f"some & (d < {d})[None, :]"),
-            "v = " + load.format(x="x2", g=g, d=e, c="e", m=f"some & (e < {e})[None, :]"),
-            step(u, dot, n.attrs["scale"], n.attrs["softcap"], self.visible(u)),
+        template = Template("prompt", "prompt_attention")
+        call = template.call(
+            query_ptr="x0",
+            key_ptr="x1",
+            value_ptr="x2",
+            positions_ptr="x3",
+            sinks_ptr="x4" if len(n.operands) > 4 else None,
+            out_ptr="y0",
+            token_count=u.sizes(q[0]),
+            HEADS=int(q[1]),
+            KV_HEADS=int(k[1]),
+            HEAD_DIM=int(q[2]),
+            HEAD_DIM_PADDED=key_width,
+            VALUE_DIM=int(v[2]),
+            VALUE_DIM_PADDED=value_width,
+            SCALE=n.attrs["scale"],
+            CAUSAL=n.attrs["causal"],
+            WINDOW=n.attrs["window"],
+            SOFTCAP=n.attrs["softcap"],
+            QUERY_ROWS=s["rows"],
+            KEYS_PER_TILE=s["keys"],
+            DOT_DTYPE=self.dot(n),
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
         )
-        lines = [
-            u.wait,
-            f"head = tl.program_id(1)\ng = head // {h // g}",
-            f"i = tl.program_id(0) * {rows} + tl.arange(0, {rows})",
-            f"real = i < {u.sizes(q[0])}",
-            self.ends(u),
-            f"d, e = tl.arange(0, {wide}), tl.arange(0, {deep})",
-            f"at = i.to(tl.int64) * {h} + head",
-            f"mask = real[:, None] & (d < {d})[None, :]",
-            f"q = tl.load(x0 + (at * {d})[:, None] + d[None, :], mask=mask, other=0.0).to({dot})",
-            begin(rows, deep),
-            loop(f"low // {keys} * {keys}, end, {keys}", body),
-            finish("x4 + head + i * 0" if len(n.operands) > 4 else ""),
-            f"mask = real[:, None] & (e < {e})[None, :]",
-            f"tl.store(y0 + (at * {e})[:, None] + e[None, :], acc.to({element(n.result.type)}), mask=mask)",
-        ]
-        grid: tuple[Dim | int, ...] = (q[0].ceildiv(rows), h)
-        return Code(joined(*lines), grid, warps=u.schedule["warps"], stages=u.schedule["stages"])
-
-    def visible(self, u: Unit) -> str:
-        """Which keys n a query i sees: of its sequence (`origin` .. `stop`), in its window, not after it."""
-        last = "n[None, :] <= i[:, None]" if u.node.attrs["causal"] else "n[None, :] < stop[:, None]"
-        window = u.node.attrs["window"]
-        near = f" & (n[None, :] > i[:, None] - {window})" if window else ""
-        return f"({last}) & (n[None, :] >= origin[:, None]){near}"
-
-    def ends(self, u: Unit) -> str:
-        """origin, stop: where each query's sequence begins and ends; low, end: the keys that the tile needs."""
-        total, rows, causal = u.sizes(u.node.operands[0].type.shape[0]), u.schedule["rows"], u.node.attrs["causal"]
-        behind = f"tl.min(tl.where(new[None, :] & (n[None, :] > i[:, None]), n[None, :], {total}), 1)"
-        body = joined(
-            f"n = t + tl.arange(0, {ROWS})",
-            f"here = tl.load(x3 + n, mask=n < {total}, other=0)",
-            f"before = tl.load(x3 + n - 1, mask=(n > 0) & (n < {total}), other=0)",
-            f"new = (n < {total}) & ((n == 0) | (here - before != 1))",
-            "first = tl.max(tl.where(new[None, :] & (n[None, :] <= i[:, None]), n[None, :], 0), 1)",
-            "origin = tl.maximum(origin, first)",
-            "" if causal else f"stop = tl.minimum(stop, {behind})",
-        )
-        window = u.node.attrs["window"]
-        return joined(
-            "origin = i * 0",
-            "" if causal else f"stop = i * 0 + {total}",
-            loop(f"0, {total}, {ROWS}", body),
-            f"low = tl.min(tl.where(real, origin, {FAR}), 0)",
-            f"low = tl.maximum(low, tl.program_id(0) * {rows} - {window - 1})" if window else "",
-            f"end = {f'tl.minimum(tl.program_id(0) * {rows} + {rows}, {total})' if causal else 'tl.max(stop, 0)'}",
-        )
+        return Code(call, (q[0].ceildiv(s["rows"]), q[1]), template.text(), s["warps"], s["stages"])
 
 
 PREFILL = Prefill("triton/prefill", ("paged_attention",))

@@ -1,7 +1,6 @@
-"""Rotary embeddings in Triton: tables, the rotation, appends to the KV pool, and all of it in one launch; no attention.
+"""Rotary embeddings in Triton: tables, the rotation, appends to the KV pool, and all of it in one launch.
 
-Heads are rows: a program takes `rows` of them, whichever tokens they belong to, and a warp has its heads whole, so that
-their norms need no barrier. Every load is issued before the first result is needed.
+The kernels are in `templates/rope.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Schedule, roofline_us
-from llmc.codegen.triton.base import ELEMENTS, FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.triton.base import ELEMENTS, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.triton.template import Argument, Template
 from llmc.codegen.triton.tiles import power
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -21,85 +21,25 @@ TILE = 256  # elements of the tables that a program makes
 WARP = 256  # elements that a warp holds of each block: 16 bytes a thread of 16-bit floats
 
 
-def at(columns: str) -> str:
-    """Columns along the second axis."""
-    return f"({columns})[None, :]" if " " in columns else f"{columns}[None, :]"
-
-
-def joined(*lines: str) -> str:
-    """The lines that are not empty."""
-    return "\n".join(x.rstrip("\n") for x in lines if x)
-
-
 @dataclass(frozen=True)
 class Head:
-    """A head of `d` elements of which pairs of the first `2 * r` are rotated, as blocks of a program's rows."""
+    """A head of `d` elements of which pairs of the first `2 * r` are rotated."""
 
     d: int
     r: int
     interleaved: bool = False
 
-    @property
-    def parts(self) -> list[tuple[str, str]]:
-        """(name of a block, columns of the head): first and second of each pair, and what is not rotated."""
-        pairs = [("a", "2 * j"), ("b", "2 * j + 1")] if self.interleaved else [("a", "j"), ("b", f"j + {self.r}")]
-        return [*(pairs if self.r else []), *([("e", f"{2 * self.r} + k")] if self.d > 2 * self.r else [])]
-
-    @property
-    def columns(self) -> str:
-        """j, k and their masks jm, km; rest is what is not rotated."""
+    def constants(self) -> dict[str, Argument]:
+        """The template parameters that describe the head."""
         rest = self.d - 2 * self.r
-        j = f"j = tl.arange(0, {power(self.r)})\njm = (j < {self.r})[None, :]\n" if self.r else ""
-        return j + (f"k = tl.arange(0, {power(rest)})\nkm = (k < {rest})[None, :]\n" if rest else "")
-
-    def mask(self, part: str, rows: str) -> str:
-        return f"{rows}[:, None] & {'km' if part == 'e' else 'jm'}"
-
-    def load(self, pointers: str, rows: str) -> str:
-        """Blocks a, b, e in float32 from the heads at `pointers`."""
-        return "\n".join(
-            f"{p} = tl.load({pointers}[:, None] + {at(c)}, mask={self.mask(p, rows)}, other=0.0).to(tl.float32)"
-            for p, c in self.parts
-        )
-
-    def store(self, pointers: str, rows: str, dtype: str) -> str:
-        return "\n".join(
-            f"tl.store({pointers}[:, None] + {at(c)}, {p}.to({dtype}), mask={self.mask(p, rows)})"
-            for p, c in self.parts
-        )
-
-    def gains(self, pointers: str, rows: str) -> str:
-        """Blocks wa, wb, we in float32: each row's gain [d], at `pointers`."""
-        return "\n".join(
-            f"w{p} = tl.load({pointers}[:, None] + {at(c)}, mask={self.mask(p, rows)}, other=0.0).to(tl.float32)"
-            for p, c in self.parts
-        )
-
-    def tables(self, cos: str, sin: str, tokens: str, rows: str) -> str:
-        """co and si: the tables' rows of the tokens, in float32."""
-        at = f"({tokens} * {self.r})[:, None] + j[None, :], mask={self.mask('a', rows)}, other=0.0"
-        return "\n".join(f"{n} = tl.load({x} + {at}).to(tl.float32)" for n, x in (("co", cos), ("si", sin)))
-
-    def rotate(self, rows: str) -> str:
-        """Turn the pairs of the rows where `rows` is true."""
-        return (
-            f"ra, rb = a * co - b * si, b * co + a * si\n"
-            f"a, b = tl.where({rows}[:, None], ra, a), tl.where({rows}[:, None], rb, b)"
-        )
-
-    def norm(self, eps: float, rows: str, dtype: str) -> str:
-        """RMS norm with the gains w of the rows where `rows` is true; rounded to `dtype`."""
-        squares = " + ".join(f"tl.sum({p} * {p}, 1)" for p, _ in self.parts)
-        lines = [f"scale = tl.rsqrt(({squares}) * {1 / self.d!r} + {eps!r})[:, None]"]
-        lines += [
-            f"{p} = tl.where({rows}[:, None], ({p} * scale * w{p}).to({dtype}).to(tl.float32), {p})"
-            for p, _ in self.parts
-        ]
-        return "\n".join(lines)
+        return {
+            "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": power(self.r), "REST_PADDED": power(rest),
+            "INTERLEAVED": self.interleaved,
+        }  # fmt: skip
 
 
 class HeadKernel(TritonKernel):
-    """A kernel whose programs take some heads each."""
+    """A kernel whose programs have `rows` heads each."""
 
     def heads(self, node: Node) -> tuple[Dim, int]:
         """Tokens, and heads of each."""
@@ -137,14 +77,6 @@ class HeadKernel(TritonKernel):
         tokens, heads = self.heads(u.node)
         return ((tokens * heads).ceildiv(u.schedule["rows"]),)
 
-    def rows(self, u: Unit) -> str:
-        """f: the program's heads; t: their tokens, c: which of a token's heads they are; live: which of them exist."""
-        rows, (tokens, heads) = u.schedule["rows"], self.heads(u.node)
-        return (
-            f"f = tl.program_id(0) * {rows} + tl.arange(0, {rows})\n"
-            f"t, c = f // {heads}, f % {heads}\nlive = t < {u.sizes(tokens)}"
-        )
-
 
 class RopeAppend(HeadKernel):
     """Head norms, rotation and the append to the pool: each head is read once and written once."""
@@ -157,28 +89,30 @@ class RopeAppend(HeadKernel):
         return Head(int(node.operands[1].type.shape[4]), r, node.attrs["interleaved"])
 
     def code(self, u: Unit) -> Code:
-        n, h, head = u.node, u.node.attrs["heads"], self.head(u.node)
-        kv = n.operands[1].type
-        g, page, d = (int(s) for s in kv.shape[2:])
+        n, kv = u.node, u.node.operands[1].type
         rope, norm = len(n.operands) > 3, len(n.operands) > 5
-        gains = head.gains(f"tl.where(c < {h}, x5, x6)", "(live & normal)") if norm else ""
-        early = norm and n.operands[5].weight and n.operands[6].weight
-        rounded = ELEMENTS[n.attrs["dtype"]][0]
-        lines = [
-            head.columns, self.rows(u), f"normal = c < {h + g}",
-            gains if early else "", u.wait, "" if early else gains,
-            "slot = tl.load(x2 + t, mask=live, other=-1)",
-            head.load(f"(x0 + f.to(tl.int64) * {d})", "live"),
-            head.tables("x3", "x4", "t", "(live & normal)") if rope else "",
-            head.norm(n.attrs["eps"], "normal", rounded) if norm else "",
-            head.rotate("normal") if rope else "",
-            *([f"{p} = {p}.to({rounded}).to(tl.float32)" for p, _ in head.parts] if rounded != "tl.float32" else []),
-            head.store(f"(y0 + (t.to(tl.int64) * {h} + c) * {d})", f"(live & (c < {h}))", element(n.results[0].type)),
-            f"page, at = (slot // {page}).to(tl.int64), slot % {page}",
-            f"row = (page * {2 * g} + (c - {h})) * {page} + at",
-            head.store(f"(y1 + row * {d})", f"(live & (c >= {h}) & (slot >= 0))", element(kv)),
-        ]  # fmt: skip
-        return Code(joined(*lines), self.grid(u), warps=u.schedule["warps"])
+        template = Template("rope", "rope_append")
+        call = template.call(
+            qkv_ptr="x0",
+            slots_ptr="x2",
+            cos_ptr="x3" if rope else None,
+            sin_ptr="x4" if rope else None,
+            query_gain_ptr="x5" if norm else None,
+            key_gain_ptr="x6" if norm else None,
+            query_out_ptr="y0",
+            kv_ptr="y1",
+            token_count=u.sizes(n.operands[0].type.shape[0]),
+            HEADS=n.attrs["heads"],
+            KV_HEADS=int(kv.shape[2]),
+            PAGE=int(kv.shape[3]),
+            **self.head(n).constants(),
+            EPS=n.attrs["eps"],
+            ROUND_DTYPE=ELEMENTS[n.attrs["dtype"]][0],
+            ROWS=u.schedule["rows"],
+            GAINS_SETTLED=norm and n.operands[5].weight and n.operands[6].weight,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
 
 class Rope(HeadKernel):
@@ -191,14 +125,20 @@ class Rope(HeadKernel):
         return Head(int(node.result.type.shape[2]), int(node.operands[1].type.shape[1]), node.attrs["interleaved"])
 
     def code(self, u: Unit) -> Code:
-        n, head = u.node, self.head(u.node)
-        offset = f"f.to(tl.int64) * {head.d}"
-        lines = [
-            u.wait, head.columns, self.rows(u),
-            head.load(f"(x0 + {offset})", "live"), head.tables("x1", "x2", "t", "live"), head.rotate("live"),
-            head.store(f"(y0 + {offset})", "live", element(n.result.type)),
-        ]  # fmt: skip
-        return Code(joined(*lines), self.grid(u), warps=u.schedule["warps"])
+        tokens, heads = self.heads(u.node)
+        template = Template("rope", "rope")
+        call = template.call(
+            x_ptr="x0",
+            cos_ptr="x1",
+            sin_ptr="x2",
+            out_ptr="y0",
+            token_count=u.sizes(tokens),
+            HEADS=heads,
+            **self.head(u.node).constants(),
+            ROWS=u.schedule["rows"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         """A program has read its heads before it writes them."""
@@ -215,19 +155,23 @@ class KvAppend(HeadKernel):
         return Head(int(node.operands[1].type.shape[2]), 0)
 
     def code(self, u: Unit) -> Code:
-        kv, head = u.node.operands[0].type, self.head(u.node)
-        g, page, d = (int(s) for s in kv.shape[2:])
-        lines = [
-            u.wait, head.columns, self.rows(u),
-            "slot = tl.load(x3 + t, mask=live, other=-1)",
-            f"row = (slot // {page}).to(tl.int64) * {2 * g * page} + c * {page} + slot % {page}",
-        ]  # fmt: skip
-        for x, first in (("x1", 0), ("x2", g * page)):
-            lines += [
-                head.load(f"({x} + f.to(tl.int64) * {d})", "live"),
-                head.store(f"(y0 + (row + {first}) * {d})", "(live & (slot >= 0))", element(kv)),
-            ]
-        return Code(joined(*lines), self.grid(u), warps=u.schedule["warps"])
+        tokens, heads = self.heads(u.node)
+        page, d = (int(s) for s in u.node.operands[0].type.shape[3:])
+        template = Template("rope", "kv_append")
+        call = template.call(
+            key_ptr="x1",
+            value_ptr="x2",
+            slots_ptr="x3",
+            kv_ptr="y0",
+            token_count=u.sizes(tokens),
+            KV_HEADS=heads,
+            PAGE=page,
+            HEAD_DIM=d,
+            HEAD_DIM_PADDED=power(d),
+            ROWS=u.schedule["rows"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
 
 class RopeTables(TritonKernel):
@@ -239,17 +183,19 @@ class RopeTables(TritonKernel):
     def code(self, u: Unit) -> Code:
         cos = u.node.results[0].type
         total = cos.shape[0] * cos.shape[1]
-        h = u.sizes(cos.shape[1])
-        lines = [
-            u.wait,
-            f"i = tl.program_id(0) * {TILE} + tl.arange(0, {TILE})",
-            f"m = i < {u.sizes(total)}",
-            f"angle = tl.load(x1 + i // {h}, mask=m, other=0).to(tl.float32) * "
-            f"tl.load(x0 + i % {h}, mask=m, other=0.0).to(tl.float32)",
-        ]
-        for y, f in (("y0", "cos"), ("y1", "sin")):
-            lines.append(f"tl.store({y} + i, (tl.{f}(angle) * {u.node.attrs['scaling']!r}).to({element(cos)}), mask=m)")
-        return Code(joined(*lines), (total.ceildiv(TILE),), warps=u.schedule["warps"])
+        template = Template("rope", "rope_tables")
+        call = template.call(
+            frequencies_ptr="x0",
+            positions_ptr="x1",
+            cos_ptr="y0",
+            sin_ptr="y1",
+            pairs=u.sizes(cos.shape[1]),
+            elements=u.sizes(total),
+            SCALING=u.node.attrs["scaling"],
+            TILE=TILE,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (total.ceildiv(TILE),), template.text(), warps=u.schedule["warps"])
 
 
 ROPE_APPEND = RopeAppend("triton/rope_append", ("rope_append",))

@@ -1,178 +1,45 @@
-"""Sampling kernels: biases, penalties, masks, the draw; a row's draw is one program, its largest logits are many.
-The text of the draw itself is in draw.py, log-probabilities are in logprobs.py."""
+"""Sampling kernels: biases, penalties, masks and the draw; a program draws a row, many find its largest logits.
+
+The kernels are in `templates/sample.py` and `templates/row_logits.py`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.triton.draw import KEYS, helpers
-from llmc.codegen.triton.logits import DRAW_PARAMETERS, PENALISED, PLAIN, ROW, logits, parameters
-from llmc.codegen.triton.logprobs import stores, told, too_few
+from llmc.codegen.triton.logprobs import likeliest_arguments, too_few
+from llmc.codegen.triton.template import Argument, Template
 from llmc.codegen.triton.tiles import power
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 BLOCK_US = 1.5  # a program of few loads, from start to end
 
-_PENALIZE = """\
-i = tl.program_id(1)
-j = tl.program_id(0) * {block} + tl.arange(0, {block})
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
-f = x2 + tl.maximum(row, 0) * 8
-some = tl.where(row >= 0, tl.load(x3 + tl.maximum(row, 0) * 8 + 6), 0)
-repetition = tl.load(f + 3)
-presence = tl.load(f + 4)
-frequency = tl.load(f + 5)
-at = i.to(tl.int64) * {v}
-penal = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
-"""
-_PENALIZED = """\
-v = tl.load(x0 + at + j, mask=j < {v}, other=0.0).to(tl.float32)
-if some > 0:
-    v = biased(v, x6 + row * {biases}, x7 + row * {biases}, some, j)
-if penal:
-    v = penalised(v, x4 + row * {words}, x5 + row * {v}, repetition, presence, frequency, j, j < {v})
-tl.store(y0 + at + j, v, mask=j < {v})"""
-
-_MASK = """\
-i = tl.program_id(0)
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
-live = tl.maximum(row, 0)
-end = tl.load(x3 + tl.maximum(tl.load(x2 + i + 1) - 1, 0)) + 1
-masks = (row >= 0) & (end < tl.load(x4 + live * 8 + 4))
-masked = (row >= 0) & (tl.load(x4 + live * 8 + 7) != 0)
-x = x0 + i.to(tl.int64) * {v}
-y = y0 + i.to(tl.int64) * {v}
-s = tl.arange(0, {lanes})
-stop = tl.load(x5 + live * {stops} + s, mask=masks & (s < {stops}), other=-1)
-if x0.to(tl.int64) != y0.to(tl.int64):
-    for at in range(0, {v}, {tile}):
-        j = at + tl.arange(0, {tile})
-        tl.store(y + j, tl.load(x + j, mask=j < {v}, other=0.0), mask=j < {v})
-    tl.debug_barrier()
-if masked:
-    for at in range(0, {v}, {tile}):
-        j = at + tl.arange(0, {tile})
-        word = tl.load(x6 + live * {words} + (j >> 5), mask=j < {v}, other=-1)
-        tl.store(y + j, tl.full([{tile}], float("-inf"), tl.float32), mask=((word >> (j & 31)) & 1) == 0)
-tl.store(y + stop, tl.full([{lanes}], float("-inf"), tl.float32), mask=stop >= 0)"""
-
-_BLOCKS = """\
-i = tl.program_id(1)
-first = tl.program_id(0) * {per}
-lanes = tl.arange(0, {block})
-x = x0 + i.to(tl.int64) * {v}
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
-raw = tl.load(x + first * {block} + lanes, mask=first * {block} + lanes < {v}, other=0.0)
-{parameters}
-"""
-_ONE_BLOCK = """\
-v = finished(v.to(tl.float32), {ROW}, j, j < {v})
-most = tl.max(packed(tl.where(j < {v}, key_of(v), LOWEST), j), 0)
-best = value_of(packed_key(most))
-mass = tl.zeros([], tl.float32)
-if (row >= 0) & (t > 0):
-    e = tl.exp(tl.where(v == best, 0.0, v - best) / t)
-    mass = tl.sum(tl.where(j < {v}, e, 0.0), 0)
-at = i.to(tl.int64) * {blocks} + block
-tl.store(y0 + at, tl.where(row >= 0, best, 0.0))
-tl.store(y1 + at, tl.where(row >= 0, packed_id(most), 0))
-tl.store(y2 + at, mass)"""
-_LONE_BLOCK = """\
-block = first
-v = raw
-j = first * {block} + lanes
-"""
-# The next block is under way while this one is looked at.
-_EACH_BLOCK = """\
-for block in range(first, tl.minimum(first + {per}, {blocks})):
-    j = block * {block} + lanes
-    v = raw
-    raw = tl.load(x + j + {block}, mask=(j + {block} < {v}) & (block + 1 < first + {per}), other=0.0)
-"""
-
-_PICK = """\
-i = tl.program_id(0)
-x = x0 + i.to(tl.int64) * {v}
-block = tl.arange(0, {lanes})
-at = i.to(tl.int64) * {blocks} + block
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
-best = tl.load(x13 + at, mask=block < {blocks}, other=0.0)
-id = tl.load(x14 + at, mask=block < {blocks}, other=0)
-{parameters}
-most = tl.max(packed(tl.where(block < {blocks}, key_of(best), LOWEST), id), 0)
-out = tl.where(row >= 0, packed_id(most), 0)
-prompt = (row >= 0) & (position < tl.load(n + 3))
-if (row >= 0) & (t > 0) & (prompt == 0):
-{draw}
-    top = value_of(packed_key(most))
-    if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < V)):
-        out = filtered({ROW}, top, t, top_p, min_p, top_k, u)
-    else:
-        mass = tl.load(x15 + at, mask=block < {blocks}, other=0.0)
-        w = tl.where(block < {blocks}, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
-        target = u * tl.sum(w, 0)
-        where, before = find(w, block, target)
-        j = where * {block} + tl.arange(0, {block})
-        v = logits_of({ROW}, j, j < V)
-        e = tl.where(j < V, tl.exp((v - top) / t), 0.0).to(tl.float64)
-        lane, _ = find(e, tl.arange(0, {block}), target - before)
-        out = where * {block} + lane
-out = tl.where(prompt, tl.load(x12 + live * {length} + position, mask=prompt, other=0), out)
-tl.store(y0 + i, out)"""
-
-# The rest of row_finish: log-probabilities of the raw logits, and the commit.
-_FINISH = """
-logprob, rank, ids, tops = told(x, out, (row >= 0) & (tl.load(n + 5) != 0))
-{stores}
-emits = tl.load(x17 + i) != 0
-follows = tl.load(x1 + i + 1, mask=i + 1 < {r}, other=-1) == row
-if (row >= 0) & (follows == 0) & (tl.load(x2 + i) < tl.load(x2 + i + 1)):
-    tl.store(y6 + row, position)
-    if emits:
-        tl.store(y7 + row * {v} + out, tl.load(x8 + row * {v} + out) + 1)
-        tl.store(y5 + row * {length} + position, out, mask=position < {length})"""
-
-_SAMPLE = """\
-i = tl.program_id(0)
-x = x0 + i.to(tl.int64) * V
-{wait}
-row = tl.load(x1 + i).to(tl.int64)
-out = tl.zeros([], tl.int32)
-if row >= 0:
-    f = x5 + row * 8
-    n = x6 + row * 8
-    t = tl.load(f)
-    position = tl.load(x3 + tl.maximum(tl.load(x2 + i + 1) - 1, 0)) + 1
-    most = tl.full([TILE], -9223372036854775808, tl.int64)
-    for at in range(0, V, TILE):
-        j = at + tl.arange(0, TILE)
-        key = tl.where(j < V, key_of(logits_of(x, j, j < V)), LOWEST)
-        most = tl.maximum(most, packed(key, j))
-    first = tl.max(most, 0)
-    out = packed_id(first)
-    prompt = position < tl.load(n + 3)
-    if (t > 0) & (prompt == 0):
-{draw}
-        out = filtered(x, value_of(packed_key(first)), t, top_p, min_p, top_k, u)
-    out = tl.where(prompt, tl.load(x4 + row * {length} + position, mask=prompt, other=0), out)
-tl.store(y0 + i, out)"""
-
-
-def _indent(text: str, by: int) -> str:
-    return "\n".join(" " * by + line for line in text.split("\n"))
+OPERANDS = (
+    "logits_ptr", "rows_ptr", "starts_ptr", "positions_ptr", "floats_ptr", "ints_ptr", "stops_ptr", "seen_ptr",
+    "counts_ptr", "bias_ids_ptr", "biases_ptr", "allowed_ptr",
+)  # fmt: skip
 
 
 def vocabulary(node: Node) -> int:
     """The columns of the logits."""
     return int(node.operands[0].type.shape[1])
+
+
+def width(node: Node, operand: int) -> int:
+    """The columns of an operand."""
+    return int(node.operands[operand].type.shape[1])
+
+
+def row_arguments(node: Node) -> dict[str, Argument]:
+    """The template arguments of a node whose operands begin as row_block_max's do."""
+    return {
+        **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
+        "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
+    }  # fmt: skip
 
 
 class Sampling(TritonKernel):
@@ -204,14 +71,27 @@ class Penalize(Sampling):
         return [{"block": 1024, "warps": 4}, {"block": 2048, "warps": 8}]
 
     def code(self, u: Unit) -> Code:
-        rows, v = u.node.operands[0].type.shape
-        block = u.schedule.get("block", 1024)
-        text = _PENALIZED
-        if self.inplace(u.node, u.schedule):
-            text = f"if penal | (some > 0) | (x0.to(tl.int64) != y0.to(tl.int64)):\n{_indent(text, 4)}"
-        words, biases = (int(u.node.operands[n].type.shape[1]) for n in (4, 6))
-        body = (_PENALIZE + text).format(block=block, v=int(v), words=words, biases=biases, wait=u.wait)
-        return Code(body, (v.ceildiv(block), rows), PENALISED, u.schedule.get("warps", 4))
+        n, block = u.node, u.schedule.get("block", 1024)
+        rows, v = n.operands[0].type.shape
+        template = Template("row_logits", "row_penalize")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            floats_ptr="x2",
+            ints_ptr="x3",
+            seen_ptr="x4",
+            counts_ptr="x5",
+            bias_ids_ptr="x6",
+            biases_ptr="x7",
+            out_ptr="y0",
+            VOCAB=int(v),
+            WORDS=width(n, 4),
+            BIASES=width(n, 6),
+            BLOCK=block,
+            MAY_BE_IN_PLACE=bool(self.inplace(n, u.schedule)),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (v.ceildiv(block), rows), template.text(), u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, schedule["block"], 1, target, env)
@@ -224,10 +104,25 @@ class Mask(Sampling):
         return ((0, 0),)
 
     def code(self, u: Unit) -> Code:
-        rows, v = u.node.operands[0].type.shape
-        stops, words = (int(u.node.operands[n].type.shape[1]) for n in (5, 6))
-        body = _MASK.format(v=int(v), stops=stops, words=words, lanes=power(stops), tile=4096, wait=u.wait)
-        return Code(body, (rows,), warps=4)
+        n, stops = u.node, width(u.node, 5)
+        template = Template("row_logits", "row_mask")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            starts_ptr="x2",
+            positions_ptr="x3",
+            ints_ptr="x4",
+            stops_ptr="x5",
+            allowed_ptr="x6",
+            out_ptr="y0",
+            VOCAB=vocabulary(n),
+            WORDS=width(n, 6),
+            STOPS=stops,
+            STOPS_PADDED=power(stops),
+            TILE=4096,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (n.operands[0].type.shape[0],), template.text(), warps=4)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return target.launch_us + BLOCK_US
@@ -244,14 +139,19 @@ class BlockMax(Sampling):
         return f"blocks of {block} ids" if block != power(block) else super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
-        rows, v = u.node.operands[0].type.shape
-        per, block, blocks = u.schedule.get("per", 1), u.node.attrs["block"], int(u.node.results[0].type.shape[1])
-        text = _LONE_BLOCK + _ONE_BLOCK if per == 1 else _EACH_BLOCK + _indent(_ONE_BLOCK, 4)
-        body = (_BLOCKS + text).format(
-            per=per, block=block, blocks=blocks, v=int(v), parameters=parameters(u.node), ROW=ROW, wait=u.wait
+        n, per = u.node, u.schedule.get("per", 1)
+        rows, blocks = n.results[0].type.shape
+        template = Template("sample", "row_block_max")
+        call = template.call(
+            **row_arguments(n),
+            best_ptr="y0",
+            best_ids_ptr="y1",
+            masses_ptr="y2",
+            BLOCKS=int(blocks),
+            BLOCKS_PER_PROGRAM=per,
+            DEPENDENT_LAUNCH=u.pdl,
         )
-        helper = f"{KEYS.strip()}\n\n\n{logits(u.node)}"
-        return Code(body, (u.node.results[0].type.shape[1].ceildiv(per), rows), helper, u.schedule.get("warps", 4))
+        return Code(call, (blocks.ceildiv(per), rows), template.text(), u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, node.attrs["block"], schedule["per"], target, env)
@@ -271,22 +171,28 @@ class Draws(Sampling):
         waves = -(-rows // max(1, target.limits.units))
         return target.launch_us + waves * (self.ends_us + 0.5 * 16 / schedule["warps"])
 
-    def tile(self, u: Unit) -> int:
-        return min(int(u.schedule.get("tile", 4096)), max(16, power(vocabulary(u.node))))
+    def tiles(self, u: Unit) -> dict[str, Argument]:
+        """The template arguments of a draw."""
+        v = vocabulary(u.node)
+        tile = min(int(u.schedule.get("tile", 4096)), max(16, power(v)))
+        return {"LOG_VOCAB": math.log(v), "TILE": tile, "TILES_PADDED": max(2, power(-(-v // tile)))}
 
 
 class SampleBlocks(Draws):
     """row_sample_blocks: greedy rows look at the blocks' largest, plain temperatures at one block of logits."""
 
     def code(self, u: Unit) -> Code:
-        rows, v = u.node.operands[0].type.shape
-        blocks, length = int(u.node.operands[13].type.shape[1]), u.sizes(u.node.operands[12].type.shape[1])
-        body = _PICK.format(
-            v=int(v), lanes=power(blocks), blocks=blocks, block=u.node.attrs["block"], ROW=ROW, wait=u.wait,
-            length=length, parameters=parameters(u.node), draw=_indent(DRAW_PARAMETERS, 4),
-        )  # fmt: skip
-        text = helpers(int(v), self.tile(u), ROW, logits(u.node))
-        return Code(body, (rows,), text, u.schedule.get("warps", 16))
+        template = Template("sample", "row_sample_blocks")
+        call = template.call(**self.arguments(u), token_ids_ptr="x12", DEPENDENT_LAUNCH=u.pdl)
+        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+
+    def arguments(self, u: Unit) -> dict[str, Argument]:
+        """The template arguments that both kernels have."""
+        blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
+        return {
+            **row_arguments(u.node), "best_ptr": "x13", "best_ids_ptr": "x14", "masses_ptr": "x15", "out_ptr": "y0",
+            "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": power(blocks), **self.tiles(u),
+        }  # fmt: skip
 
 
 class Finish(SampleBlocks):
@@ -298,11 +204,25 @@ class Finish(SampleBlocks):
         return too_few(node) or super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
-        c = super().code(u)
-        v, length, k = vocabulary(u.node), u.sizes(u.node.operands[12].type.shape[1]), int(u.node.attrs["k"])
-        r = u.sizes(u.node.operands[1].type.shape[0])
-        body = c.body + _FINISH.format(v=v, r=r, length=length, stores=stores(1, k))
-        return replace(c, body=body, helpers=f"{c.helpers}\n\n\n{told(v, k, min(8192, power(v)))}")
+        n, tile = u.node, min(8192, power(vocabulary(u.node)))
+        template = Template("sample", "row_finish")
+        states = {"token_ids_ptr": "y5", "length_ptr": "y6", "counts_ptr": "y7"}  # their next versions, in place
+        likeliest = likeliest_arguments(vocabulary(n), n.attrs["k"], tile)
+        call = template.call(
+            **{**self.arguments(u), **states},
+            emit_ptr="x17",
+            logprob_ptr="y1",
+            rank_ptr="y2",
+            top_ids_ptr="y3",
+            top_logprobs_ptr="y4",
+            entry_count=u.sizes(n.operands[1].type.shape[0]),
+            COUNT=likeliest["COUNT"],
+            COUNT_PADDED=likeliest["COUNT_PADDED"],
+            LOGPROBS_TILE=likeliest["TILE"],
+            LOGPROBS_TILES_PADDED=likeliest["TILES_PADDED"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (n.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
 
 
 class Sample(Draws):
@@ -311,10 +231,22 @@ class Sample(Draws):
     ends_us = 12.0
 
     def code(self, u: Unit) -> Code:
-        rows, v = u.node.operands[0].type.shape
-        length = u.sizes(u.node.operands[4].type.shape[1])
-        body = _SAMPLE.format(wait=u.wait, draw=_indent(DRAW_PARAMETERS, 8), length=length)
-        return Code(body, (rows,), helpers(int(v), self.tile(u), "x", PLAIN), u.schedule.get("warps", 16))
+        template = Template("sample", "row_sample")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            starts_ptr="x2",
+            positions_ptr="x3",
+            token_ids_ptr="x4",
+            floats_ptr="x5",
+            ints_ptr="x6",
+            out_ptr="y0",
+            max_length=u.sizes(u.node.operands[4].type.shape[1]),
+            VOCAB=vocabulary(u.node),
+            **self.tiles(u),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
 
 
 PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")

@@ -1,0 +1,43 @@
+"""Texts of the attention, rotary, row and sampling kernels at the sizes of real models, kept as files: a change of a
+template or of the arguments that it is given shows up as a diff.
+
+After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_templates.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kernels.real_sizes import REAL
+
+from llmc.codegen.triton.table import KERNELS
+from llmc.extension import resolve
+from llmc.targets.gpu import sm_90
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = (
+    "decode", "combine", "single", "prefill", "prompt", "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
+    "row_begin", "row_tokens", "row_last", "row_commit", "row_penalize", "row_mask", "row_block_max",
+    "row_sample_blocks", "row_sample", "row_finish", "row_logprobs",
+)  # fmt: skip
+
+
+def sources(name: str) -> dict[str, str]:
+    """Op -> the kernel's text for the first of its nodes in REAL that has this op, on its first schedule."""
+    kernel, target = resolve(KERNELS[f"triton/{name}"]), sm_90()
+    out: dict[str, str] = {}
+    for text in REAL[f"triton/{name}"]:
+        (node,) = text.graph().nodes
+        out.setdefault(node.op.name, kernel.emit(node, kernel.schedules(node, target)[0], target).text)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text(name: str) -> None:
+    for op, text in sources(name).items():
+        path = GOLDEN / f"{name}-{op}.triton"
+        if os.environ.get("LLMC_GOLDEN") == "write":
+            path.write_text(text)
+        assert text == path.read_text(), f"{path.name} changed; see the head of this file"
