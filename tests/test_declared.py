@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import os
 import shutil
 import subprocess
@@ -108,6 +109,10 @@ def test_columns_of_the_row_are_those_of_the_kernels() -> None:
     floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
     assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats))
     assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints))
+    text = (ROOT / "llmc" / "codegen" / "triton" / "templates" / "row_params.py").read_text(encoding="utf-8")
+    columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", text, re.M)}
+    assert columns.pop("PARAMS") == WIDTH
+    assert columns == {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
 
 
 def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:
