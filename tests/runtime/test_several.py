@@ -57,7 +57,8 @@ def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.Mon
     """64 outputs under 65,536 allowed ids held the engine for seconds."""
     made: list[object] = []
     monkeypatch.setattr(config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
-    monkeypatch.setattr(SamplingParams, "_check_bans", lambda params: made.append(params))
+    check = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: made.append(params) or check(params))
     rng = random.Random()
     ids = tuple(sorted(rng.sample(range(400), 90)))
     words = [[rng.choice(ids) for _ in range(3)] for _ in range(20)] + [[rng.choice(ids)]]
