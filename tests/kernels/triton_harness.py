@@ -57,7 +57,7 @@ def interpreting() -> Any:
     def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
 
-    with knobs.runtime.scope(), _language_restored(), _standard_interpreted():
+    with knobs.runtime.scope(), _language_restored(), _standard_interpreted(), _patched_once():
         knobs.runtime.interpret = True
         builder.create_splat = splat_as_is
         if triton.__version__.startswith("3.6"):
@@ -86,6 +86,30 @@ def _language_restored() -> Any:
             for name, value in before.items():
                 if vars(p).get(name) is not value:
                     setattr(p, name, value)
+
+
+@contextmanager
+def _patched_once() -> Any:
+    """Triton's interpreter patches the language in every call of a device function, which takes most of the time of
+    kernels made of small functions. A launch has patched triton.language already; patch its core once for all."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    function = interpreter.InterpretedFunction
+    original, done = function.__call__, False
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if not done and any(value is tl.core for value in self.fn.__globals__.values()):
+            interpreter._patch_lang(self.fn)
+            done = True
+        return self.rewrite()(*args, **kwargs)
+
+    function.__call__ = call
+    try:
+        yield
+    finally:
+        function.__call__ = original
 
 
 @contextmanager
