@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from typing import Any
 
@@ -108,5 +109,52 @@ def test_a_slot_that_is_given_to_a_job_that_has_just_left_goes_to_the_next() -> 
         await next_one
         lanes.release("b")
         await lanes.acquire("c")
+
+    run(main())
+
+
+def test_jobs_cancelled_in_the_turn_of_a_release_keep_no_slot() -> None:
+    """The event loop runs a cancelled task later; until then its place in the queue is still there."""
+
+    async def main() -> None:
+        lanes = Lanes(1, Full)
+        await lanes.acquire("a")
+        leaving, staying = await started(lanes, "a"), await started(lanes, "b")
+        leaving.cancel()
+        lanes.release("a")
+        await asyncio.gather(staying)
+        lanes.release("b")
+        await asyncio.wait_for(lanes.acquire("a"), 1)
+        assert leaving.cancelled() and not lanes.waiting
+
+    run(main())
+
+
+def test_random_arrivals_and_departures_lose_no_slot() -> None:
+    """Jobs come, leave while waiting or running, and are refused, several in one turn of the event loop."""
+    draw = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+
+    async def main() -> None:
+        lanes = Lanes(3, Full, reserved=1, most=6)
+
+        async def job(key: str) -> None:
+            async with lanes.slot(key):
+                for _ in range(draw.randrange(4)):
+                    await asyncio.sleep(0)
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(2000):
+            for _ in range(draw.randrange(5)):
+                tasks.append(asyncio.ensure_future(job(draw.choice("abc"))))
+            for task in draw.sample(tasks, min(len(tasks), draw.randrange(3))):
+                task.cancel()
+            await asyncio.sleep(0)
+            tasks = [task for task in tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not lanes.waiting
+        await asyncio.gather(*(asyncio.wait_for(lanes.acquire(key), 1) for key in "aab"))
 
     run(main())

@@ -81,26 +81,31 @@ class Lanes:
             key = next((key for key in self._waiting if self._running[key] < self._each), None)
             if key is None:
                 return
-            line = self._waiting[key]
-            turn = line.popleft()
-            if line:
+            turn = self._waiting[key][0]
+            self._remove(key, turn)
+            if key in self._waiting:
                 self._waiting.move_to_end(key)
-            else:
-                del self._waiting[key]
-            self._take(key)
-            turn.set_result(None)
+            if not turn.done():  # a job cancelled in this turn of the event loop is still in the queue
+                self._take(key)
+                turn.set_result(None)
 
     def _shed(self) -> None:
         if self.waiting > self._most:
             key = max(self._waiting, key=lambda key: len(self._waiting[key]))
-            self._waiting[key][-1].set_exception(self._refusal())
+            newest = self._waiting[key][-1]
+            self._remove(key, newest)
+            if not newest.done():
+                newest.set_exception(self._refusal())
 
     def _forget(self, key: str, turn: asyncio.Future[None]) -> None:
         """Remove a job that will not run; it may have received a slot at the same moment."""
-        line = self._waiting.get(key)
-        if line is not None and turn in line:
-            line.remove(turn)
-            if not line:
-                del self._waiting[key]
-        elif turn.done() and not turn.cancelled() and turn.exception() is None:
+        if turn in self._waiting.get(key, ()):
+            self._remove(key, turn)
+        elif not turn.cancelled() and turn.exception() is None:
             self.release(key)
+
+    def _remove(self, key: str, turn: asyncio.Future[None]) -> None:
+        line = self._waiting[key]
+        line.remove(turn)
+        if not line:
+            del self._waiting[key]
