@@ -15,12 +15,12 @@ from pathlib import Path
 
 from llmc.codegen.kernel import schedule_text
 from llmc.codegen.select import offers
-from llmc.codegen.tuning import Record, Tuning, machine, read
+from llmc.codegen.tuning_records import Record, Tuning, machine, read
 from llmc.extension import load
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import parse_type, split_commas
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 SHIPPED = Path(__file__).resolve().parent.parent / "llmc/targets/records/h200.jsonl"
 _NODE = re.compile(r"(linear|linear_map|norm_linear)\((.*?)\)(?: \{(.*)\})? -> ")

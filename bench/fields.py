@@ -15,24 +15,24 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from llmc_runtime.core.async_llm import AsyncLLM
-from llmc_runtime.core.messages import Add, Ready, params_of, sampling_of
-from llmc_runtime.core.requests import Requests
+from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.defaults import default_params
-from llmc_runtime.format.row import BIASES, STOPS
-from llmc_runtime.live import one_of
+from llmc_runtime.engine.client_requests import Requests
+from llmc_runtime.engine.messages import Add, Ready, params_of, sampling_of
+from llmc_runtime.engine.request_table import one_of
+from llmc_runtime.format.row_abi import BIASES, STOPS
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.sched.config import SchedulerConfig, admit
-from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
 from llmc_runtime.sched.request import Request
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest
-from llmc_runtime.server.parse import document, parse
-from llmc_runtime.server.sampling import of_chat, of_completion
-from llmc_runtime.server.tools.dialect import dialect_of
-from llmc_runtime.server.tools.plan import plan_of
+from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.requests.parse import document, parse
+from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
+from llmc_runtime.server.requests.sampling_fields import of_chat, of_completion
+from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.response_plan import plan_of
+from llmc_runtime.text.bad_words import bad_word_ids
 from llmc_runtime.text.tokenizer import Tokenizer
-from llmc_runtime.text.words import bad_word_ids
 
 VOCAB = 151_936
 CONFIG = SchedulerConfig(65_536, 16, 32_768, 256, 8192, VOCAB, eos_token_ids=(2,))

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from llmc.codegen.cpu.base import inline_headers
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_kernel import inline_headers
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.kernel import Source
-from llmc.targets import cpu
+from llmc.targets import cpu_targets
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -40,7 +40,7 @@ class Ceilings:
     """This machine's read bandwidth (bytes/s, 256 MiB on all threads) and bf16 multiply-add rate (flop/s) right now."""
 
     def __init__(self) -> None:
-        target = cpu.native()
+        target = cpu_targets.native()
         unit = Source("ceilings", "cpp", inline_headers((HERE / "ceilings.cpp").read_text()))
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "ceilings.so"

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.device.device import Run
-from llmc_runtime.engine import Engine
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.program import Program
-from llmc_runtime.sched.config import SchedulerConfig
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 
 class ProfilingDevice(CpuDevice):

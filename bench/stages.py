@@ -17,15 +17,15 @@ def main(folder: Path) -> dict[str, float]:
     """Seconds of each stage and the number of nodes of all graphs."""
     from llmc.driver import DTYPES  # noqa: F401  the compiler's own import cost belongs to the first stage
     from llmc.extension import load
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
     from llmc.passes.base import Ctx
-    from llmc.passes.spec import override, parse_pipeline, run_pipeline
-    from llmc.targets import cpu
+    from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
+    from llmc.targets import cpu_targets
 
     marks = [time.perf_counter()]
     traced = trace(folder, max_positions=32768, max_tokens=512, max_rows=16)
     marks.append(time.perf_counter())
-    registry, target = load(), cpu.native()
+    registry, target = load(), cpu_targets.native()
     passes = parse_pipeline(target.pipeline, registry.passes, {"serve": target.pipeline, **registry.pipelines})
     sizes = {"rows": 16, "max_len": 32768, "page": target.page_size, "tokens": 512}
     each: dict[str, float] = {}

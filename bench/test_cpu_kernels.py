@@ -15,15 +15,15 @@ import pytest
 
 from bench import kit
 from bench.kit import THREADS, clock, median, record
-from llmc.codegen.cpu.attention import ATTENTION
-from llmc.codegen.cpu.base import inline_headers
-from llmc.codegen.cpu.linear import LINEAR
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.attention import ATTENTION
+from llmc.codegen.backends.cpp.cpp_kernel import inline_headers
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
+from llmc.codegen.backends.cpp.linear import LINEAR
 from llmc.codegen.kernel import Kernel, Source
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import Type, state, tensor
-from llmc.targets import cpu
+from llmc.targets import cpu_targets
 
 ROUNDS = 7
 TITLE = f"CPU kernels of the Qwen2.5-0.5B shape, medians of {ROUNDS} interleaved with their ceiling"
@@ -42,7 +42,7 @@ PRODUCTS = (
 def product(name: str, dtype: str) -> Node:
     _, n, k, parts, body, residual = next(p for p in PRODUCTS if p[0] == name)
     g = Graph("bench")
-    target = cpu.native()
+    target = cpu_targets.native()
     rows = 2 * target.vector // 4
     pair = 2 if dtype == "bf16" else 1
     wp = tensor(dtype, -(-n // (rows // parts)), k // pair, rows, pair)
@@ -66,7 +66,7 @@ class Bench:
     """Compiled kernels and ceilings in one process."""
 
     def __init__(self, folder: Path):
-        self.target, self.folder = cpu.native(), folder
+        self.target, self.folder = cpu_targets.native(), folder
         self.toolchain = CppToolchain.find(self.target)
         text = inline_headers((Path(__file__).parent / "ceilings.cpp").read_text())
         self.lib = self.load(text)

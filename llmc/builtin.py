@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from llmc.codegen.cpu.table import KERNELS as CPU
-from llmc.codegen.cuda.table import KERNELS as CUDA
-from llmc.codegen.triton.table import KERNELS as TRITON
+from llmc.codegen.backends.cpp.kernel_table import KERNELS as CPU
+from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA
+from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON
 from llmc.extension import Extension
-from llmc.targets.cpu import PIPELINE
+from llmc.targets.cpu_targets import PIPELINE
 
 PASSES = MappingProxyType(
     {
-        "canonicalize": "llmc.passes.canonicalize:Canonicalize",
-        "fuse-norm": "llmc.passes.fuse_norm:FuseNorm",
-        "fuse-rope": "llmc.passes.fuse_rope:FuseRope",
-        "page-attention": "llmc.passes.page_attention:PageAttention",
-        "fuse-linear": "llmc.passes.fuse_linear:FuseLinear",
-        "fold": "llmc.passes.fold:Fold",
-        "fuse-pointwise": "llmc.passes.fuse_pointwise:FusePointwise",
-        "fuse-qkv": "llmc.passes.fuse_qkv:FuseQkv",
-        "split-k": "llmc.passes.split_k:SplitK",
-        "split-single": "llmc.passes.split_single:SplitSingle",
-        "split-kv": "llmc.passes.split_kv:SplitKv",
-        "fuse-rows": "llmc.passes.fuse_rows:FuseRows",
-        "split-sample": "llmc.passes.split_sample:SplitSample",
-        "split-moe": "llmc.passes.split_moe:SplitMoe",
-        "fuse-norm-linear": "llmc.passes.fuse_norm_linear:FuseNormLinear",
-        "specialize": "llmc.passes.specialize:Specialize",
+        "canonicalize": "llmc.passes.canonicalize.canonicalize:Canonicalize",
+        "fuse-norm": "llmc.passes.fuse.fuse_norm:FuseNorm",
+        "fuse-rope": "llmc.passes.fuse.fuse_rope:FuseRope",
+        "page-attention": "llmc.passes.lower.page_attention:PageAttention",
+        "fuse-linear": "llmc.passes.fuse.fuse_linear:FuseLinear",
+        "fold": "llmc.passes.weights.fold:Fold",
+        "fuse-pointwise": "llmc.passes.fuse.fuse_pointwise:FusePointwise",
+        "fuse-qkv": "llmc.passes.fuse.fuse_qkv:FuseQkv",
+        "split-k": "llmc.passes.split.split_k:SplitK",
+        "split-single": "llmc.passes.split.split_single:SplitSingle",
+        "split-kv": "llmc.passes.split.split_kv:SplitKv",
+        "fuse-rows": "llmc.passes.fuse.fuse_rows:FuseRows",
+        "split-sample": "llmc.passes.split.split_sample:SplitSample",
+        "split-moe": "llmc.passes.split.split_moe:SplitMoe",
+        "fuse-norm-linear": "llmc.passes.fuse.fuse_norm_linear:FuseNormLinear",
+        "specialize": "llmc.passes.lower.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
         "pack": "llmc.codegen.select:Pack",
-        "lift-weights": "llmc.passes.lift_weights:LiftWeights",
-        "cse": "llmc.passes.cse:Cse",
-        "dce": "llmc.passes.dce:Dce",
+        "lift-weights": "llmc.passes.weights.lift_weights:LiftWeights",
+        "cse": "llmc.passes.canonicalize.cse:Cse",
+        "dce": "llmc.passes.canonicalize.dce:Dce",
         "memory": "llmc.codegen.memory:Memory",
     }
 )
@@ -43,21 +43,21 @@ EXTENSION = Extension(
     kernels=MappingProxyType({**CPU, **TRITON, **CUDA}),
     toolchains=MappingProxyType(
         {
-            "cpp": "llmc.codegen.cpu.toolchain:CppToolchain.find",
-            "triton": "llmc.codegen.triton.toolchain:TritonToolchain.find",
-            "cuda": "llmc.codegen.cuda.toolchain:NvrtcToolchain.find",
+            "cpp": "llmc.codegen.backends.cpp.cpp_toolchain:CppToolchain.find",
+            "triton": "llmc.codegen.backends.triton.triton_toolchain:TritonToolchain.find",
+            "cuda": "llmc.codegen.backends.cuda.nvrtc_toolchain:NvrtcToolchain.find",
         }
     ),
     targets=MappingProxyType(
         {
-            "cpu:native": "llmc.targets.cpu:native",
-            "cpu:x86-64-v3": "llmc.targets.cpu:x86_64_v3",
-            "cpu:x86-64-v4": "llmc.targets.cpu:x86_64_v4",
-            "cpu:portable": "llmc.targets.cpu:portable",
-            "cuda:sm_80": "llmc.targets.gpu:sm_80",
-            "cuda:sm_90": "llmc.targets.gpu:sm_90",
-            "cuda:sm_100": "llmc.targets.gpu:sm_100",
-            "hip:gfx942": "llmc.targets.gpu:gfx942",
+            "cpu:native": "llmc.targets.cpu_targets:native",
+            "cpu:x86-64-v3": "llmc.targets.cpu_targets:x86_64_v3",
+            "cpu:x86-64-v4": "llmc.targets.cpu_targets:x86_64_v4",
+            "cpu:portable": "llmc.targets.cpu_targets:portable",
+            "cuda:sm_80": "llmc.targets.gpu_targets:sm_80",
+            "cuda:sm_90": "llmc.targets.gpu_targets:sm_90",
+            "cuda:sm_100": "llmc.targets.gpu_targets:sm_100",
+            "hip:gfx942": "llmc.targets.gpu_targets:gfx942",
         }
     ),
     pipelines=MappingProxyType({"serve": PIPELINE}),

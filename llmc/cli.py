@@ -178,7 +178,7 @@ def _tune_arguments(sub: Any) -> None:
 
 def _hub(args: argparse.Namespace) -> Any:
     from llmc.frontend.hub import Hub
-    from llmc.frontend.kinds import refuse_code
+    from llmc.frontend.unsupported import refuse_code
 
     if args.trust_remote_code:
         raise refuse_code("--trust-remote-code")
@@ -206,7 +206,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 def default_cache() -> Path:
     """Return the default cache folder: $XDG_CACHE_HOME/llmc, or ~/.cache/llmc."""
-    from llmc_runtime.cache import default_root
+    from llmc_runtime.compile_cache import default_root
 
     return default_root(os.environ)
 
@@ -222,7 +222,7 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
         args.refuse("--memory is for --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
-        from llmc.look.page import write_report
+        from llmc.report.html_report import write_report
 
         summary.facts["report"] = write_report(Path(args.output), args.report)
     if args.json:
@@ -304,7 +304,7 @@ def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _diff(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.look.diff import diff, render
+    from llmc.report.diff import diff, render
 
     found = diff(args.a, args.b)
     text = json.dumps(found, indent=2) if args.json else render(found, sys.maxsize if args.all else 60)
@@ -313,14 +313,14 @@ def _diff(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.look.page import write_report
+    from llmc.report.html_report import write_report
 
     print(write_report(Path(args.artifact), args.output or Path()), file=out)
     return 0
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.lab.tune import Settings, render, show, tune
+    from llmc.measure.tune import Settings, render, show, tune
 
     if not args.show and not args.source:
         args.refuse("name an artifact or a model to measure, or a file to --show")
@@ -340,7 +340,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _verify(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.lab.verify import render, verify_artifact
+    from llmc.measure.verify_artifact import render, verify_artifact
 
     found = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
     print(json.dumps(found, indent=2) if args.json else render(found), file=out)

@@ -21,10 +21,10 @@ from llmc.frontend.hub import PUBLIC, Hub, Located, locate
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.record import Record
-from llmc.passes.spec import override, parse_pipeline, run_pipeline
-from llmc.targets.names import parse as parse_target
+from llmc.passes.pass_report import Record
+from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.targets.target import Target
+from llmc.targets.target_names import parse as parse_target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MOST_LEN = 32768
@@ -87,8 +87,8 @@ def compile_model(
 
 def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
     """Validate the options, locate (or download) the model, and return the compile without running it."""
-    from llmc.codegen.scratch import check_cache
-    from llmc.codegen.tuning import read as read_records
+    from llmc.codegen.scratch_dir import check_cache
+    from llmc.codegen.tuning_records import read as read_records
 
     registry = load()
     target = parse_target(options.target, registry.targets)
@@ -152,10 +152,10 @@ class Trip:
 
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
-        from llmc.artifact.place import check_free
+        from llmc.artifact.publish import check_free
         from llmc.artifact.write import PackedWeights
         from llmc.frontend.checkpoint import Checkpoint
-        from llmc.frontend.texts import check_tokenizer, without_tokenizer
+        from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
 
         check_free(self.output.absolute(), self.force)
         check_tokenizer(self.model)
@@ -172,7 +172,7 @@ class Trip:
 
     def trace(self) -> Any:
         """Trace the model into IR, with limits and dtype applied."""
-        from llmc.frontend.hf import trace
+        from llmc.frontend.trace_model import trace
 
         self.console.begin("trace", self.model.name)
         wanted = dict(DTYPES).get(self.options.dtype)
@@ -233,8 +233,8 @@ class Trip:
 
     def build(self, module: Module) -> Any:
         """Compile the kernels of the selected nodes and lay out the programs."""
-        from llmc.codegen.driver import build
-        from llmc.codegen.scratch import keep, scratch
+        from llmc.codegen.build import build
+        from llmc.codegen.scratch_dir import keep, scratch
 
         def progress(done: int, of: int, what: str) -> None:
             self.console.part("kernels", done, of)
@@ -331,9 +331,9 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
 
     Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
     """
-    from llmc.artifact.linked import last_stage, pack_weights
+    from llmc.artifact.hard_link import last_stage, pack_weights
     from llmc.frontend.checkpoint import Checkpoint
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
 
     console = console or Quiet()
     manifest, text = last_stage(artifact)

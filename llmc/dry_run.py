@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmc.artifact.cost_report import memory, roofline
 from llmc.artifact.inspect import size_text
-from llmc.artifact.report import memory, roofline
 from llmc.artifact.write import kv_of
-from llmc.codegen.sketch import Sketch, sketch
+from llmc.codegen.dry_build import Sketch, sketch
 from llmc.console import Console
 from llmc.driver import Options, Trip, start, states_of
-from llmc.look.words import count_text, us_text
+from llmc.report.formatting import count_text, us_text
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see
 # bench/RESULTS.md.

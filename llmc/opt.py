@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from llmc.check.compare_modules import compare
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.check import compare
-from llmc.passes.spec import parse_pipeline, run_pipeline, spell_pass
-from llmc.targets.names import parse as parse_target
+from llmc.passes.pipeline import parse_pipeline, run_pipeline, spell_pass
 from llmc.targets.target import Target
+from llmc.targets.target_names import parse as parse_target
 
 
 def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:

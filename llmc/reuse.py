@@ -14,8 +14,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.linked import link_folder
-from llmc.artifact.place import check_free, locked, sweep
+from llmc.artifact.hard_link import link_folder
+from llmc.artifact.publish import check_free, locked, sweep
 
 
 class Reuse:

@@ -33,7 +33,7 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
 
 def load_target(name: str) -> Target:
     """Return the target of that name."""
-    from llmc.targets.names import parse as parse_target
+    from llmc.targets.target_names import parse as parse_target
 
     return parse_target(name, load().targets)
 
@@ -43,7 +43,7 @@ def load_module(path: str) -> Module:
     p = Path(path)
     if p.suffix == ".llir":
         return parse(p.read_text(), load().opset())
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
 
     return trace(p.parent if p.name == "config.json" else p).module
 

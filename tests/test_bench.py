@@ -10,7 +10,7 @@ import pytest
 from llmc_runtime.format.safetensors import header_length, parse_header
 
 from bench import shapes
-from llmc.frontend.source import open_source
+from llmc.frontend.model_folder import open_source
 
 PUBLISHED = (
     (shapes.QWEN25_05B, 494_032_768), (shapes.LLAMA31_8B, 8_030_261_248), (shapes.LLAMA32_1B, 1_235_814_400),

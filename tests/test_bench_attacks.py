@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("psutil")
-from llmc_runtime.bench.wire import Reply
+from llmc_runtime.bench.http_client import Reply
 
 from bench.attacks.figures import answers_text, gaps_of, memory_window, quantile, table
 from bench.attacks.link import Answer, error_of

@@ -16,13 +16,13 @@ from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
-from llmc.codegen.cuda.linear import LINEAR
-from llmc.codegen.tuning import Record
+from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.tuning_records import Record
 from llmc.extension import load
 from llmc.ir.graph import Builder, Graph, Module
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 # ms at context 192 for batches 1, 8, 16, 32, 64, 128, 256; prefill ms at 512, 2048, 8192; offline tokens a second.
 TABLE = (
@@ -111,7 +111,7 @@ def test_launches_of_one_kernel_in_equal_places_are_a_group() -> None:
 
 
 def ways(times: dict[str, float], node: str = "linear(bf16[R, 64], bf16[96, 64]) -> bf16[R, 96]") -> list[Record]:
-    return [Record("cuda+sm_90", node, (("R", 8),), "triton/tile", way, us) for way, us in times.items()]
+    return [Record("cuda+sm_90", node, (("R", 8),), "triton/gemm_small", way, us) for way, us in times.items()]
 
 
 def test_each_way_in_turn_is_made_the_best() -> None:
@@ -149,13 +149,13 @@ def test_launches_of_one_place_are_told_apart_by_their_nodes() -> None:
 
 def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda() -> None:
     found = products.candidates(264, 520, 512, 3, load(), sm_90())
-    assert [c.kernel.name == "cuda/linear" for c in found] == [False] * 3 + [True] * len(LINEAR.ways())
+    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(LINEAR.ways())
     assert all(c.env == {"T": 512} for c in found)
 
 
 def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"tokens": 512, "weight": "264x520", "schedule": "{}", "tflops": 1.0}
-    products.report([{**row, "kernel": "triton/gemm", "us": 2.0}, {**row, "kernel": "cuda/linear", "us": 4.0}])
+    products.report([{**row, "kernel": "triton/gemm", "us": 2.0}, {**row, "kernel": "cuda/gemm_wgmma", "us": 4.0}])
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "512 tokens x 264x520: CUDA C++ has 0.50 of the speed of Triton's best"
     assert len(rest) == 2 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]

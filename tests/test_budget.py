@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("starlette")
 from llmc_runtime.server.admin import AbortRequest, Admin, LevelRequest
 from llmc_runtime.server.app import Endpoints
-from llmc_runtime.server.guard import Limits
+from llmc_runtime.server.http.auth import Limits
 from llmc_runtime.server.openapi import description
 
 from tests.budget import COMMON, FIELDS, LIMITS, ROUTES, Row

@@ -17,7 +17,7 @@ from models.kit import save
 from llmc.cli import main
 from llmc.console import Summary
 from llmc.driver import Options, next_of
-from llmc.targets.names import parse
+from llmc.targets.target_names import parse
 
 Break = Callable[[Path], object]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
-from llmc_runtime.option import Option, options_of
-from llmc_runtime.options import EngineArgs, EngineOptions
-from llmc_runtime.sched.params import PARAMETERS
+from llmc_runtime.engine_options import EngineArgs, EngineOptions
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.option_type import Option, options_of
+from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.server.flags import serve_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 def parameters() -> Iterator[str]:
     """The table of sampling parameters."""
-    from llmc_runtime.server.fields import ChatRequest
+    from llmc_runtime.server.requests.request_fields import ChatRequest
 
     yield "| field | values | default | what it does | also as |"
     yield "|---|---|---|---|---|"
@@ -138,16 +138,16 @@ NEW_PARAMETER = '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", f
 PARAMETER_PROGRAM = """
 import json, sys
 from llmc_runtime.cli import _changed, parser
-from llmc_runtime.core.messages import params_of, sampling_of
+from llmc_runtime.engine.messages import params_of, sampling_of
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.config import SchedulerConfig, admit
-from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.request import Request
-from llmc_runtime.server.fields import CompletionRequest
+from llmc_runtime.server.requests.request_fields import CompletionRequest
 from llmc_runtime.server.openapi import description
-from llmc_runtime.server.parse import parse
-from llmc_runtime.server.sampling import of_completion
+from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.sampling_fields import of_completion
 from tests.test_declared import parameters
 class Model:
     generation, vocab_size = {"do_sample": True, "top_a": 0.5}, 9
@@ -202,9 +202,9 @@ import json
 from pathlib import Path
 from llmc_runtime import LLM, AsyncLLM, LlmcError
 from llmc_runtime.cli import parser
-from llmc_runtime.options import EngineOptions
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.server.flags import serve_parser
-from llmc_runtime.server.given import options_of, read
+from llmc_runtime.server.config import options_of, read
 from llmc.completion import script
 from tests.test_declared import engine_options, serve_table
 def refusal(make):

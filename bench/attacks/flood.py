@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from llmc_runtime.bench.wire import Pool, WireError
+from llmc_runtime.bench.http_client import Pool, WireError
 
 from bench.attacks.figures import milliseconds, quantile
 from bench.attacks.watch import request

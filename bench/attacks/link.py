@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmc_runtime.bench.wire import Reply, WireError
+from llmc_runtime.bench.http_client import Reply, WireError
 
 from bench.attacks.watch import request
 

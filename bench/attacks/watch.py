@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from llmc_runtime.bench.wire import Connection, Reply, WireError
+from llmc_runtime.bench.http_client import Connection, Reply, WireError
 
 from bench.attacks.figures import gaps_of, milliseconds
 from bench.attacks.server import python_path

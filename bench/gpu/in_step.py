@@ -28,10 +28,10 @@ from bench.gpu.make import with_weights
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.shapes import Shape
 from llmc.codegen.select import typical
-from llmc.codegen.tuning import Record, Sizes, node_text, read, save, sizes_of
+from llmc.codegen.tuning_records import Record, Sizes, node_text, read, save, sizes_of
 from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node
-from llmc.lab.tune import before_select
+from llmc.measure.tune import before_select
 
 OPS = ("linear", "linear_map", "norm_linear", "paged_attention", "paged_attention_single", "paged_attention_split")
 SWEEPS, ROUNDS, RUNS = 2, 7, 8

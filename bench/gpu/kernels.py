@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.choose import open_device
 from llmc_runtime.device.device import Device
-from llmc_runtime.engine import Engine
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.program import Launch, Program
-from llmc_runtime.sched.config import SchedulerConfig
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from bench.gpu import floors
 from bench.gpu.floors import Roof

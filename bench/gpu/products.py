@@ -13,17 +13,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmc.codegen.scratch import scratch
+from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.select import offers
-from llmc.codegen.tuning import Tuning, schedule_text
+from llmc.codegen.tuning_records import Tuning, schedule_text
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.lab.timing import Candidate, Timer
-from llmc.targets.names import parse as parse_target
+from llmc.measure.timing import Candidate, Timer
 from llmc.targets.target import Target
+from llmc.targets.target_names import parse as parse_target
 
-OURS = "cuda/linear"
+OURS = "cuda/gemm_wgmma"
 MOST_TOKENS = 8192
 TOKENS = "512,2048,8192"
 WEIGHTS = "6144x4096,4096x4096,4096x14336,2048x2048"  # rows x columns: of an 8B model's layers, and of a 1B model's

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llmc_runtime.device import cuda_upload, cuda_work
-from llmc_runtime.device.cuda import CudaDevice
-from llmc_runtime.device.cuda_memory import Pinned
-from llmc_runtime.device.cuda_ways import Refused
-from llmc_runtime.device.cuda_work import Work
+from llmc_runtime.device.cuda.cuda_device import CudaDevice, upload_work, weight_upload
+from llmc_runtime.device.cuda.device_memory import Pinned
+from llmc_runtime.device.cuda.upload_work import Work
+from llmc_runtime.device.cuda.weight_copy import Refused
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
 
@@ -97,7 +96,7 @@ class Bench:
 
     def registering(self, nbytes: int) -> dict[str, list[float]]:
         """GB/s of registering one mapped span, copying from it, and unregistering; nothing where it is refused."""
-        cuda_work.SPAN = nbytes
+        upload_work.SPAN = nbytes
         work = Work(Folder(self.folder), [self.file], mapped=True)
         try:
             span = work.blocks[0].span
@@ -125,16 +124,16 @@ class Bench:
     def uploads(self, threads: list[int], spans: list[int]) -> Iterator[Row]:
         """Every way whole, as opening an artifact does it."""
         for check in (True, False):
-            for way in (cuda_upload.MAPPED, cuda_upload.PINNED):
-                for span in spans if way == cuda_upload.MAPPED else (None,):
+            for way in (weight_upload.MAPPED, weight_upload.PINNED):
+                for span in spans if way == weight_upload.MAPPED else (None,):
                     for n in threads:
                         yield self.upload(check, way, span, n)
 
     def upload(self, check: bool, way: str, span: int | None, threads: int) -> Row:
         if span:
-            cuda_work.SPAN = span * MIB
+            upload_work.SPAN = span * MIB
         given = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
-        found = [cuda_upload.upload(*given, check=check, threads=threads, way=way) for _ in range(self.rounds)]
+        found = [weight_upload.upload(*given, check=check, threads=threads, way=way) for _ in range(self.rounds)]
         name = f"{found[-1].way}, {'hashed' if check else 'not hashed'}"
         return row(name, found[-1].threads, span, [f.rate / 1e9 for f in found], found[-1].why)
 

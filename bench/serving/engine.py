@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from llmc_runtime.core.messages import Open
-from llmc_runtime.core.process import Session, main
-from llmc_runtime.engine import Engine
-from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.messages import Open
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import RowMask, Step, StepOutput
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import AsyncLLM
-from llmc_runtime.core.async_llm import Front
-from llmc_runtime.core.messages import Open
-from llmc_runtime.server.command import serve_over
-from llmc_runtime.server.options import Options
+from llmc_runtime.api.async_llm import Front
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.server.run_server import serve_over
+from llmc_runtime.server.server_options import Options
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

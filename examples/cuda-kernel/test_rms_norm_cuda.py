@@ -13,7 +13,7 @@ from rms_norm_cuda.kernel import KERNEL
 from llmc.codegen.cubin import read_entry
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
-from llmc.targets.gpu import sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import sm_80, sm_90, sm_100
 from llmc.targets.target import Target
 
 

@@ -16,7 +16,7 @@ from take_norm.op import take_norm
 
 from llmc.codegen.kernel import Kernel
 from llmc.ir.example import example_graph
-from llmc.targets.cpu import native
+from llmc.targets.cpu_targets import native
 
 
 def case(kernel: Kernel, schedule: dict[str, int], dtype: str, width: int) -> harness.Case:

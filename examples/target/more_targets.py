@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from llmc import Extension, Target
-from llmc.targets import cpu, gpu
+from llmc.targets import cpu_targets, gpu_targets
 from llmc.targets.target import Limits
 
 
 def small_box() -> Target:
     """Two cores of any CPU and little memory: two concurrent sequences, short steps, small pages."""
     return replace(
-        cpu.portable(),
+        cpu_targets.portable(),
         name="cpu:small-box",
         limits=Limits(threads=2, l1=32 << 10, l2=512 << 10),
         bandwidth=10e9,
@@ -27,7 +27,7 @@ def small_box() -> Target:
 def sm_86() -> Target:
     """RTX 3090: 82 multiprocessors, 99 KiB of shared memory per block, dense peak rates from NVIDIA."""
     return replace(
-        gpu.sm_80(),
+        gpu_targets.sm_80(),
         name="cuda:sm_86",
         arch="sm_86",
         limits=Limits(units=82, shared=99 << 10, l2=6 << 20),

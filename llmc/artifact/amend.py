@@ -12,7 +12,7 @@ from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import NAME, FileInfo, Manifest
 
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.place import PART, locked
+from llmc.artifact.publish import PART, locked
 
 
 def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> Manifest:

@@ -11,10 +11,10 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
-from llmc.artifact.report import memory, roofline
-from llmc.artifact.reports import read_reports
+from llmc.artifact.cost_report import memory, roofline
+from llmc.artifact.report_schema import read_reports
 from llmc.diagnostics import Diagnostic
-from llmc.targets.names import parse as parse_target
+from llmc.targets.target_names import parse as parse_target
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from llmc_runtime.format.hashing import BlockHasher
 from llmc_runtime.format.manifest import WeightFile
 from llmc_runtime.format.safetensors import PAD, TensorInfo, plan
 
-from llmc.artifact.blocks import Blocks, WeightSource, shape_of
 from llmc.artifact.files import Files
+from llmc.artifact.weight_eval import Blocks, WeightSource, shape_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
 

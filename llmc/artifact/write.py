@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.fields import is_safe_name
 from llmc_runtime.format.hashing import sha256
+from llmc_runtime.format.json_fields import is_safe_name
 from llmc_runtime.format.manifest import (
     FileInfo,
     KernelFile,
@@ -26,10 +26,10 @@ from llmc_runtime.format.manifest import (
 )
 from llmc_runtime.format.program import Program
 
-from llmc.artifact.blocks import WeightSource
+from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.place import PART, check_free, locked, publish, sweep
-from llmc.artifact.report import roofline
+from llmc.artifact.publish import PART, check_free, locked, publish, sweep
+from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Box, Source
-from llmc.codegen.plan import Placed
+from llmc.codegen.launch_plan import Placed
 
 
 @dataclass(frozen=True)

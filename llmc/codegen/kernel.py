@@ -48,7 +48,7 @@ class Param:
         return {"arg": 8, "map": 128}.get(self.kind) or {"i32": 4, "i64": 8, "f32": 4}[self.type]
 
     def json(self) -> dict[str, Any]:
-        """As programs spell it (`llmc_runtime.format.param`)."""
+        """As programs spell it (`llmc_runtime.format.launch_param`)."""
         if self.kind in ("arg", "map"):
             return {self.kind: self.index}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}

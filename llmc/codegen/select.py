@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
-from llmc.codegen.tuning import Tuning, node_text
+from llmc.codegen.tuning_records import Tuning, node_text
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass

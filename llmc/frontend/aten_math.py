@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from llmc.frontend.lowering import Call, Unsupported, axis_of
 from llmc.ir.graph import Value
-
-from .lower import Call, Unsupported, axis_of
 
 Row = Callable[..., Any]
 

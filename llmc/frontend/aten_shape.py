@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from llmc.frontend.aten_math import Row
+from llmc.frontend.lowering import Call, Unsupported, axis_of
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Value
-
-from .aten_math import Row
-from .lower import Call, Unsupported, axis_of
 
 END = 2**63 - 1
 

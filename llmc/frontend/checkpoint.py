@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-
-from .hf import Traced, WeightInfo
-from .layers import beyond
-from .names import resolve
-from .parts import Part
-from .tensors import NUMPY, STORED, TensorFiles, some
+from llmc.frontend.safetensors_reader import NUMPY, STORED, TensorFiles, some
+from llmc.frontend.trace_model import Traced, WeightInfo
+from llmc.frontend.truncate import beyond
+from llmc.frontend.weight_mapping import resolve
+from llmc.frontend.weight_parts import Part
 
 # Tensors that old versions of transformers saved although they are computed: rotary frequencies, and causal masks with
 # their fill value. The latter share names with biases and are recognized by their shapes.

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.aten_math import Row
+from llmc.frontend.aten_shape import ALIASES, END, joined
+from llmc.frontend.aten_table import COMPLEX, TABLE
+from llmc.frontend.export import Exported
+from llmc.frontend.lowering import PARTS, Call, Sizes, Unsupported
+from llmc.frontend.model_folder import KNOWN_TO_WORK
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.ir.ops import OPS
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
-
-from .aten import COMPLEX, TABLE
-from .aten_math import Row
-from .aten_shape import ALIASES, END, joined
-from .export import Exported
-from .lower import PARTS, Call, Sizes, Unsupported
-from .source import KNOWN_TO_WORK
 
 
 @dataclass(frozen=True)

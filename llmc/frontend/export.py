@@ -31,9 +31,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmc.diagnostics import Diagnostic
-
-from . import hooks, kinds, older, rope
-from .source import KNOWN_TO_WORK, Source
+from llmc.frontend import attention_interface, legacy_attention, rope_interface, unsupported
+from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
 
 TORCH = types.MappingProxyType(
     {
@@ -96,11 +95,11 @@ def load_config(source: Source) -> Any:
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
-            raise kinds.refuse_code(f"model_type {name!r} is in auto_map alone")
+            raise unsupported.refuse_code(f"model_type {name!r} is in auto_map alone")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
-    if (why := kinds.outside(source.config)) is not None:
+    if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
-    rope.check_config(dict(source.config))
+    rope_interface.check_config(dict(source.config))
     try:
         with quiet():
             return transformers.AutoConfig.from_pretrained(
@@ -126,11 +125,11 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
 
     Raises Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
     """
-    hooks.register()
-    with quiet(), older.taken_in(config.model_type):
+    attention_interface.register()
+    with quiet(), legacy_attention.taken_in(config.model_type):
         model = _build(config, dtype)
-        hooks.read_gates(model)
-        computed = rope.patch(model, max_positions)
+        attention_interface.read_gates(model)
+        computed = rope_interface.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
         wanted = _computed_names(model, program)
         made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
@@ -144,7 +143,10 @@ def _build(config: Any, dtype: str) -> Any:
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=hooks.NAME, experts_implementation=hooks.NAME, dtype=TORCH[dtype]
+                config,
+                attn_implementation=attention_interface.NAME,
+                experts_implementation=attention_interface.NAME,
+                dtype=TORCH[dtype],
             )
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
@@ -213,7 +215,9 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
     """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
     loc, cls = at
     reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-    if (isinstance(e, KeyError) and hooks.NAME in str(e)) or hooks.MaskTag.__name__ in str(e):
+    if (isinstance(e, KeyError) and attention_interface.NAME in str(e)) or attention_interface.MaskTag.__name__ in str(
+        e
+    ):
         reason = "it bypasses transformers' AttentionInterface"
     elif "Constraints violated (T)" in str(e):
         reason = "its forward is not one computation for every number of tokens (recurrent and chunked layers are not)"

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-
-from . import kinds
-from .source import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
+from llmc.frontend import unsupported
+from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,7 +69,7 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
 
 def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
-    weights = {*shards, kinds.INDEX} if shards is not None else set()
+    weights = {*shards, unsupported.INDEX} if shards is not None else set()
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
 
 
@@ -99,9 +98,9 @@ class _Fetch:
         disable_progress_bars()
         commit, sizes = self.cached() if self.hub.offline else self.asked()
         if "config.json" not in sizes:
-            raise kinds.refuse_without_config(sizes, self.where)
+            raise unsupported.refuse_without_config(sizes, self.where)
         folder = self.file("config.json", commit).parent
-        kinds.check_config(read_json(folder / "config.json"), self.where)
+        unsupported.check_config(read_json(folder / "config.json"), self.where)
         files = wanted(sizes, self.shards(sizes, commit) if weights else None)
         total, done = sum(sizes[n] for n in files), 0
         for n in files:
@@ -114,17 +113,17 @@ class _Fetch:
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
         """Names of the weight files: those in the index, or a single file, which takes precedence over the index."""
-        if kinds.INDEX not in sizes:
-            if kinds.SINGLE not in sizes:
-                raise kinds.refuse_weights(sizes, self.where)
-            return [kinds.SINGLE]
-        entries = read_json(self.file(kinds.INDEX, commit)).get("weight_map")
+        if unsupported.INDEX not in sizes:
+            if unsupported.SINGLE not in sizes:
+                raise unsupported.refuse_weights(sizes, self.where)
+            return [unsupported.SINGLE]
+        entries = read_json(self.file(unsupported.INDEX, commit)).get("weight_map")
         named = set(entries.values()) if isinstance(entries, dict) else set()
-        if kinds.SINGLE in sizes and kinds.SINGLE not in named:
-            return [kinds.SINGLE]
+        if unsupported.SINGLE in sizes and unsupported.SINGLE not in named:
+            return [unsupported.SINGLE]
         lacking = sorted(str(n) for n in named if n not in sizes or not str(n).endswith(".safetensors"))
         if not named or lacking:
-            raise self.useless(f"{kinds.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
+            raise self.useless(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
         return sorted(named)
 
     def asked(self) -> tuple[str, dict[str, int]]:

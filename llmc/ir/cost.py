@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .dim import Dim
-from .graph import Graph, Node
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Node
 
 
 def node_cost(n: Node) -> tuple[Dim, Dim]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from .graph import Graph, Node, Value
-from .text import show_attr
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.text import show_attr
 
 
 def node_digest(n: Node) -> str:

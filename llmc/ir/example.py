@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .dim import Dim
-from .dtype import DTYPES
-from .graph import Graph, Module
-from .opdef import OpDef
-from .types import Type
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Module
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type
 
 SIZES = (3, 5, 4, 6, 2, 7)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .opdef import OpDef
-from .qformat import QFormat
-from .types import Type
+from llmc.ir.opdef import OpDef
+from llmc.ir.qformat import QFormat
+from llmc.ir.types import Type
 
 
 @dataclass(eq=False)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .dim import Dim
-from .dtype import DTYPES
-from .graph import Graph, Node, Value
-from .types import Type
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.types import Type
 
 Observer = Callable[[Node, list[np.ndarray]], None]
 

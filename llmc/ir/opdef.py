@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from .dim import Dim
-from .dtype import DTYPES
-from .scalar import E
-from .signature import Mismatch, Slot, bind, expand, numbers_of, parse_signature
-from .types import Type
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.scalar import E
+from llmc.ir.signature import Mismatch, Slot, bind, expand, numbers_of, parse_signature
+from llmc.ir.types import Type
 
 Shape = tuple[Dim, ...]
 Ints = tuple[int, ...]

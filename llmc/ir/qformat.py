@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .dim import Dim
-from .dtype import DTYPES
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .dim import Dim, product
-from .dtype import DTYPES
-from .types import Type, split_commas
+from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.types import Type, split_commas
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-
-from .dim import Dim
-from .graph import Graph, Module, Node, Value
-from .opdef import OpDef
-from .qformat import parse_qformat
-from .types import Type, parse_type, split_commas
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.qformat import parse_qformat
+from llmc.ir.types import Type, parse_type, split_commas
 
 
 def show(m: Module) -> str:

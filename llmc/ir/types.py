@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .dim import Dim, DimLike, product
-from .dtype import DTYPES
-from .qformat import QFormat
+from llmc.ir.dim import Dim, DimLike, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.qformat import QFormat
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from llmc.diagnostics import Diagnostic
-
-from .graph import Graph, Module, Node, Value
-from .signature import Mismatch
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.signature import Mismatch
 
 MEND = "mend the text, or the pass that made it: llmc opt FILE -p PASSES --print-after all shows each"
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.ir.graph import Builder, Graph, Node, Value
-
-from .base import Ctx
-from .facts import const_value, core, rounds_little, same_type
+from llmc.passes.analysis import const_value, core, rounds_little, same_type
+from llmc.passes.base import Ctx
 
 Bound = dict[str, Any]
 

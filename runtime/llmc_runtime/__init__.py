@@ -14,23 +14,23 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.api.async_llm import AsyncLLM
+    from llmc_runtime.api.llm import LLM
+    from llmc_runtime.engine_options import EngineArgs
     from llmc_runtime.format.errors import LlmcError
-    from llmc_runtime.llm import LLM
-    from llmc_runtime.options import EngineArgs
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
-    from llmc_runtime.sched.params import SamplingParams
-    from llmc_runtime.sched.structured import StructuredOutputsParams
+    from llmc_runtime.sched.sampling_params import SamplingParams
+    from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _FACE = MappingProxyType(
     {
-        "LLM": "llmc_runtime.llm",
-        "AsyncLLM": "llmc_runtime.core.async_llm",
-        "EngineArgs": "llmc_runtime.options",
-        "SamplingParams": "llmc_runtime.sched.params",
-        "StructuredOutputsParams": "llmc_runtime.sched.structured",
+        "LLM": "llmc_runtime.api.llm",
+        "AsyncLLM": "llmc_runtime.api.async_llm",
+        "EngineArgs": "llmc_runtime.engine_options",
+        "SamplingParams": "llmc_runtime.sched.sampling_params",
+        "StructuredOutputsParams": "llmc_runtime.sched.structured_outputs",
         "RequestOutput": "llmc_runtime.outputs",
         "CompletionOutput": "llmc_runtime.outputs",
         "Logprob": "llmc_runtime.outputs",

@@ -10,12 +10,12 @@ from types import MappingProxyType
 import numpy as np
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import REMEDY
 from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import MINOR, Manifest
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
-from llmc_runtime.host import Host, check_target, default_threads, this_host
+from llmc_runtime.host_info import Host, check_target, default_threads, this_host
 
 TOKENIZER = "tokenizer"
 GPUS = ("cuda", "hip")  # families of targets that are not the CPU of this machine

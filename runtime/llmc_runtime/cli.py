@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.option import of_command, options_of, parse_bytes
-from llmc_runtime.options import EngineOptions
+from llmc_runtime.option_type import of_command, options_of, parse_bytes
 
 if TYPE_CHECKING:
-    from llmc_runtime.server.options import Options
-    from llmc_runtime.terminal import Session
+    from llmc_runtime.interactive import Session
+    from llmc_runtime.server.server_options import Options
 
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -32,9 +32,9 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
     verbose = False
     _open_standard_files()
     try:
-        from llmc_runtime.server.elsewhere import judge
-        from llmc_runtime.server.given import options_of as served
-        from llmc_runtime.server.given import read
+        from llmc_runtime.server.config import options_of as served
+        from llmc_runtime.server.config import read
+        from llmc_runtime.server.ignored_flags import judge
 
         given = read(sys.argv[1:] if argv is None else argv, prog)
         verbose = given.args.log_level == "debug"
@@ -45,7 +45,7 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
         options = served(given.args, os.environ, _template(given.args.chat_template), notes)
         if given.args.dry_run:
             return _dry_run(options, given.args.json)
-        from llmc_runtime.server.command import serve
+        from llmc_runtime.server.run_server import serve
 
         return serve(options)
     except KeyboardInterrupt:
@@ -58,7 +58,7 @@ def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> i
 
 
 def _dry_run(options: Options, as_json: bool) -> int:
-    from llmc_runtime.server.plan import plan, render
+    from llmc_runtime.server.dry_run import plan, render
 
     told = plan(options)
     for note in options.notes:
@@ -71,7 +71,7 @@ def main_collect_env(argv: Sequence[str] | None = None) -> int:
     """The command `llmc collect-env`. Answers the exit code: 0, 2 usage."""
     ap = collect_env_parser()
     args = ap.parse_args(argv)
-    from llmc_runtime.environment import collect, render
+    from llmc_runtime.collect_env import collect, render
 
     found = collect(os.environ)
     try:
@@ -192,7 +192,7 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
 
 
 def _sampling(group: Any) -> None:
-    from llmc_runtime.sched.params import PARAMETERS
+    from llmc_runtime.sched.sampling_params import PARAMETERS
 
     for one in PARAMETERS.values():
         if one.flags:
@@ -208,7 +208,7 @@ def _add(group: Any, command: str, title: str = "engine") -> None:
 
 
 def _run(args: argparse.Namespace, compiles: bool) -> int:
-    from llmc_runtime.terminal import Clock
+    from llmc_runtime.interactive import Clock
 
     clock = Clock(args.verbose)
     given = _changed(args)
@@ -241,7 +241,7 @@ def _piped() -> str:
 
 def _changed(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters given on the command line, checked before anything is loaded."""
-    from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+    from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
     given = {name: value for name in PARAMETERS if (value := getattr(args, name, None)) is not None}
     SamplingParams(**({"max_tokens": None} | given))
@@ -249,12 +249,12 @@ def _changed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock: Any) -> Session:
-    from llmc_runtime.terminal import Session
+    from llmc_runtime.interactive import Session
 
     if not compiles and not (Path(args.model) / "manifest.json").is_file():
         _refuse_sources(args.model)
+    from llmc_runtime.api.llm import LLM, to_stderr
     from llmc_runtime.defaults import described
-    from llmc_runtime.llm import LLM, to_stderr
 
     def say(line: str) -> None:
         if not args.quiet:
@@ -266,7 +266,7 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
     options = {one.name: one.value(args) for one in known}
     options["chat_template"] = _template(args.chat_template)
     if compiles and options["cache_dir"] is None:
-        from llmc_runtime.cache import default_root
+        from llmc_runtime.compile_cache import default_root
 
         options["cache_dir"] = default_root(os.environ)
     seed = int.from_bytes(os.urandom(8), "little") if args.seed is None else 0
@@ -280,7 +280,7 @@ def _open(args: argparse.Namespace, given: dict[str, Any], compiles: bool, clock
 
 def _refuse_sources(model: str) -> None:
     """LlmcError E640 where it is something that would have to be compiled."""
-    from llmc_runtime.cache import is_id
+    from llmc_runtime.compile_cache import is_id
 
     folder = (Path(model) / "config.json").is_file()
     if folder or is_id(model):

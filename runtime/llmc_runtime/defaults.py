@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
 AUTO, NEUTRAL = "auto", "vllm"
 _FILE = "generation_config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
-from llmc_runtime.sched.logprobs import PackedLogprobs
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 
 
 class Logprob(NamedTuple):

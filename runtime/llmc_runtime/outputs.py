@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.logprobs import Logprob as Logprob
 from llmc_runtime.logprobs import LogprobRows, Row
-from llmc_runtime.sched.logprobs import PackedLogprobs
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
-from llmc_runtime.text.output import OutputText
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.text.output_text import OutputText
 from llmc_runtime.text.tokenizer import Tokenizer
 
 

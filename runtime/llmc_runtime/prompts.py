@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
 TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and compile again"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work

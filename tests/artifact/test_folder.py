@@ -17,7 +17,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.host import Host, check_target, this_host
+from llmc_runtime.host_info import Host, check_target, this_host
 
 from llmc.artifact.write import write_artifact
 
@@ -223,7 +223,7 @@ def test_feature_names_of_compilers_and_kernels_are_one() -> None:
 def test_a_kernel_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from llmc_runtime.device.cpu import CpuDevice
+    from llmc_runtime.device.cpu_device import CpuDevice
 
     parts = tiny.parts(tmp_path)
     broken = replace(parts, kernels=(replace(parts.kernels[0], binary=b"\x7fELF not really"), parts.kernels[1]))

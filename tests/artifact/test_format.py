@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.format import expr, hashing, safetensors
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import check_name, load_json
+from llmc_runtime.format.json_fields import check_name, load_json
 from llmc_runtime.format.manifest import Manifest, check_digest
 from llmc_runtime.format.program import Program
 

@@ -13,20 +13,20 @@ from artifact import tiny
 from artifact.test_write import Fuse, Killed, opens
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.exec import canary as canaries
-from llmc_runtime.exec.load import load_executor
+from llmc_runtime.exec.load_executor import load_executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Program
 
 from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
-from llmc.artifact.linked import pack_weights
-from llmc.artifact.report import typical
+from llmc.artifact.cost_report import typical
+from llmc.artifact.hard_link import pack_weights
 from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
-from llmc.lab import verify as verifying
-from llmc.lab.verify import verify_artifact
-from llmc.targets.cpu import portable
+from llmc.measure import verify_artifact as verifying
+from llmc.measure.verify_artifact import verify_artifact
+from llmc.targets.cpu_targets import portable
 
 
 @pytest.fixture

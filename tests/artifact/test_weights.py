@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from artifact.tiny import Checkpoint
 
-from llmc.artifact import blocks as blocks_module
+from llmc.artifact import weight_eval as blocks_module
 from llmc.artifact import weights as weights_module
-from llmc.artifact.blocks import Blocks, narrow, widen
 from llmc.artifact.files import Files
+from llmc.artifact.weight_eval import Blocks, narrow, widen
 from llmc.artifact.weights import write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.core.messages import Open
-from llmc_runtime.core.process import Session, main
 from llmc_runtime.device.fake import FakeExecutor
-from llmc_runtime.engine import Engine
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.kv.prefix import PrefixCache
-from llmc_runtime.options import EngineOptions
-from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 VOCAB, PAGE = 428, 4
 TOKEN_BYTES = 1024

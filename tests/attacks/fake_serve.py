@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import starlette.applications
-from llmc_runtime.core import async_llm
-from llmc_runtime.core.messages import Open
-from llmc_runtime.options import EngineArgs
+from llmc_runtime.api import async_llm
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine_options import EngineArgs
 
 from tests.runtime.served import TOK
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from llmc_runtime.sched.config import SchedulerConfig, admit
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
-from llmc_runtime.text.stream import Detokenizer
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.text.detokenizer import Detokenizer
 
 from tests.attacks.fake_engine import SEED, VOCAB
 from tests.runtime.oracle import Expected

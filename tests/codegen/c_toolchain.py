@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.toolchain import Output
 from llmc.targets.target import Target
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen import cubin
-from llmc.codegen.cuda import toolchain as module
-from llmc.codegen.cuda.toolchain import NvrtcToolchain
+from llmc.codegen.backends.cuda import nvrtc_toolchain as module
+from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Map, Param, Source
-from llmc.codegen.store import entry_path
-from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.codegen.kernel_cache import entry_path
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
-from llmc.targets.gpu import sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import sm_80, sm_90, sm_100
 
 TEXT = """// toy: doubles
 extern "C" __global__ void __launch_bounds__(256) twice(const float* x, float* y, int n) {

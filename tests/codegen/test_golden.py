@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.cpu.base import without_headers
-from llmc.codegen.cpu.program import LaunchTable, StepTable, step_unit
+from llmc.codegen.backends.cpp.cpp_kernel import without_headers
+from llmc.codegen.backends.cpp.step_text import LaunchTable, StepTable, step_unit
 from llmc.codegen.select import Select
 from llmc.extension import load
 from llmc.ir.dim import D
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.passes.base import Ctx
-from llmc.targets.cpu import parse as target
+from llmc.targets.cpu_targets import parse as target
 
 GOLDEN = Path(__file__).parent / "golden"
 NODES = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from kernels.real_sizes import REAL
 
-from llmc.codegen.triton.table import KERNELS
+from llmc.codegen.backends.triton.kernel_table import KERNELS
 from llmc.extension import resolve
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = (

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
+from llmc.codegen.backends.triton.gemm_splitk import PARTS, SUM
+from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
+from llmc.codegen.backends.triton.gemv import GEMV
+from llmc.codegen.backends.triton.matmul import MATMUL
+from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.norm_gemv import NORM_GEMV
+from llmc.codegen.backends.triton.reduce import TOPK
+from llmc.codegen.backends.triton.row_kernels import ROWS
+from llmc.codegen.backends.triton.shape import COPY, TAKE
 from llmc.codegen.kernel import Kernel
-from llmc.codegen.triton.mapped import MAPPED
-from llmc.codegen.triton.matmul import MATMUL
-from llmc.codegen.triton.moe import DOWN, ROUTE, UP
-from llmc.codegen.triton.norm_stream import NORM_STREAM
-from llmc.codegen.triton.reduce import TOPK
-from llmc.codegen.triton.rows import ROWS
-from llmc.codegen.triton.shape import COPY, TAKE
-from llmc.codegen.triton.split import PARTS, SUM
-from llmc.codegen.triton.stream import STREAM
-from llmc.codegen.triton.tile import GEMM, TILE
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 GOLDEN = Path(__file__).parent / "golden"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
@@ -39,26 +39,26 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "softmax": (ROWS, "%x: bf16[T, 99]", "softmax(%x) : bf16[T, 99]"),
     "embedding": (TAKE, "%x: weight bf16[128256, 4096], %i: i32[T]", "take(%x, %i) : bf16[T, 4096]"),
     "heads": (COPY, "%x: bf16[T, 14, 64]", "transpose(%x) {perm=[1, 2, 0]} : bf16[14, 64, T]"),
-    "linear_gemm": (
+    "gemm": (
         GEMM, f"%x: bf16[T, 4096], {WEIGHT}, %r: bf16[T, 4096]",
         'linear_map(%x, %w, %r) {parts=1, body="add(a1, a0)"} : bf16[T, 4096]',
     ),
-    "linear_tile": (
-        TILE, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
+    "gemm_small": (
+        GEMM_SMALL, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
     ),
-    "linear_mapped": (
-        MAPPED, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
+    "gemm_tma": (
+        GEMM_TMA, f"%x: bf16[T, 4096], {WEIGHT}", f'linear_map(%x, %w) {{parts=2, body="{SILU}"}} : bf16[T, 2048]',
     ),
-    "linear_stream": (
-        STREAM, f"%x: bf16[1, 4096], {WEIGHT}, %b: weight f32[2048]",
+    "gemv": (
+        GEMV, f"%x: bf16[1, 4096], {WEIGHT}, %b: weight f32[2048]",
         f'linear_map(%x, %w, %b) {{parts=2, body="add({SILU}, a2)"}} : bf16[1, 2048]',
     ),
-    "norm_stream": (
-        NORM_STREAM, f"%x: bf16[T, 4096], {WEIGHT}, %g: weight bf16[4096]",
+    "norm_gemv": (
+        NORM_GEMV, f"%x: bf16[T, 4096], {WEIGHT}, %g: weight bf16[4096]",
         'norm_linear(%x, %w, %g) {eps=1e-06, parts=1, body="a0"} : bf16[T, 4096]',
     ),
-    "linear_parts": (PARTS, f"%x: bf16[T, 4096], {WEIGHT}", "linear_split(%x, %w) {splits=2} : f32[2, T, 4096]"),
-    "linear_combine": (
+    "gemm_splitk": (PARTS, f"%x: bf16[T, 4096], {WEIGHT}", "linear_split(%x, %w) {splits=2} : f32[2, T, 4096]"),
+    "splitk_combine": (
         SUM, "%p: f32[2, T, 4096], %r: bf16[T, 4096]",
         'linear_combine(%p, %r) {body="add(a1, a0)", dtype="bf16"} : bf16[T, 4096]',
     ),

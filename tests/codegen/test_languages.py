@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from codegen.c_kernels import EXTENSION
 
-from llmc.codegen import build
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
+from llmc.codegen.build import build
 from llmc.codegen.memory import Memory
 from llmc.codegen.select import Pack, Select
 from llmc.codegen.toolchain import Toolset, installed
@@ -21,9 +21,9 @@ from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.passes.base import Ctx
-from llmc.passes.lift_weights import LiftWeights
-from llmc.targets.cpu import portable
-from llmc.targets.gpu import sm_90
+from llmc.passes.weights.lift_weights import LiftWeights
+from llmc.targets.cpu_targets import portable
+from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 
 TEXT = """

@@ -17,7 +17,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.ir.types import tensor
 from llmc.passes.base import Ctx
-from llmc.targets.cpu import parse as target
+from llmc.targets.cpu_targets import parse as target
 
 
 def random_module(seed: int) -> Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmc.lab.operands import Scene, values
+from llmc.measure.operands import Scene, values
 
 
 @pytest.mark.parametrize(

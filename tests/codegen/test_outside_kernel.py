@@ -12,7 +12,7 @@ import pytest
 from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.select import Select
-from llmc.codegen.tuning import Tuning, record
+from llmc.codegen.tuning_records import Tuning, record
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.example import example_graph
@@ -20,7 +20,7 @@ from llmc.ir.graph import Graph, Module
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.passes.base import Ctx
-from llmc.targets.cpu import parse
+from llmc.targets.cpu_targets import parse
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 

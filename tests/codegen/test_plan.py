@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.launch_plan import emit_graph, settled
 from llmc.codegen.memory import Storage
-from llmc.codegen.plan import emit_graph, settled
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from llmc.cli import main
-from llmc.codegen.scratch import keep, scratch
+from llmc.codegen.scratch_dir import keep, scratch
 
 HOLD = (
-    "import time\nfrom llmc.codegen.scratch import scratch\nwith scratch() as f: print(f, flush=True); time.sleep(600)"
+    "import time\nfrom llmc.codegen.scratch_dir import scratch\n"
+    "with scratch() as f: print(f, flush=True); time.sleep(600)"
 )
 
 

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.diagnostics import Diagnostic
-from llmc.targets.cpu import EXTRAS, TARGETS, V2, V3, V4, detect, parse
+from llmc.targets.cpu_targets import EXTRAS, TARGETS, V2, V3, V4, detect, parse
 
 
 def cpuinfo(flags: frozenset[str]) -> str:

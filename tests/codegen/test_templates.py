@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.triton import template
-from llmc.codegen.triton.template import Template, literal
+from llmc.codegen.backends.triton import template
+from llmc.codegen.backends.triton.template import Template, literal
 
 LEAF = '''"""A leaf."""
 
@@ -34,7 +34,7 @@ of text."""
 import triton
 import triton.language as tl
 
-from llmc.codegen.triton.templates.leaf import shift
+from llmc.codegen.backends.triton.kernels.leaf import shift
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
-from llmc.targets.cpu import parse
+from llmc.targets.cpu_targets import parse
 
 GOOD = Source("answer", "cpp", 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
 BAD = Source("f", "cpp", "// cpu/bad\nint f() { return undeclared; }\nint g() { return also; }\n")

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmc.codegen import driver as codegen
+from llmc.codegen import build as codegen
+from llmc.codegen.backends.triton import triton_toolchain as module
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Source
-from llmc.codegen.store import write_entry
-from llmc.codegen.triton import toolchain as module
-from llmc.codegen.triton.toolchain import TritonToolchain
+from llmc.codegen.kernel_cache import write_entry
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, Trip
 from llmc.ir.graph import Module
-from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 
 TEXT = """# toy: doubles
 import triton
@@ -69,7 +69,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     text = """
 import multiprocessing, os, signal, time
 from concurrent.futures import ProcessPoolExecutor
-from llmc.codegen.triton.toolchain import end_with_parent
+from llmc.codegen.backends.triton.triton_toolchain import end_with_parent
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent)

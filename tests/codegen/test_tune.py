@@ -15,16 +15,16 @@ from models.kit import save as save_model
 
 from llmc.cli import main
 from llmc.codegen.select import Select
-from llmc.codegen.tuning import Tuning, record, save
+from llmc.codegen.tuning_records import Tuning, record, save
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, compile_model
 from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.lab import tune as tuning
-from llmc.lab.timing import Candidate, Timer, _places
+from llmc.measure import tune as tuning
+from llmc.measure.timing import Candidate, Timer, _places
 from llmc.passes.base import Ctx
-from llmc.targets.cpu import native
+from llmc.targets.cpu_targets import native
 
 TEXT = """sym T in [1, 512]
 graph @main(%x: f32[T, 300]) {
@@ -84,8 +84,8 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(target="cuda:sm_90"))
     with pytest.raises(Diagnostic, match="no kernel 'cpu/row'"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("cpu/row",)))
-    with pytest.raises(Diagnostic, match=r"no node .* by triton/mapped on cpu:"):
-        tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("triton/mapped",)))
+    with pytest.raises(Diagnostic, match=r"no node .* by triton/gemm_tma on cpu:"):
+        tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("triton/gemm_tma",)))
     assert Tuning.load(out).records
 
 

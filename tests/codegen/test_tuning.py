@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from bench import cost_rule
-from llmc.codegen.triton.table import KERNELS
-from llmc.codegen.tuning import Tuning, machine, node_text, read, record, save, sizes_of
+from llmc.codegen.backends.triton.kernel_table import KERNELS
+from llmc.codegen.tuning_records import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.lab.tune import choices, render, show
-from llmc.targets.gpu import sm_80, sm_90
+from llmc.measure.tune import choices, render, show
+from llmc.targets.gpu_targets import sm_80, sm_90
 
 TEXT = """sym R in [1, 256]
 sym T in [1, 512]

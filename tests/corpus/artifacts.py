@@ -23,10 +23,10 @@ from llmc_runtime.cli import run_command
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.linked import last_stage
+from llmc.artifact.hard_link import last_stage
 from llmc.artifact.write import write_artifact
 from llmc.cli import _report, main
-from llmc.targets.cpu import portable
+from llmc.targets.cpu_targets import portable
 
 UNREAD = "it reads no weights"
 SAME = "nothing that it reads says otherwise"
@@ -59,8 +59,8 @@ def run(path: Path, *more: str) -> int:
 
 def opened(path: Path) -> int:
     """Everything but the step itself: kernels with wrong arguments are machine code, and nobody's to judge."""
+    from llmc_runtime.api.llm import LLM
     from llmc_runtime.format.errors import LlmcError
-    from llmc_runtime.llm import LLM
 
     try:
         LLM(path, say=lambda line: None, kv_cache_memory_bytes=1 << 16).close()
@@ -74,7 +74,7 @@ def diff(path: Path, other: Path) -> int:
     """0 where it ended as it should, whatever it found."""
     from llmc_runtime.format.errors import LlmcError
 
-    from llmc.look.diff import diff, render
+    from llmc.report.diff import diff, render
 
     try:
         print(render(diff(str(other), str(path)), 20))

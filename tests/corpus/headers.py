@@ -16,7 +16,7 @@ from corpus.damage import NASTY, changed, damaged, flipped
 from corpus.judge import Case
 
 from llmc.cli import _report
-from llmc.frontend.tensors import TensorFiles
+from llmc.frontend.safetensors_reader import TensorFiles
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED = "names and shapes are held against the model's when it is known"

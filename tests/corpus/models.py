@@ -15,7 +15,7 @@ from corpus.damage import NASTY, changed, damaged, flipped
 from corpus.headers import DEVICES, FILE, told
 from corpus.judge import Case
 
-from llmc.frontend.source import TOKENIZER_FILES, open_source
+from llmc.frontend.model_folder import TOKENIZER_FILES, open_source
 
 ANOTHER = "it is another model, and no checkpoint is there to differ"
 LINK = "its bytes are those of a model, wherever they lie"
@@ -94,7 +94,7 @@ def configs(folder: Path, rng: Random, count: int) -> Iterator[Case]:
     from models.cases import Case as Model
     from models.kit import save
 
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
 
     model = folder / "model"
     save(Model("small", "llama", {k: v for k, v in SMALL.items() if k not in ("model_type", "architectures")}), model)
@@ -138,7 +138,7 @@ def _others(folder: Path, rng: Random, count: int) -> Iterator[Case]:
 
 def _config(model: Path, words: str, bad: bytes, name: str = "config.json") -> Case:
     from llmc.frontend.checkpoint import Checkpoint
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
 
     def act(folder: Path) -> int:
         for path in model.iterdir() if model.exists() else ():
@@ -152,7 +152,7 @@ def _config(model: Path, words: str, bad: bytes, name: str = "config.json") -> C
 
 def _checkpoints(model: Path, rng: Random, count: int) -> Iterator[Case]:
     """The header of the weights changed, under a model that is right."""
-    from llmc.frontend.hf import trace
+    from llmc.frontend.trace_model import trace
 
     traced = trace(model)
     data = (model / FILE).read_bytes()

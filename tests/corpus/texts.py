@@ -15,10 +15,10 @@ from corpus.damage import changed, damaged, flipped
 from corpus.headers import DEVICES, told
 from corpus.judge import Case
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.text.chat import ChatTemplate, choose_template
+from llmc_runtime.text.chat_template import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
-from llmc.frontend.texts import check_tokenizer
+from llmc.frontend.tokenizer_files import check_tokenizer
 
 OTHER = "it is a tokenizer, of another kind"
 TEXT = "Hello wörld, 東京 🙂\n\t<|user|> 12345 " + "a" * 300

@@ -24,14 +24,14 @@ from gpu.borrowed import borrowed_cases  # noqa: E402
 from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
+from llmc.codegen.backends.triton.gemm_tma import has_maps  # noqa: E402
+from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
-from llmc.codegen.triton.mapped import has_maps  # noqa: E402
-from llmc.codegen.triton.table import KERNELS  # noqa: E402
-from llmc.codegen.triton.toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import resolve  # noqa: E402
-from llmc.targets.names import parse  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
+from llmc.targets.target_names import parse  # noqa: E402
 
 CACHE = ROOT / "build" / "gpu" / "kernels"
 HALF = 1e-2
@@ -76,7 +76,7 @@ def all_jobs(target: Target) -> list[Job]:
         seen[case.name] = seen.get(case.name, 0) + 1
         if seen[case.name] > 1:
             case.name = f"{case.name}.{seen[case.name]}"
-        if not has_maps(target) and case.kernel.name.startswith("triton/mapped"):
+        if not has_maps(target) and case.kernel.name.startswith("triton/gemm_tma"):
             continue
         for told in tellings(case, len(jobs)):
             source = case.kernel.emit(case.node, {**case.schedule, **told}, target)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.codegen.triton.toolchain import Compiled
+from llmc.codegen.backends.triton.triton_toolchain import Compiled
 
 ALIGN = 256
 ODD = 16  # buffers begin this far behind a multiple of ALIGN: no kernel may count on more than 16 bytes

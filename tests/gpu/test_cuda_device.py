@@ -15,9 +15,8 @@ import pytest
 from artifact import tiny
 from gpu import toy
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device import cuda_upload
-from llmc_runtime.device.cpu import CpuDevice
-from llmc_runtime.device.cuda import CudaDevice
+from llmc_runtime.device.cpu_device import CpuDevice
+from llmc_runtime.device.cuda.cuda_device import CudaDevice, weight_upload
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format import expr
@@ -112,9 +111,9 @@ def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) ->
 
     def send(check: bool, way: str = device._way) -> Any:
         given = (device._cuda, device._enter, Folder(tmp_path), files, bases)
-        return cuda_upload.upload(*given, check=check, threads=device.threads, way=way)
+        return weight_upload.upload(*given, check=check, threads=device.threads, way=way)
 
-    for check, way in [(c, w) for w in (device._way, cuda_upload.PINNED) for c in (True, True, False)]:
+    for check, way in [(c, w) for w in (device._way, weight_upload.PINNED) for c in (True, True, False)]:
         report = send(check, way)
         print(f"checked {check}: {report}")
         assert report.way == way or report.why

@@ -14,14 +14,14 @@ from gpu.launcher import Card
 from gpu.test_kernels import failures
 from kernels.harness import Case
 
-from llmc.codegen.cuda.linear import LINEAR
-from llmc.codegen.cuda.toolchain import NvrtcToolchain
+from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"

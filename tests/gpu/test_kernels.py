@@ -19,12 +19,12 @@ from gpu.launcher import Card
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
+from llmc.codegen.backends.triton.triton_toolchain import Compiled
 from llmc.codegen.kernel import Source
-from llmc.codegen.triton.toolchain import Compiled
 from llmc.ir.dtype import DTYPES
 from llmc.ir.interp import bind_symbols, hold, run
 from llmc.ir.ops import OPS
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
 # Never launched on a GPU: weights in panels are a CPU's, and `split-moe` makes moe_route, moe_up and moe_down of moe.

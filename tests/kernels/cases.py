@@ -23,7 +23,14 @@ SIZES = {"T": 11, "R": 3}
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
 # Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
-ROUGH = ("cpu/linear", "cpu/attention", "triton/decode", "triton/prefill", "triton/prompt", "triton/rope_append")
+ROUGH = (
+    "cpu/linear",
+    "cpu/attention",
+    "triton/decode_attention",
+    "triton/prefill_attention",
+    "triton/packed_attention",
+    "triton/rope_append",
+)
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "paged_attention_single", "attention_combine", "norm_linear", "row_begin",
     "row_block_max",

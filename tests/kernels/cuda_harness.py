@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kernels.harness import Case
 
-from llmc.codegen.cuda.toolchain import NvrtcToolchain
+from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.toolchain import Compiled
 from llmc.targets.target import Target
 

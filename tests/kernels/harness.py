@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from llmc.codegen.cpu.base import inline_headers, without_headers
-from llmc.codegen.cpu.toolchain import CppToolchain
+from llmc.codegen.backends.cpp.cpp_kernel import inline_headers, without_headers
+from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.kernel import Kernel, Source
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernels.triton_harness import interpreting
 
-PACKAGE = "llmc.codegen.triton.templates"
+PACKAGE = "llmc.codegen.backends.triton.kernels"
 HEADS, KV_HEADS, HEAD_DIM, PAGE, SCALE = 4, 2, 32, 16, 0.2
 
 
@@ -96,7 +96,7 @@ def test_prefill_and_single(interpreter: Any) -> None:
         query, kv, table, rows, starts, positions, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2
     )
     assert (out[0] == 0).all()
-    single.paged_single[(2, KV_HEADS)](
+    single.single_token_attention[(2, KV_HEADS)](
         query, kv, table, rows, starts, positions, out, None, out, **sizes, **CONSTANTS, INPUTS_SETTLED=False
     )
     for i, position in enumerate(positions.tolist()):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llmc_runtime.format.program import Program
 
-from llmc.codegen import build
+from llmc.codegen.build import build
 from llmc.codegen.memory import Memory
 from llmc.codegen.select import Pack, Select
 from llmc.diagnostics import Diagnostic
@@ -22,8 +22,8 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx
-from llmc.passes.lift_weights import LiftWeights
-from llmc.targets.cpu import parse as target
+from llmc.passes.weights.lift_weights import LiftWeights
+from llmc.targets.cpu_targets import parse as target
 
 TEXT = """
 sym T in [1, 64]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from kernels.harness import Case, compile_cases, run_case
 
-from llmc.codegen.cpu.attention import ATTENTION
+from llmc.codegen.backends.cpp.attention import ATTENTION
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
-from llmc.targets import cpu
+from llmc.targets import cpu_targets
 
 pytestmark = pytest.mark.drawn
 LEVELS = ("cpu:native", "cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:portable")
@@ -99,8 +99,8 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
 
 @pytest.fixture(scope="module", params=LEVELS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = cpu.parse(request.param)
-    if not cpu.native().features >= target.features:
+    target = cpu_targets.parse(request.param)
+    if not cpu_targets.native().features >= target.features:
         pytest.skip(f"this machine cannot run {target.name}")
     cases = []
     for s in SHAPES:
@@ -129,7 +129,7 @@ def test_attention_agrees_with_the_reference(
 
 
 def test_what_the_kernel_refuses() -> None:
-    target = cpu.parse("cpu:x86-64-v3")
+    target = cpu_targets.parse("cpu:x86-64-v3")
     (node,) = build(replace(SHAPES[0], h=15)).nodes
     assert "evenly" in str(ATTENTION.reject(node, target))
     (node,) = build(replace(SHAPES[0], d=513)).nodes

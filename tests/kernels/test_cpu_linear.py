@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from kernels.harness import Case, compile_cases, run_case
 
-from llmc.codegen.cpu.base import without_headers
-from llmc.codegen.cpu.linear import LINEAR, pack_node
+from llmc.codegen.backends.cpp.cpp_kernel import without_headers
+from llmc.codegen.backends.cpp.linear import LINEAR, pack_node
 from llmc.ir.graph import Graph, Module
 from llmc.ir.ops import OPS
 from llmc.ir.ops.packed import pack_panel
 from llmc.ir.text import show
 from llmc.ir.types import tensor
 from llmc.ir.verify import verify
-from llmc.targets import cpu
+from llmc.targets import cpu_targets
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
@@ -90,7 +90,7 @@ def draw(s: Shape, g: Graph, rows: int, rng: np.random.Generator) -> list[np.nda
 
 @pytest.fixture(scope="module", params=LEVELS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = cpu.parse(request.param)
+    target = cpu_targets.parse(request.param)
     if not runs_here(target):
         pytest.skip(f"this machine cannot run {target.name}")
     cases = []
@@ -104,7 +104,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def runs_here(target: Target) -> bool:
-    return cpu.native().features >= target.features
+    return cpu_targets.native().features >= target.features
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -121,7 +121,7 @@ def test_a_product_on_more_threads_than_panels(compiled: Sequence[tuple[Shape, C
 
 
 def test_packing_is_the_same_product() -> None:
-    s, target = SHAPES[2], cpu.parse("cpu:x86-64-v3")
+    s, target = SHAPES[2], cpu_targets.parse("cpu:x86-64-v3")
     g = build(s, target)
     (node,) = g.nodes
     assert "packed_linear" in show(Module({"test": g}, {"T": (1, 512)}))
@@ -132,7 +132,7 @@ def test_packing_is_the_same_product() -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    target = cpu.parse("cpu:x86-64-v3")
+    target = cpu_targets.parse("cpu:x86-64-v3")
     g = Graph("test")
     x, y = g.input("x", tensor("f32", "T", 4)), g.input("y", tensor("f32", 6, 4))
     assert "not known at compile time" in str(LINEAR.reject(g.add(OPS["linear"], [x, y]), target))

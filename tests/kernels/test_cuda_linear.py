@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from llmc_runtime.format.program import Program
 
-from llmc.codegen import build
+from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.build import build
 from llmc.codegen.cubin import read_entry
-from llmc.codegen.cuda.linear import LINEAR
 from llmc.codegen.memory import Memory
 from llmc.codegen.select import Pack, Select
-from llmc.codegen.tuning import record
+from llmc.codegen.tuning_records import record
 from llmc.extension import load
 from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.lab.tune import Tuned, works
+from llmc.measure.tune import Tuned, works
 from llmc.passes.base import Ctx
-from llmc.passes.lift_weights import LiftWeights
-from llmc.targets.gpu import sm_90, sm_100
+from llmc.passes.weights.lift_weights import LiftWeights
+from llmc.targets.gpu_targets import sm_90, sm_100
 
 TEXT = """
 sym T in [1, 4096]
@@ -88,16 +88,16 @@ def chosen(**options: object) -> Module:
 
 def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     assert product(chosen()).choice["kernel"].startswith("triton/")
-    assert product(chosen(prefer=("cuda/linear",))).choice == {"kernel": "cuda/linear", **LINEAR.ways()[1]}
+    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {"kernel": "cuda/gemm_wgmma", **LINEAR.ways()[1]}
     node, path = product(module()), tmp_path / "tuning.jsonl"
     way = LINEAR.schedules(node, sm_90())[2]
-    path.write_text(record(node, "cuda/linear", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
-    assert product(chosen(tuning=str(path))).choice == {"kernel": "cuda/linear", **way}
+    path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
+    assert product(chosen(tuning=str(path))).choice == {"kernel": "cuda/gemm_wgmma", **way}
 
 
 def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     registry = load()
-    built = build(chosen(prefer=("cuda/linear",)), sm_90(), tmp_path, registry.kernels, registry.toolchains)
+    built = build(chosen(prefer=("cuda/gemm_wgmma",)), sm_90(), tmp_path, registry.kernels, registry.toolchains)
     (program,) = built.programs
     kernels = [built.kernels[x.kernel] for x in program.launches]
     assert [(k.language, k.suffix, k.abi) for k in kernels] == [("py", "cubin", "cuda-1"), ("cu", "cubin", "cuda-1")]
@@ -108,7 +108,7 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (128, 64), 3)]
     assert set(built.toolchains) == {"triton", "nvrtc"}
     head = kernels[1].source.partition("\n")[0]
-    assert head == "// cuda/linear: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
+    assert head == "// cuda/gemm_wgmma: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
 
 
 def test_tuning_measures_it_where_it_is_named() -> None:
@@ -118,5 +118,7 @@ def test_tuning_measures_it_where_it_is_named() -> None:
         ]
         return {o.kernel.name for o in work.ways}
 
-    assert "cuda/linear" not in measured() and len(measured()) > 1
-    assert "cuda/linear" in measured("cuda/linear") and len(measured("cuda/linear")) > 1  # beside its rivals
+    assert "cuda/gemm_wgmma" not in measured() and len(measured()) > 1
+    assert (
+        "cuda/gemm_wgmma" in measured("cuda/gemm_wgmma") and len(measured("cuda/gemm_wgmma")) > 1
+    )  # beside its rivals

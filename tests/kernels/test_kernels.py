@@ -11,7 +11,7 @@ from kernels.harness import Case, compile_cases, run_case
 
 from llmc.extension import load
 from llmc.ir.ops import OPS
-from llmc.targets.cpu import TARGETS, parse
+from llmc.targets.cpu_targets import TARGETS, parse
 
 # The narrowest vectors and the widest: the masked tails differ.
 LEVELS = ("cpu:native", "cpu:portable")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from kernels.harness import Case, Ctx, compile_cases
 
-from llmc.codegen.cpu.state import SAMPLING
+from llmc.codegen.backends.cpp.state import SAMPLING
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import kept
-from llmc.targets.cpu import parse
+from llmc.targets.cpu_targets import parse
 
 V, ROWS = 997, 64
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from kernels.triton_harness import interpreting
 
-from llmc.codegen.triton.template import FOLDER, PACKAGE
+from llmc.codegen.backends.triton.template import FOLDER, PACKAGE
 
 NAMES = tuple(sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "__init__"))
 
@@ -70,7 +70,7 @@ def test_every_template_can_be_imported(interpreter: None, name: str) -> None:
 def test_gemm(interpreter: None) -> None:
     m, n, k = 33, 40, 70
     x, w, out, want = product(m, n, k)
-    module("linear_gemm").linear_gemm[(3 * 2,)](
+    module("gemm").gemm[(3 * 2,)](
         x, w, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
         GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_gemm(interpreter: None) -> None:
 def test_tile(interpreter: None) -> None:
     m, n, k = 5, 40, 70
     x, w, out, want = product(m, n, k)
-    module("linear_tile").linear_tile[(1, 2)](
+    module("gemm_small").gemm_small[(1, 2)](
         x, w, out, (), m, N=n, K=k, PARTS=1, JOINED=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SLICES=2, STAGES=2,
         WHOLE_M=False, PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, LATE_LAUNCH=False,
         **epilogue(),
@@ -94,7 +94,7 @@ def test_mapped(interpreter: None) -> None:
     m, n, k = 33, 40, 64
     x, w, out, want = product(m, n, k)
     maps = TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(w, [32, 32])
-    module("linear_mapped").linear_mapped[(3 * 2,)](
+    module("gemm_tma").gemm_tma[(3 * 2,)](
         *maps, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
         GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_mapped(interpreter: None) -> None:
 def test_stream(interpreter: None) -> None:
     m, n, k = 3, 10, 70
     x, w, out, want = product(m, n, k)
-    module("linear_stream").linear_stream[(3, 2)](
+    module("gemv").gemv[(3, 2)](
         x, w, None, out, (), m, N=n, K=k, PARTS=1, ROWS=2, BLOCK_N=4, BLOCK_K=16, AHEAD=2, EPS=None, ONE_BLOCK=False,
         WHOLE_M=False, EARLY_WEIGHTS=True, JOINT_SUM=None, **epilogue(),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_stream(interpreter: None) -> None:
 
 def test_combine(interpreter: None) -> None:
     partial, out = torch.randn(3, 5, 20), torch.full((5, 20), float("nan"))
-    module("linear_combine").linear_combine[(5, 2)](partial, out, (), 5, N=20, SPLITS=3, BLOCK=16, **epilogue())
+    module("splitk_combine").splitk_combine[(5, 2)](partial, out, (), 5, N=20, SPLITS=3, BLOCK=16, **epilogue())
     np.testing.assert_allclose(out.numpy(), torch.relu(partial.sum(0)).numpy(), rtol=1e-5, atol=1e-5)
 
 

@@ -13,11 +13,11 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
+from llmc.codegen.backends.triton.decode_attention import COMBINE, DECODE
+from llmc.codegen.backends.triton.prefill_attention import PACKED, PREFILL
+from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN
+from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.codegen.kernel import SETTLED
-from llmc.codegen.triton.attention import COMBINE, DECODE
-from llmc.codegen.triton.base import TritonKernel
-from llmc.codegen.triton.prefill import PREFILL, PROMPT
-from llmc.codegen.triton.single import SINGLE
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -85,17 +85,17 @@ class Paged:
         on: Target = INTERPRETED,
         least: int = 1,
     ) -> Case:
-        """The step on a kernel; with `splits`, one token a row, and no sinks; rows of one token alone on SINGLE."""
+        """The step on a kernel; with `splits`, one token a row, and no sinks; rows of one token on SINGLE_TOKEN."""
         arrays = self.inputs(rng)
         attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
         if splits:
             rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
             arrays, attrs = [*arrays[:3], rows, arrays[5]], attrs | {"splits": splits}
-        if kernel is SINGLE:
+        if kernel is SINGLE_TOKEN:
             arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
         elif least > 1:
             attrs["least"] = least
-        kind = "_split" if splits else "_single" if kernel is SINGLE else ""
+        kind = "_split" if splits else "_single" if kernel is SINGLE_TOKEN else ""
         op = OPS[f"paged_attention{kind}"]
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
@@ -174,14 +174,14 @@ def test_rows_of_one_token_apart(i: int) -> None:
     _, rng = fresh()
     run_case(MIXED[i].case(PREFILL, rng, i, least=2))
     for schedule in range(2):
-        run_case(MIXED[i].case(SINGLE, rng, schedule))
+        run_case(MIXED[i].case(SINGLE_TOKEN, rng, schedule))
 
 
 @pytest.mark.parametrize("_", range(5))
 def test_drawn(_: int) -> None:
     _, rng = fresh()
     at = int(rng.integers(8))
-    run_case(drawn(rng, False).case(SINGLE, rng, at))
+    run_case(drawn(rng, False).case(SINGLE_TOKEN, rng, at))
     run_case(drawn(rng, False).case(PREFILL, rng, at, least=int(rng.integers(2, 20))))
     for splits in (0, int(rng.integers(1, 9))):
         run_case(drawn(rng, True).case(DECODE, rng, at, splits))
@@ -214,10 +214,10 @@ def prompt(
             ),
         )
     graph.outputs = list(graph.add(OPS["attention"], graph.inputs, {"layer": 0, "scale": d**-0.5, **attrs}).results)
-    plan = PROMPT.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
+    plan = PACKED.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
     plan = plan[at % len(plan)]
     return Case(
-        f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}", graph, PROMPT, plan, arrays, rtol=2e-5, atol=ATOL[dtype]
+        f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}", graph, PACKED, plan, arrays, rtol=2e-5, atol=ATOL[dtype]
     )
 
 
@@ -292,9 +292,9 @@ def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> 
 def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
     """The previous launch may be writing y; everything that is read except y may be there before it ends."""
     target = next(t for t in TARGETS if t.has("pdl"))
-    case = MIXED[0].case(SINGLE, fresh()[1], 0, on=target)
+    case = MIXED[0].case(SINGLE_TOKEN, fresh()[1], 0, on=target)
     schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
-    order = memory_order(SINGLE.emit(case.node, schedule, target), target)
+    order = memory_order(SINGLE_TOKEN.emit(case.node, schedule, target), target)
     at = order.index("wait")
     assert set(order[:at]) == ({f"load x{i}" for i in range(6)} if settled else set())
     assert {"load x6", "store y0"} <= set(order[at:]) and order.count("wait") == 1
@@ -312,9 +312,9 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(DECODE, rng, 0, on=target)
         yield p.case(PREFILL, rng, 1, on=target, least=2)
         for schedule in range(3):
-            yield p.case(SINGLE, rng, schedule, on=target)
+            yield p.case(SINGLE_TOKEN, rng, schedule, on=target)
     for i in range(24):
-        yield drawn(rng, False).case(SINGLE, rng, i, on=target)
+        yield drawn(rng, False).case(SINGLE_TOKEN, rng, i, on=target)
         yield drawn(rng, True).case(DECODE, rng, i, i % 9, target)
         yield drawn(rng, False).case(PREFILL, rng, i, on=target)
     yield from prompts(rng, target)
@@ -330,7 +330,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
         MIXED[1].case(PREFILL, rng, int(rng.integers(6)), on=target),
         drawn(rng, False).case(PREFILL, rng, int(rng.integers(6)), on=target),
         drawn(rng, True).case(DECODE, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(SINGLE, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False).case(SINGLE_TOKEN, rng, int(rng.integers(6)), on=target),
         list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]

@@ -26,15 +26,15 @@ from draw import SEED
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
 
+from llmc.codegen.backends.triton.gemm_tma import has_maps
+from llmc.codegen.backends.triton.kernel_table import KERNELS
+from llmc.codegen.backends.triton.triton_toolchain import compile_one
 from llmc.codegen.kernel import Source
-from llmc.codegen.triton.mapped import has_maps
-from llmc.codegen.triton.table import KERNELS
-from llmc.codegen.triton.toolchain import compile_one
 from llmc.extension import resolve
 from llmc.targets.target import Target
 
 TOKENS = {"T": 2048, "R": 16}
-NEWER = {name: tuple(t for t in TARGETS if has_maps(t)) for name in ("triton/mapped", "triton/mapped_parts")}
+NEWER = {name: tuple(t for t in TARGETS if has_maps(t)) for name in ("triton/gemm_tma", "triton/gemm_tma_splitk")}
 Work = tuple[str, Source, str, str, int]
 
 

@@ -14,20 +14,20 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some, ttir
 
+from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
+from llmc.codegen.backends.triton.gemm_tma import MAPPED, has_maps
+from llmc.codegen.backends.triton.gemv import GEMV, MEASURED
+from llmc.codegen.backends.triton.linear_problem import Product
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
-from llmc.codegen.triton.linear import Product
-from llmc.codegen.triton.mapped import MAPPED, has_maps
-from llmc.codegen.triton.stream import MEASURED, STREAM
-from llmc.codegen.triton.tile import GEMM, TILE
-from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
-from llmc.targets.gpu import gfx942, sm_80, sm_90
+from llmc.targets.gpu_targets import gfx942, sm_80, sm_90
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
-KERNELS = (STREAM, TILE, GEMM)
+KERNELS = (GEMV, GEMM_SMALL, GEMM)
 WAIT, GO = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 ALL = (*KERNELS, MAPPED)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
@@ -124,8 +124,8 @@ def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
     for s in SHAPES:
         (node,) = (mappable(s) if kernel is MAPPED else s).graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
-        if kernel is not STREAM or rows < 4 or s.n < 4 or s.n * rows < 100:
-            check(kernel, s, rows, first if kernel is STREAM else None)
+        if kernel is not GEMV or rows < 4 or s.n < 4 or s.n * rows < 100:
+            check(kernel, s, rows, first if kernel is GEMV else None)
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
@@ -194,7 +194,7 @@ def test_one_token_is_streamed_as_measured() -> None:
     for rows, k, (bn, bk, warps, _) in MEASURED:
         parts = next((p for n, d, p in REAL if n * p == rows and d == k), 1)
         _, name, s = ranked(node_of(rows // parts, k, parts, 1), 1)[0]
-        assert (name, s["bn"] * parts, s["warps"]) == ("triton/stream", bn, warps), (rows, k, s)
+        assert (name, s["bn"] * parts, s["warps"]) == ("triton/gemv", bn, warps), (rows, k, s)
         assert s["bk"] >= bk and s["rows"] == 1
 
 
@@ -227,9 +227,9 @@ def test_what_is_refused() -> None:
     x, w = g.input("x", tensor("bf16", 99, 8)), g.input("w", tensor("bf16", 10, 8), weight=True)
     node = g.add(OPS["linear_map"], [x, w], {"parts": 5, "body": "a0"})
     assert all("5 parts" in str(k.reject(node, sm_90())) for k in KERNELS)
-    assert "99 tokens" in str(STREAM.reject(g.add(OPS["linear"], [x, w]), sm_90()))
+    assert "99 tokens" in str(GEMV.reject(g.add(OPS["linear"], [x, w]), sm_90()))
     v = g.input("v", tensor("bf16", "T", 8))
-    assert "not constant" in str(TILE.reject(g.add(OPS["linear"], [x, v]), sm_90()))
+    assert "not constant" in str(GEMM_SMALL.reject(g.add(OPS["linear"], [x, v]), sm_90()))
 
 
 def test_what_tensor_maps_cannot_hold() -> None:
@@ -243,7 +243,7 @@ def test_what_tensor_maps_cannot_hold() -> None:
 
 
 def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
-    for kernel in (STREAM, TILE):
+    for kernel in (GEMV, GEMM_SMALL):
         for weight in (True, False):
             s = Shape("", "bf16", "bf16", 64, 256, rows=1, weight=weight)
             (node,) = s.graph().nodes
@@ -253,7 +253,7 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
             assert text.count(WAIT) == text.count(GO) == 1
 
 
-@pytest.mark.parametrize("kernel", [TILE, GEMM, MAPPED], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [GEMM_SMALL, GEMM, MAPPED], ids=lambda k: k.name)
 def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
     node = node_of(64, 256, 2)
     first = kernel.schedules(node, sm_90())[0]

@@ -10,9 +10,9 @@ from kernels.cases import SIZES, Text
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case
 
-from llmc.codegen.triton.matmul import MATMUL
-from llmc.codegen.triton.toolchain import TritonToolchain
-from llmc.targets.gpu import sm_90
+from llmc.codegen.backends.triton.matmul import MATMUL
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
+from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 
 TEXTS = (

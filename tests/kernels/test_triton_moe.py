@@ -11,15 +11,15 @@ from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
+from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
-from llmc.codegen.triton.moe import DOWN, ROUTE, UP
-from llmc.codegen.triton.toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.ops.moe import SWIGLU, moe_route
 from llmc.ir.scalar import arg
 from llmc.ir.types import tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 
 # tokens, experts of each, experts

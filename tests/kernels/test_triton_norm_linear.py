@@ -7,11 +7,11 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import run_case, some
 
-from llmc.codegen.triton.norm_stream import NORM_STREAM
+from llmc.codegen.backends.triton.norm_gemv import NORM_GEMV
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 # dtype, rows of a part, columns, parts, body, dtypes of extras [rows, n], result
@@ -46,6 +46,6 @@ def test_it_agrees_with_the_reference(shape: tuple, rows: int) -> None:
     inputs[0] *= 3.0
     inputs[1] /= np.sqrt(shape[2])
     (node,) = g.nodes
-    for schedule in some(NORM_STREAM.schedules(node, sm_90())[:2]):
+    for schedule in some(NORM_GEMV.schedules(node, sm_90())[:2]):
         atol = 2e-5 if shape[0] == "f32" else 4e-3
-        run_case(Case(f"{shape} {schedule}", g, NORM_STREAM, schedule, inputs, rtol=1e-4, atol=atol, sizes={"T": rows}))
+        run_case(Case(f"{shape} {schedule}", g, NORM_GEMV, schedule, inputs, rtol=1e-4, atol=atol, sizes={"T": rows}))

@@ -11,8 +11,8 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
-from llmc.codegen.triton.base import TritonKernel
-from llmc.codegen.triton.rope import KV_APPEND, ROPE, ROPE_APPEND, ROPE_TABLES
+from llmc.codegen.backends.triton.rope import KV_APPEND, ROPE, ROPE_APPEND, ROPE_TABLES
+from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -171,7 +171,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
 
 def test_tables_reduce_the_angle_in_full(tmp_path: Path) -> None:
     """The fast sine of a GPU is wrong by more than a hundredth at 100000 radians."""
-    from llmc.codegen.triton.toolchain import load_entry
+    from llmc.codegen.backends.triton.triton_toolchain import load_entry
 
     target = next(t for t in TARGETS if t.name == "cuda:sm_90")
     c = list(others(fresh(), target))[-1]

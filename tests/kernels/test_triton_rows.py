@@ -16,7 +16,7 @@ from kernels.cases import SIZES, Text, of_ops, of_random, of_texts
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 
-from llmc.codegen.triton.rows import ROWS
+from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.ir.dtype import DTYPES
 
 INTEGERS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")

@@ -12,11 +12,11 @@ import torch
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
-from llmc.codegen.triton.base import TritonKernel
-from llmc.codegen.triton.logprobs import LOGPROBS
-from llmc.codegen.triton.sample import BLOCK_MAX, FINISH, MASK, PENALIZE, SAMPLE, SAMPLE_BLOCKS
-from llmc.codegen.triton.template import Template
-from llmc.codegen.triton.toolchain import load_entry
+from llmc.codegen.backends.triton.logprobs import LOGPROBS
+from llmc.codegen.backends.triton.sample import BLOCK_MAX, FINISH, MASK, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import TritonKernel
+from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import kept, uniform
@@ -139,7 +139,7 @@ def test_uniform_is_the_references_bit_for_bit() -> None:
     rng, _ = fresh()
     n = 512
     text = (
-        f"import triton\nimport triton.language as tl\n\n\n{Template('draw', 'uniform').text()}\n\n\n"
+        f"import triton\nimport triton.language as tl\n\n\n{Template('sampling_math', 'uniform').text()}\n\n\n"
         "@triton.jit\ndef entry(lo, hi, at, y):\n"
         f"    i = tl.arange(0, {n})\n    u = uniform(tl.load(lo + i), tl.load(hi + i), tl.load(at + i))\n"
         "    tl.store(y + i, u)\n"

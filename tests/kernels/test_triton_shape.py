@@ -16,9 +16,9 @@ from kernels.cases import SIZES, Text, of_ops, of_texts
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, compile_for, run_case
 
+from llmc.codegen.backends.triton.reduce import ARGMAX, CUMSUM, FOLD, SOFTMAX, TOPK
+from llmc.codegen.backends.triton.shape import CONCAT, COPY, GATHER, IOTA, PACKED_TAKE, TAKE
 from llmc.codegen.kernel import Kernel
-from llmc.codegen.triton.reduce import ARGMAX, CUMSUM, FOLD, SOFTMAX, TOPK
-from llmc.codegen.triton.shape import CONCAT, COPY, GATHER, IOTA, PACKED_TAKE, TAKE
 from llmc.ir.dtype import DTYPES
 
 KERNELS: tuple[Kernel, ...] = (

@@ -10,12 +10,12 @@ from kernels.harness import Case
 from kernels.test_triton_linear import draw
 from kernels.triton_harness import run_case
 
-from llmc.codegen.triton.mapped import MAPPED_PARTS
-from llmc.codegen.triton.split import PARTS, SUM
+from llmc.codegen.backends.triton.gemm_splitk import PARTS, SUM
+from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA_SPLITK
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
-from llmc.targets.gpu import sm_90
+from llmc.targets.gpu_targets import sm_90
 
 # dtype, weight rows, columns, parts, tokens, which schedule
 PRODUCTS = (
@@ -58,15 +58,17 @@ def test_parts_by_tensor_maps_agree_with_the_reference(
     x, w = g.input("x", tensor(dtype, "T", k)), g.input("w", tensor(dtype, n, k), weight=True)
     g.outputs = [g.add(OPS["linear_split"], [x, w], {"splits": splits}).result]
     (node,) = g.nodes
-    plan = MAPPED_PARTS.schedules(node, sm_90())[at]
-    run_case(Case(f"mapped parts {dtype} {n} {k}", g, MAPPED_PARTS, plan, draw(g, rows), atol=2e-3, sizes={"T": rows}))
+    plan = GEMM_TMA_SPLITK.schedules(node, sm_90())[at]
+    run_case(
+        Case(f"mapped parts {dtype} {n} {k}", g, GEMM_TMA_SPLITK, plan, draw(g, rows), atol=2e-3, sizes={"T": rows})
+    )
 
 
 def test_parts_that_tensor_maps_cannot_hold() -> None:
     g = Graph("test")
     x, w = g.input("x", tensor("bf16", "T", 128)), g.input("w", tensor("bf16", 64, 128), weight=True)
     odd = g.add(OPS["linear_split"], [x, w], {"splits": 4})
-    assert "no multiple of 64" in str(MAPPED_PARTS.reject(odd, sm_90()))
+    assert "no multiple of 64" in str(GEMM_TMA_SPLITK.reject(odd, sm_90()))
 
 
 @pytest.mark.parametrize("which", range(len(SUMS)))

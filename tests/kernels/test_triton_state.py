@@ -9,7 +9,7 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import run_case
 
-from llmc.codegen.triton.state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
+from llmc.codegen.backends.triton.row_state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 

@@ -15,11 +15,11 @@ import torch
 from draw import SEED
 from kernels.harness import Buffer, Case
 
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain, load_entry
 from llmc.codegen.kernel import Source
-from llmc.codegen.triton.toolchain import Compiled, TritonToolchain, load_entry
 from llmc.ir.dtype import DTYPES
 from llmc.ir.interp import bind_symbols, hold, run
-from llmc.targets.gpu import gfx942, sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 from llmc.targets.target import Target
 
 INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({"interpret"}))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.codegen.kernel import Source
-from llmc.codegen.triton.toolchain import load_entry
 from llmc.targets.target import Target
 
 _DEFINES = re.compile(r"\s*(%\w+)(?::\d+)? = (\S+) (.*)")

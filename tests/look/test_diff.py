@@ -17,9 +17,9 @@ from look.conftest import Made
 
 from llmc.artifact.write import KernelBinary, PackedWeights, write_artifact
 from llmc.cli import main
-from llmc.look.diff import diff, render
-from llmc.look.graph_diff import compare_graphs
-from llmc.look.irtext import stage
+from llmc.report.diff import diff, render
+from llmc.report.graph_diff import compare_graphs
+from llmc.report.ir_lines import stage
 
 HEAD = "sym T in [1, 64]\n"
 BODY = """graph @main(%x: f32[T, 8],

@@ -12,8 +12,8 @@ from look.conftest import Made
 
 from llmc.cli import main
 from llmc.dry_run import render
-from llmc.look.memory import weight_bytes
-from llmc.look.opened import open_to_look
+from llmc.report.memory_tab import weight_bytes
+from llmc.report.open_artifact import open_to_look
 
 
 def planned(made: Made, *args: str, code: int = 0) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
 
 
 def test_a_plan_for_a_gpu_compiles_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmc.codegen.triton.toolchain import TritonToolchain
+    from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 
     monkeypatch.setattr(TritonToolchain, "compile", lambda *a, **k: pytest.fail("it compiles"))
     plan = planned(made, "--target", "cuda:sm_90", "--memory", "24")

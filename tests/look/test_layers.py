@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmc_runtime.llm import LLM
+from llmc_runtime.api.llm import LLM
 from look.conftest import Made
 from models.cases import LISTED, UNLISTED, Case
 from models.kit import eager_logits, ir_logits, prompts, save
@@ -16,7 +16,7 @@ from models.kit import eager_logits, ir_logits, prompts, save
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.hf import trace
+from llmc.frontend.trace_model import trace
 
 SOME = [c for c in (*LISTED, *UNLISTED) if c.name in ("llama", "gpt2", "deepseek_v3")]
 

@@ -16,13 +16,13 @@ from look.conftest import Made
 
 from llmc.artifact.write import write_artifact
 from llmc.cli import main
-from llmc.look import html
-from llmc.look.memory import chart
-from llmc.look.modules import alike, tree
-from llmc.look.page import write_report
-from llmc.look.words import count_text, many, runs, us_text
-from llmc.passes.record import pattern
-from llmc.targets.cpu import portable
+from llmc.passes.pass_report import pattern
+from llmc.report import html
+from llmc.report.formatting import count_text, many, runs, us_text
+from llmc.report.html_report import write_report
+from llmc.report.memory_tab import chart
+from llmc.report.module_tab import alike, tree
+from llmc.targets.cpu_targets import portable
 
 VOID = {"meta", "br"}
 NASTY = "</pre></title><script>alert(1)</script><img src=x onerror='alert(2)'>"
@@ -104,8 +104,8 @@ def test_what_nearly_matched_is_told_with_its_reason(made: Made, tmp_path: Path)
     from llmc.extension import load
     from llmc.ir.text import parse
     from llmc.passes.base import Ctx
-    from llmc.passes.record import Record
-    from llmc.passes.spec import parse_pipeline, run_pipeline
+    from llmc.passes.pass_report import Record
+    from llmc.passes.pipeline import parse_pipeline, run_pipeline
 
     text = (Path(__file__).parents[1] / "passes/fuse_norm.llir").read_text()
     registry = load()
@@ -117,7 +117,7 @@ def test_what_nearly_matched_is_told_with_its_reason(made: Made, tmp_path: Path)
     first, second = record.data
     assert first["missed"] and not second["missed"]
     assert {r["why"] for r in first["missed"]} == {p.why for p in ctx.misses}
-    from llmc.look.passes import section
+    from llmc.report.pass_tab import section
 
     words = Page(section(record.data)).words
     assert "nearly matched" in words and all(r["why"] in words for r in first["missed"])

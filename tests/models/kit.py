@@ -15,7 +15,7 @@ from models.cases import Case
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
-from llmc.frontend.hf import Traced
+from llmc.frontend.trace_model import Traced
 from llmc.ir.graph import Module
 from llmc.ir.interp import run
 

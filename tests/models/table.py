@@ -16,11 +16,11 @@ from models.test_passes import PIPELINE  # noqa: E402
 
 from llmc.extension import load  # noqa: E402
 from llmc.frontend.checkpoint import Checkpoint  # noqa: E402
-from llmc.frontend.hf import trace  # noqa: E402
+from llmc.frontend.trace_model import trace  # noqa: E402
 from llmc.ir.graph import Module  # noqa: E402
 from llmc.passes.base import Ctx, Pass  # noqa: E402
-from llmc.passes.spec import parse_pipeline, run_pipeline  # noqa: E402
-from llmc.targets.cpu import portable  # noqa: E402
+from llmc.passes.pipeline import parse_pipeline, run_pipeline  # noqa: E402
+from llmc.targets.cpu_targets import portable  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 MARK = "<!-- parity: written by tests/models/table.py -->\n"

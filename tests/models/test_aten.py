@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.aten import TABLE
 from llmc.frontend.aten_math import Row, softplus
+from llmc.frontend.aten_table import TABLE
 from llmc.frontend.convert import convert
 from llmc.frontend.export import Exported
 from llmc.ir import text

@@ -18,7 +18,7 @@ from models.kit import save
 
 from llmc.artifact.amend import put_file
 from llmc.driver import Options, compile_model
-from llmc.lab.verify import verify_artifact
+from llmc.measure.verify_artifact import verify_artifact
 
 SEED = random.SystemRandom().randrange(1 << 30)
 

@@ -15,7 +15,7 @@ from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error,
 from safetensors.numpy import load_file, save_file
 
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.hf import Traced, trace
+from llmc.frontend.trace_model import Traced, trace
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
 FILE = "model.safetensors"

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.hf import Traced, trace
-from llmc.frontend.source import TESTED
+from llmc.frontend.model_folder import TESTED
+from llmc.frontend.trace_model import Traced, trace
 from llmc.ir.ops.moe import SWIGLU
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
@@ -356,7 +356,7 @@ def test_an_expert_is_missing(tmp_path: Path) -> None:
 
 def test_importing_the_command_line_loads_no_torch() -> None:
     code = (
-        "import sys, llmc.cli, llmc.frontend, llmc.frontend.source\n"
+        "import sys, llmc.cli, llmc.frontend, llmc.frontend.model_folder\n"
         "print(sorted(m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -366,7 +366,7 @@ def test_importing_the_command_line_loads_no_torch() -> None:
 @pytest.mark.drawn
 def test_nothing_is_printed(saved: Traced) -> None:
     code = (
-        "import sys\nfrom llmc.frontend.hf import trace\nfrom llmc.frontend.checkpoint import Checkpoint\n"
+        "import sys\nfrom llmc.frontend.trace_model import trace\nfrom llmc.frontend.checkpoint import Checkpoint\n"
         "c = Checkpoint(trace(sys.argv[1]))\nfor n in c.names: c.read(n)"
     )
     out = subprocess.run(
@@ -381,7 +381,7 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
     entries = {"model_type": "aria_text", **SMALL, "head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     code = (
-        "import sys\nfrom llmc.diagnostics import Diagnostic\nfrom llmc.frontend.hf import trace\n"
+        "import sys\nfrom llmc.diagnostics import Diagnostic\nfrom llmc.frontend.trace_model import trace\n"
         "try: trace(sys.argv[1])\nexcept Diagnostic as e: assert 'experts' in str(e), e\nelse: raise SystemExit(1)"
     )
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)

@@ -10,7 +10,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.gates import Gate, read
+from llmc.frontend.expert_activation import Gate, read
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.moe import gate
 from llmc.ir.scalar import evaluate

@@ -14,14 +14,14 @@ import torch
 from kernels.triton_harness import INTERPRETED
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.sched.guide import mask_of
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
 from models.kit import save
 
 from llmc import driver
-from llmc.codegen.triton.toolchain import Compiled, TritonToolchain
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain
 from llmc.driver import Options, compile_model
 from tests.runtime.interpret_device import InterpretDevice
 
@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> InterpretDevice:
         return {key: Compiled(b"not compiled", 32, 0, found) for key, found in boxes.items()}
 
     monkeypatch.setattr(TritonToolchain, "compile", keys_alone)
-    monkeypatch.setattr("llmc_runtime.open.open_device", lambda artifact, threads: device)
+    monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda artifact, threads: device)
     monkeypatch.setattr(artifacts, "STEPS", STEPS)
     return device
 
@@ -88,7 +88,7 @@ def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: Interpret
 def test_products_by_tensor_maps(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a model's products, as no other kernel is there for them: maps of inputs, results and weights."""
     registry = driver.load()
-    others = ("triton/tile", "triton/gemm", "triton/stream")
+    others = ("triton/gemm_small", "triton/gemm", "triton/gemv")
     kernels = {name: k for name, k in registry.kernels.items() if name not in others}
     monkeypatch.setattr(driver, "load", lambda: dataclasses.replace(registry, kernels=kernels))
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
@@ -153,7 +153,7 @@ def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monke
     for depth in (1, 2):
         made = InterpretDevice()
         made.depth = depth
-        monkeypatch.setattr("llmc_runtime.open.open_device", lambda artifact, threads, made=made: made)
+        monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda artifact, threads, made=made: made)
         tokens, cut = guided(tmp_path / "model.llmc", [5, 11])
         found.append(tokens)
         assert cut == (depth == 2)

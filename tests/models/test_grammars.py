@@ -20,14 +20,14 @@ from llmc.driver import Options, compile_model
 llguidance = pytest.importorskip("llguidance")
 pytest.importorskip("msgspec")
 from llmc_runtime.prompts import Prompt  # noqa: E402
-from llmc_runtime.server.fields import ChatRequest  # noqa: E402
-from llmc_runtime.server.tools.calls import CallFormat  # noqa: E402
-from llmc_runtime.server.tools.dialect import dialect_of  # noqa: E402
-from llmc_runtime.server.tools.families import FORMATS  # noqa: E402
-from llmc_runtime.server.tools.message import Turn  # noqa: E402
-from llmc_runtime.server.tools.plan import plan_of  # noqa: E402
-from llmc_runtime.server.tools.reasoning import THINK  # noqa: E402
-from llmc_runtime.text.chat import ChatTemplate  # noqa: E402
+from llmc_runtime.server.requests.request_fields import ChatRequest  # noqa: E402
+from llmc_runtime.server.tool_calls.call_format import CallFormat  # noqa: E402
+from llmc_runtime.server.tool_calls.message import Turn  # noqa: E402
+from llmc_runtime.server.tool_calls.parser_select import dialect_of  # noqa: E402
+from llmc_runtime.server.tool_calls.reasoning import THINK  # noqa: E402
+from llmc_runtime.server.tool_calls.registry import FORMATS  # noqa: E402
+from llmc_runtime.server.tool_calls.response_plan import plan_of  # noqa: E402
+from llmc_runtime.text.chat_template import ChatTemplate  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
 SEED = random.SystemRandom().randrange(1 << 30)

@@ -13,7 +13,7 @@ from models.hub_stand_in import COMMIT, HubStandIn, serving
 from models.kit import fails, save
 
 from llmc.frontend.hub import Hub, locate
-from llmc.frontend.source import open_source
+from llmc.frontend.model_folder import open_source
 
 NAME = "someone/tiny-model.v2"
 TEMPLATE = "additional_chat_templates/tool_use.jinja"

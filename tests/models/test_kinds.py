@@ -12,8 +12,8 @@ from models.kit import fails
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Options, compile_model
-from llmc.frontend.source import open_source
-from llmc.frontend.texts import without_tokenizer
+from llmc.frontend.model_folder import open_source
+from llmc.frontend.tokenizer_files import without_tokenizer
 
 
 def config(folder: Path) -> None:

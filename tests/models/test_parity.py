@@ -12,7 +12,7 @@ from models.cases import FURTHER, LISTED, ROPES, SEED, UNLISTED, Case, further
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.hf import trace
+from llmc.frontend.trace_model import trace
 from llmc.ir import text
 from llmc.ir.ops import OPS
 from llmc.ir.verify import verify

@@ -12,11 +12,11 @@ from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.hf import trace
+from llmc.frontend.trace_model import trace
 from llmc.ir.graph import Module
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.spec import parse_pipeline, run_pipeline
-from llmc.targets.cpu import portable
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
+from llmc.targets.cpu_targets import portable
 
 pytestmark = pytest.mark.drawn
 # What of the serving pipeline also holds for a prompt graph.

@@ -19,8 +19,8 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.opt import main_opt
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.spec import override, parse_pipeline, run_pipeline, spell_pass
-from llmc.targets.gpu import sm_90
+from llmc.passes.pipeline import override, parse_pipeline, run_pipeline, spell_pass
+from llmc.targets.gpu_targets import sm_90
 
 HERE = Path(__file__).parent
 NORMS = HERE / "fuse_norm.llir"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import AsyncLLM, RequestOutput, SamplingParams
-from llmc_runtime.core.async_llm import Front
-from llmc_runtime.core.messages import Open
+from llmc_runtime.api.async_llm import Front
+from llmc_runtime.engine.messages import Open
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.fake_core import VOCAB

@@ -10,11 +10,11 @@ from typing import Any
 from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
-from llmc_runtime.sched.guide import Banned
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, Work
-from llmc_runtime.sched.waiting import Waiting
+from llmc_runtime.sched.token_guide import Banned
+from llmc_runtime.sched.waiting_queue import Waiting
 
 from tests.runtime.guides import Wandering
 

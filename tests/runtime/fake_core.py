@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.core.messages import Open
-from llmc_runtime.core.process import Session, main
 from llmc_runtime.device.fake import FakeExecutor
-from llmc_runtime.engine import Engine
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.messages import Open
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import Grammars
-from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
 
 VOCAB, PAGE, PAGES, ROWS, LENGTH, TOKENS = 428, 4, 512, 16, 256, 64

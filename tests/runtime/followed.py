@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmc_runtime.grammar import GrammarGuide, Grammars
-from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 
 class Followed:

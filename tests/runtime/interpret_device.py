@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from kernels.triton_harness import _TORCH, descriptor, interpreting
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.cpu import CpuDevice
+from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.device.device import Run
 from llmc_runtime.format.program import Buffer, Program
 
-from llmc.codegen.triton.toolchain import load_entry
+from llmc.codegen.backends.triton.triton_toolchain import load_entry
 
 
 class InterpretDevice(CpuDevice):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from llmc_runtime.device.fake import ROOT, draw, link, score
-from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.guides import allowed, ends
 

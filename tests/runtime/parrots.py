@@ -15,11 +15,11 @@ from typing import Any
 
 import uvicorn
 from llmc_runtime import AsyncLLM
-from llmc_runtime.core.async_llm import Front
-from llmc_runtime.core.messages import Open
-from llmc_runtime.server.admission import Admission
+from llmc_runtime.api.async_llm import Front
+from llmc_runtime.engine.messages import Open
 from llmc_runtime.server.app import application
-from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.operations.admission import Admission
+from llmc_runtime.server.operations.metrics_exporter import Meters
 from llmc_runtime.server.serving import Serving
 
 from tests.runtime.parrot_core import tokenizer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc_runtime.engine import Engine
-from llmc_runtime.sched.config import SchedulerConfig
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.sched.request import Request, RequestDelta
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import Step, StepOutput
 
 from tests.runtime.audit import audit

@@ -6,10 +6,10 @@ import asyncio
 import os
 import sys
 
-from llmc_runtime.server.command import serve_over
-from llmc_runtime.server.given import options_of, read
-from llmc_runtime.server.listen import ServerLoop, listening
-from llmc_runtime.server.renew import context_of
+from llmc_runtime.server.config import options_of, read
+from llmc_runtime.server.http.listen import ServerLoop, listening
+from llmc_runtime.server.http.tls_reload import context_of
+from llmc_runtime.server.run_server import serve_over
 
 from tests.runtime.async_kit import fake
 from tests.runtime.served import TOK

@@ -15,13 +15,13 @@ from typing import Any
 import textkit
 import uvicorn
 from llmc_runtime import LLM, AsyncLLM
-from llmc_runtime.server.admission import Admission
 from llmc_runtime.server.app import application
-from llmc_runtime.server.guard import Limits
-from llmc_runtime.server.meters import Meters, about
+from llmc_runtime.server.http.auth import Limits
+from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.operations.admission import Admission
+from llmc_runtime.server.operations.metrics_exporter import Meters, about
+from llmc_runtime.server.protocol import MOST_HEAD, Bound, Wire
 from llmc_runtime.server.serving import Serving
-from llmc_runtime.server.shed import Shed
-from llmc_runtime.server.wire import MOST_HEAD, Bound, Wire
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import fake, settled

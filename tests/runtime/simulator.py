@@ -19,11 +19,11 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from llmc_runtime.device.fake import FakeExecutor, FaultyExecutor
-from llmc_runtime.engine import Engine
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.config import SchedulerConfig
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.audit import audit
 from tests.runtime.oracle import Expected

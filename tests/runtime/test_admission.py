@@ -8,9 +8,9 @@ from collections import Counter, deque
 from typing import Any
 
 import pytest
-from llmc_runtime.server.admission import LATEST, SOONEST, Admission, Place
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.pace import Pace
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, Place
+from llmc_runtime.server.operations.throughput import Pace
 
 
 class Clock:

@@ -13,20 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.core.messages import Rows
+from llmc_runtime.engine.messages import Rows
 from llmc_runtime.logprobs import Logprob, LogprobRows
-from llmc_runtime.sched.logprobs import PackedLogprobs
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.step import TokenLogprobs
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.admission import Admission
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest
-from llmc_runtime.server.lazy import Encoding, Lazy, is_lazy, pieces
-from llmc_runtime.server.parse import parse
-from llmc_runtime.server.replies import InParts, as_answer
-from llmc_runtime.server.size import check_size, cut, size_of
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.lazy_json import Encoding, Lazy, is_lazy, pieces
+from llmc_runtime.server.http.replies import InParts, as_answer
+from llmc_runtime.server.operations.admission import Admission
+from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
+from llmc_runtime.server.requests.response_size import check_size, cut, size_of
 
 from tests.runtime.served import Served, served
 

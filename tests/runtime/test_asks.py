@@ -8,8 +8,8 @@ import random
 
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.core.asks import MOST_ROWS, Answers
-from llmc_runtime.core.messages import Ask
+from llmc_runtime.engine.control_rpc import MOST_ROWS, Answers
+from llmc_runtime.engine.messages import Ask
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request
 from llmc_runtime.trace import PARTS, document

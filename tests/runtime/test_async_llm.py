@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import textkit
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
-from llmc_runtime.core import async_llm
+from llmc_runtime.api import async_llm
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled

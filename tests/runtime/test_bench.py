@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmc_runtime.bench.client_worker import Recipe, read_items
 from llmc_runtime.bench.command import parser, run
 from llmc_runtime.bench.figures import Wanted, figures
-from llmc_runtime.bench.mix import Mix, parse_mix
+from llmc_runtime.bench.http_client import Reply, WireError
 from llmc_runtime.bench.record import CUT, OK, Record, Stream
-from llmc_runtime.bench.wire import Reply, WireError
-from llmc_runtime.bench.work import Recipe, read_items
+from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.cli import parse_bytes
 from llmc_runtime.format.errors import LlmcError
 

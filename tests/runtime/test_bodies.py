@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from llmc_runtime.server import bodies
-from llmc_runtime.server.bodies import FREE_BYTES, Body, BodyBudget
+from llmc_runtime.server.http import body_budget
+from llmc_runtime.server.http.body_budget import FREE_BYTES, Body, BodyBudget
 
 from tests.runtime.served import Served, served
 
@@ -75,7 +75,7 @@ def test_the_heaviest_key_gives_way_with_its_largest_body() -> None:
 
 
 def test_a_body_that_comes_slowly_ends_and_a_small_one_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(body_budget, "STEP_SECONDS", 0.1)
 
     async def read(size: int, more: int) -> int:
         body = Body(BodyBudget(Full), "a")
@@ -88,7 +88,7 @@ def test_a_body_that_comes_slowly_ends_and_a_small_one_has_time(monkeypatch: pyt
 
     async def main() -> None:
         assert await read(100, 10) == 130
-        assert await read(20 * KB, bodies.STEP_BYTES) == 20 * KB + 3 * bodies.STEP_BYTES
+        assert await read(20 * KB, body_budget.STEP_BYTES) == 20 * KB + 3 * body_budget.STEP_BYTES
         with pytest.raises(TimeoutError):
             await read(20 * KB, 10)
 
@@ -137,7 +137,7 @@ def test_unfinished_bodies_of_one_key_leave_room_for_others_and_for_its_small_on
 
 
 def test_a_body_that_comes_slowly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "STEP_SECONDS", 0.2)
+    monkeypatch.setattr(body_budget, "STEP_SECONDS", 0.2)
     with served() as server:
         link = half_sent(server, "none", 20 * KB, 100 * KB)
         reply = link.recv(4000).partition(b"\r\n\r\n")

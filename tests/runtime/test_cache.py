@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmc_runtime import LLM, LlmcError, cache
+from llmc_runtime import LLM, LlmcError, compile_cache
+from llmc_runtime.api.llm import resolve
 from llmc_runtime.format import cache_key
-from llmc_runtime.llm import resolve
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
 FAKE = (
@@ -45,13 +45,13 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def command(source: Path, output: Path, options: Any, root: Path) -> list[str]:
         return ["-c", FAKE, str(source), str(output), str(count)]
 
-    monkeypatch.setattr(cache, "compile_command", command)
-    monkeypatch.setattr(cache, "require_compiler", lambda: None)
+    monkeypatch.setattr(compile_cache, "compile_command", command)
+    monkeypatch.setattr(compile_cache, "require_compiler", lambda: None)
     return count
 
 
 def build(model: Path, root: Path, said: list[str] | None = None, **options: str) -> Path:
-    return cache.compiled(model, OPTIONS | options, root, (said if said is not None else []).append)
+    return compile_cache.compiled(model, OPTIONS | options, root, (said if said is not None else []).append)
 
 
 def test_the_second_time_nothing_is_built_and_both_are_said(
@@ -83,27 +83,29 @@ def test_what_is_a_hubs_id_and_what_a_path(
 ) -> None:
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert cache.is_id(text) is id
+    assert compile_cache.is_id(text) is id
 
 
 def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     fake = FAKE.replace("out.mkdir()", "out.mkdir(exist_ok=True)")
-    real = cache.fetch_command
+    real = compile_cache.fetch_command
 
     def command(name: str, output: Path, options: Any, root: Path) -> list[str]:
         asked.append(real(name, output, options, root))
         return ["-c", fake, name, str(output), str(builds)]
 
-    monkeypatch.setattr(cache, "fetch_command", command)
-    monkeypatch.setattr(cache, "require_compiler", lambda why: None)
+    monkeypatch.setattr(compile_cache, "fetch_command", command)
+    monkeypatch.setattr(compile_cache, "require_compiler", lambda why: None)
     said: list[str] = []
     found = [resolve(name, OPTIONS, tmp_path / "root", said.append) for name in ("o/n@v1", "o/n@v1", "o/n")]
     assert found[0] == found[1] != found[2] and found[0].name.startswith("o--n-v1-")
     assert builds.read_text() == "xxx"  # the compiler knows what it has
     assert asked[0][3:6] == ["compile", "o/n@v1", "-o"] and {"--force", "--cache"} <= set(asked[0])
     assert "model of a hub" in said[0] and "llmc compile o/n@v1 -o model.llmc --target" in said[1]
-    monkeypatch.setattr(cache, "fetch_command", lambda *a: ["-c", "import sys; sys.exit('LLMC-E330: nothing there')"])
+    monkeypatch.setattr(
+        compile_cache, "fetch_command", lambda *a: ["-c", "import sys; sys.exit('LLMC-E330: nothing there')"]
+    )
     with pytest.raises(LlmcError) as told:
         resolve("o/typo", OPTIONS, tmp_path / "root", said.append)
     assert told.value.code == "E641" and "E330" in told.value.cause
@@ -163,7 +165,7 @@ def test_who_waits_for_another_build_is_told(model: Path, builds: Path, tmp_path
 
     with open(entry.parent / f".{entry.name}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert cache.compiled(model, OPTIONS, tmp_path / "root", say) == entry
+        assert compile_cache.compiled(model, OPTIONS, tmp_path / "root", say) == entry
     assert "another process is compiling this model" in said[0]
 
 
@@ -186,13 +188,13 @@ def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
         "import os, sys; os.mkdir(sys.argv[1]); print('LLMC-E301: unknown architecture', file=sys.stderr); sys.exit(1)"
     )
     with monkeypatch.context() as m:
-        m.setattr(cache, "compile_command", lambda s, out, o, r: ["-c", script, str(out)])
+        m.setattr(compile_cache, "compile_command", lambda s, out, o, r: ["-c", script, str(out)])
         with pytest.raises(LlmcError, match="exit code 1: LLMC-E301: unknown architecture") as e:
             build(model, tmp_path / "root")
         assert e.value.code == "E641"
     left = [p.name for p in (tmp_path / "root" / "artifacts").iterdir() if not p.name.endswith(".lock")]
     assert left == []
-    assert cache.is_artifact(build(model, tmp_path / "root"))
+    assert compile_cache.is_artifact(build(model, tmp_path / "root"))
 
 
 def test_what_a_killed_build_left_is_cleared(model: Path, builds: Path, tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_the_command_is_one_that_the_compiler_understands(tmp_path: Path) -> Non
     from llmc.cli import _parser
 
     options = OPTIONS | {"max-model-len": "64", "max-num-seqs": "4", "max-num-batched-tokens": "32"}
-    command = cache.compile_command(tmp_path / "m", tmp_path / "out", options, tmp_path / "root")
+    command = compile_cache.compile_command(tmp_path / "m", tmp_path / "out", options, tmp_path / "root")
     assert command[:3] == ["-P", "-m", "llmc.cli"]
     args = _parser().parse_args(command[3:])
     assert (args.target, args.max_model_len, args.max_num_seqs) == ("cpu:x86-64-v3", 64, 4)
@@ -246,7 +248,7 @@ def test_the_command_is_one_that_the_compiler_understands(tmp_path: Path) -> Non
     ],
 )
 def test_where_the_cache_is(environ: dict[str, str], expected: Path) -> None:
-    assert cache.default_root(environ) == expected
+    assert compile_cache.default_root(environ) == expected
 
 
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
@@ -261,6 +263,6 @@ def test_the_module_imports_the_standard_library_alone() -> None:
         "import sys; before = set(sys.modules); from llmc_runtime import cache\n"
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
-    env = {"PYTHONPATH": str(Path(cache.__file__).parents[1]), "PATH": os.defpath}
+    env = {"PYTHONPATH": str(Path(compile_cache.__file__).parents[1]), "PATH": os.defpath}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.strip() == "['llmc_runtime']"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import textkit
 from artifact import tiny
-from llmc_runtime import __version__, cli, terminal
+from llmc_runtime import __version__, cli, interactive
 from llmc_runtime.cli import parse_bytes, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_verbose_tells_the_time_to_the_first_token(toy: Path, capsys: pytest.Cap
 def test_sampling_options_reach_the_model(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        terminal.Session, "once", lambda self, prompt, **how: seen.append((self.params(chat=False), how)) or 0
+        interactive.Session, "once", lambda self, prompt, **how: seen.append((self.params(chat=False), how)) or 0
     )
     given = (
         "-n 5 --min-tokens 2 -t 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
@@ -206,11 +206,11 @@ def test_ctrl_c_at_the_prompt_ends_with_130(toy: Path) -> None:
 def test_ctrl_c_ends_an_answer_cleanly(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(self: terminal.Session, stream: Any, *, show: bool) -> str:
+    def interrupted(self: interactive.Session, stream: Any, *, show: bool) -> str:
         next(iter(stream))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal.Session, "_write", interrupted)
+    monkeypatch.setattr(interactive.Session, "_write", interrupted)
     assert run_command([str(toy), "-p", "abc"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -219,10 +219,10 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = iter(["ab", "cd"])
-    write = terminal.Session._write
+    write = interactive.Session._write
     prompts = []
 
-    def interrupted(self: terminal.Session, stream: Any, *, show: bool) -> str:
+    def interrupted(self: interactive.Session, stream: Any, *, show: bool) -> str:
         prompts.append(stream.output.prompt)
         if len(prompts) == 1:
             sys.stdout.write(next(iter(stream)).text)
@@ -235,8 +235,8 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(terminal, "_ask", ask)
-    monkeypatch.setattr(terminal.Session, "_write", interrupted)
+    monkeypatch.setattr(interactive, "_ask", ask)
+    monkeypatch.setattr(interactive.Session, "_write", interrupted)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert run_command([str(toy), "-n", "2", "--ignore-eos"]) == 0
     first = capsys.readouterr().out.splitlines()[0]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from llmc_runtime import LlmcError, SamplingParams
-from llmc_runtime.sched.guide import Banned, Bans, both, empty, mask_of, without
 from llmc_runtime.sched.request import Request
-from llmc_runtime.text.words import bad_word_ids
+from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without
+from llmc_runtime.text.bad_words import bad_word_ids
 
 from tests.runtime.guides import Wandering, bits
 from tests.runtime.rig import Rig

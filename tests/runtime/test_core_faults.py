@@ -17,9 +17,9 @@ import msgspec
 import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
-from llmc_runtime.core.channel import wants_processor
-from llmc_runtime.core.messages import Abort, Add, Control, Report, params_of, sampling_of
-from llmc_runtime.sched.params import PARAMETERS
+from llmc_runtime.engine.client import wants_processor
+from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_of, sampling_of
+from llmc_runtime.sched.sampling_params import PARAMETERS
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
 from tests.runtime.fake_core import CRASH, FAIL, HANG
@@ -75,7 +75,7 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped one that seems to be starved: five times the limit, and no longer."""
-    monkeypatch.setattr("llmc_runtime.core.channel.wants_processor", lambda pid: True)
+    monkeypatch.setattr("llmc_runtime.engine.client.wants_processor", lambda pid: True)
 
     async def strike() -> None:
         async with fake(0.004, heartbeat_timeout=0.4) as llm:

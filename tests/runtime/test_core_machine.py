@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
-from llmc_runtime.core.channel import _folder, wants_processor
-from llmc_runtime.core.messages import Open
-from llmc_runtime.core.process import Age, open_session
-from llmc_runtime.llm import to_stderr
-from llmc_runtime.options import quoted
+from llmc_runtime.api.llm import to_stderr
+from llmc_runtime.engine.client import _folder, wants_processor
+from llmc_runtime.engine.engine_process import Age, open_session
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine_options import quoted
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.fake_core import CRASH
@@ -70,7 +70,7 @@ def test_sockets_have_a_place_with_a_name_that_they_can_have(
     folder = _folder()
     assert tmp_path not in folder.parents and folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
-    monkeypatch.setattr("llmc_runtime.core.channel._PLACES", (str(tmp_path / "none"),))
+    monkeypatch.setattr("llmc_runtime.engine.client._PLACES", (str(tmp_path / "none"),))
     with pytest.raises(LlmcError, match="E100"):
         _folder()
     assert not list((tmp_path / name).iterdir())
@@ -135,7 +135,7 @@ def test_shutdown_ends_a_start(moment: float, tmp_path: Path, monkeypatch: pytes
         llm = fake()
         assert llm._front is not None
         if moment == 0.0:  # while the folder is read
-            monkeypatch.setattr("llmc_runtime.core.async_llm._read", lambda *a, f=llm._front: time.sleep(0.2) or f)
+            monkeypatch.setattr("llmc_runtime.api.async_llm._read", lambda *a, f=llm._front: time.sleep(0.2) or f)
             llm._front = None
         else:
             llm._front = replace(llm._front, command=never)
@@ -173,7 +173,7 @@ def test_who_may_open_no_file_is_not_said_to_want_a_processor(monkeypatch: pytes
 
 def test_a_step_is_as_old_as_the_time_in_which_it_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("llmc_runtime.core.process.time.monotonic", lambda: now)
+    monkeypatch.setattr("llmc_runtime.engine.engine_process.time.monotonic", lambda: now)
     age = Age(0.4)
     assert age.of(0.0) == 0.0
     found = []

@@ -71,8 +71,8 @@ def test_the_line_for_who_starts_it() -> None:
 
 
 def test_the_server_samples_as_it_was_told() -> None:
-    from llmc_runtime.server.fields import ChatRequest, CompletionRequest
-    from llmc_runtime.server.sampling import of_chat, of_completion
+    from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
+    from llmc_runtime.server.requests.sampling_fields import of_chat, of_completion
 
     def params(generation: dict[str, Any], **asked: Any) -> Any:
         llm: Any = SimpleNamespace(generation=generation)

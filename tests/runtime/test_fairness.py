@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from typing import Any
 
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.waiting import _FORGET, OUTPUT_WEIGHT, Waiting
+from llmc_runtime.sched.waiting_queue import _FORGET, OUTPUT_WEIGHT, Waiting
 
 from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
-from llmc_runtime.core.loop import Loop
-from llmc_runtime.grammar import Grammars, client, limits, process, workers
-from llmc_runtime.grammar.lanes import Lanes
+from llmc_runtime.engine.engine_loop import Loop
+from llmc_runtime.grammar import Grammars, client, host_process, limits, worker_pool
+from llmc_runtime.grammar.fair_queue import Lanes
 
 from tests.runtime.followed import Followed
 from tests.runtime.test_llm import TOK, device, make, params
@@ -33,7 +33,7 @@ def regex(text: str = FORM) -> StructuredOutputsParams:
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr(process, "NICE", 0)  # other tests keep the processor busy
+    monkeypatch.setattr(host_process, "NICE", 0)  # other tests keep the processor busy
     made = Grammars(TOK, TOK.vocab_size, [END])
     yield made
     made.close()
@@ -122,7 +122,7 @@ def test_what_waits_too_long_is_told_to_come_again(grammars: Grammars, monkeypat
 
 
 def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(worker_pool, "COMPILE_SECONDS", 0.3)
     error = refused(grammars, StructuredOutputsParams(json=SLOW))
     assert error.code == "E653" and "was not compiled within" in error.cause
     assert not workers_of(grammars)
@@ -196,7 +196,7 @@ def test_a_host_that_is_killed_is_replaced(grammars: Grammars) -> None:
 
 
 def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "KEPT", 2)
+    monkeypatch.setattr(worker_pool, "KEPT", 2)
     for i in range(5):
         (guide,) = grammars.wait(grammars.open(regex(f"a{{{i + 1}}}")))
         guide.close()
@@ -209,7 +209,7 @@ def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: p
 
 def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.prepare()
-    monkeypatch.setattr(workers, "WORKERS", 2)
+    monkeypatch.setattr(worker_pool, "WORKERS", 2)
     monkeypatch.setattr(client, "QUEUE_SECONDS", 0.3)
     first, second = Followed.of(grammars, regex("a+")), Followed.of(grammars, regex("b+"))
     assert refused(grammars, regex("c+")).code == "E653"
@@ -218,11 +218,11 @@ def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch:
 
 
 def test_the_memory_of_a_tenant_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "SMALL_BYTES", 0)
-    monkeypatch.setattr(workers, "TENANT_BYTES", 0)
+    monkeypatch.setattr(worker_pool, "SMALL_BYTES", 0)
+    monkeypatch.setattr(worker_pool, "TENANT_BYTES", 0)
     error = refused(grammars, regex("a+"))
     assert error.code == "E653" and "memory" in error.cause
-    monkeypatch.setattr(workers, "TENANT_BYTES", 1 << 30)
+    monkeypatch.setattr(worker_pool, "TENANT_BYTES", 1 << 30)
     assert Followed.of(grammars, regex("a+")).mask()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from llmc_runtime.server.lanes import Lanes
+from llmc_runtime.server.fair_slots import Lanes
 
 
 class Full(Exception):

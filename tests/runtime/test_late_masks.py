@@ -6,10 +6,10 @@ import random
 
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.engine import Engine
-from llmc_runtime.sched.config import SchedulerConfig
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.guides import Wandering, state_of
 from tests.runtime.simulator import make_device

@@ -15,8 +15,8 @@ import textkit
 from artifact import tiny
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cpu import CpuDevice
-from llmc_runtime.open import open_device
+from llmc_runtime.device.cpu_device import CpuDevice
+from llmc_runtime.engine.loader import open_device
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from llmc_runtime.server.offload import messages as m
-from llmc_runtime.server.offload.jobs import Texts, check_size
-from llmc_runtime.server.parse import SMALL_BODY, SMALL_TEXT, is_large
+from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large
+from llmc_runtime.server.text_pool import text_messages as m
+from llmc_runtime.server.text_pool.jobs import Texts, check_size
 
 from tests.runtime.served import TOK, Served, served
 
@@ -332,11 +332,11 @@ def test_the_prompts_of_a_request_together_are_bounded_too() -> None:
 
 
 def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmc_runtime.server import memory
-    from llmc_runtime.server.offload.worker import Link, Worker
+    from llmc_runtime.server.operations import malloc
+    from llmc_runtime.server.text_pool.text_worker import Link, Worker
 
     sizes = iter([0, m.KEPT_BYTES, m.KEPT_BYTES + 1])
-    monkeypatch.setattr(memory, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(malloc, "resident_bytes", lambda: next(sizes))
     monkeypatch.setattr(signal, "setitimer", lambda *given: None)
     ours, theirs = socket.socketpair()
     body = json.dumps({"tokens": [70, 71]}).encode()
@@ -357,17 +357,17 @@ def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyP
 CPU = "m.CPU_SECONDS = 0.05"
 MEMORY = "m.MEMORY_BYTES = 32 << 20"
 PATCHED = (
-    "import sys; sys.path[:] = {path!r}; from llmc_runtime.server.offload import messages as m; {limit};"
-    "from llmc_runtime.server.offload.worker import main; sys.exit(main(sys.argv[1:]))"
+    "import sys; sys.path[:] = {path!r}; from llmc_runtime.server.text_pool import messages as m; {limit};"
+    "from llmc_runtime.server.text_pool.text_worker import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
 @pytest.mark.parametrize(("limit", "words"), [(CPU, "0.05 s of CPU time"), (MEMORY, "32 MiB of memory")])
 def test_limits_of_time_and_memory_end_the_job_alone(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
-    from llmc_runtime.server.offload import process
+    from llmc_runtime.server.text_pool import text_process
 
     command = [sys.executable, "-P", "-c", PATCHED.format(path=sys.path, limit=limit)]
-    monkeypatch.setattr(process, "module_command", lambda module: command)
+    monkeypatch.setattr(text_process, "module_command", lambda module: command)
     name = limit.partition(" = ")[0]
     monkeypatch.setattr(m, name.removeprefix("m."), 0.05 if limit == CPU else 32 << 20)
     with served() as server:

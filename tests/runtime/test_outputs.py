@@ -9,12 +9,12 @@ import threading
 import pytest
 import textkit
 from llmc_runtime import SamplingParams
-from llmc_runtime.core.messages import Delta, Rows
-from llmc_runtime.core.requests import Requests
+from llmc_runtime.engine.client_requests import Requests
+from llmc_runtime.engine.messages import Delta, Rows
 from llmc_runtime.logprobs import Logprob, LogprobRows
 from llmc_runtime.outputs import Collector
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.sched.logprobs import PackedLogprobs
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Status
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import Step, StepOutput
 
 from tests.runtime.rig import Rig

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import RowParams
-from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 HUGE = 10**5000  # too long for Python to print; its test names it by field
 

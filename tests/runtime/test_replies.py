@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 import pytest
-from llmc_runtime.server.replies import Gone, Plain, event, while_connected
+from llmc_runtime.server.http.replies import Gone, Plain, event, while_connected
 
 from tests.runtime.served import served
 

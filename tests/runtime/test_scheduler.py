@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.config import SchedulerConfig
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.rig import Rig
 

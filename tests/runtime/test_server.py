@@ -16,11 +16,11 @@ from llmc_runtime.outputs import CompletionOutput
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 import httpx  # noqa: E402
-from llmc_runtime.server.errors import ApiError  # noqa: E402
-from llmc_runtime.server.fields import ChatRequest  # noqa: E402
-from llmc_runtime.server.parse import parse  # noqa: E402
-from llmc_runtime.server.sampling import WHITESPACE as SPACE  # noqa: E402
-from llmc_runtime.server.sampling import of_chat  # noqa: E402
+from llmc_runtime.server.http.errors import ApiError  # noqa: E402
+from llmc_runtime.server.requests.parse import parse  # noqa: E402
+from llmc_runtime.server.requests.request_fields import ChatRequest  # noqa: E402
+from llmc_runtime.server.requests.sampling_fields import WHITESPACE as SPACE  # noqa: E402
+from llmc_runtime.server.requests.sampling_fields import of_chat  # noqa: E402
 
 from tests.runtime.fake_core import LENGTH, VOCAB  # noqa: E402
 from tests.runtime.served import TOK, Served, in_process, served  # noqa: E402

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from llmc_runtime.server import body_turns
-from llmc_runtime.server.body_turns import BYTES, MOST, BodyTurns
+from llmc_runtime.server.http import body_turns
+from llmc_runtime.server.http.body_turns import BYTES, MOST, BodyTurns
 
 
 class Link:

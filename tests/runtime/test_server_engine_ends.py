@@ -17,11 +17,11 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.core.messages import Open
-from llmc_runtime.core.supervisor import Supervisor
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine.supervisor import Supervisor
+from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.options import EngineArgs
-from llmc_runtime.server.command import ENGINE_FAILED
+from llmc_runtime.server.run_server import ENGINE_FAILED
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.test_server_load import LONG, Command

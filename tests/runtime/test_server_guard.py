@@ -15,8 +15,8 @@ from llmc_runtime import LlmcError
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.given import read_keys
-from llmc_runtime.server.guard import Keys, Limits
+from llmc_runtime.server.config import read_keys
+from llmc_runtime.server.http.auth import Keys, Limits
 
 from tests.runtime.served import Served, served
 
@@ -93,7 +93,7 @@ def test_every_key_is_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatc
         compared.append(len(one) == len(other) == 32)
         return one == other
 
-    monkeypatch.setattr("llmc_runtime.server.guard.hmac.compare_digest", compare)
+    monkeypatch.setattr("llmc_runtime.server.http.auth.hmac.compare_digest", compare)
     names = [keys.name_of(b"Bearer " + letter * 20) for letter in (b"a", b"c", b"x", b"a" * 7)]
     assert names[0] and names[1] and names[0] != names[1] and names[2:] == [None, None]
     assert compared == [True] * 12 and "a" * 20 not in str(names)

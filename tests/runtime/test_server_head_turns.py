@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llmc_runtime.server.head_turns import SECONDS, HeadTurns
+from llmc_runtime.server.http.head_turns import SECONDS, HeadTurns
 
 
 class Connection:

@@ -13,19 +13,19 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime import LlmcError, SamplingParams
-from llmc_runtime.core.allowed import masked, token_mask
-from llmc_runtime.core.messages import params_of, sampling_of
-from llmc_runtime.live import words_of
-from llmc_runtime.sched.guide import Bans, mask_of, mask_size
-from llmc_runtime.sched.params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
-from llmc_runtime.sched.structured import MAX_BYTES, StructuredOutputsParams, is_over
+from llmc_runtime.engine.allowed_tokens import masked, token_mask
+from llmc_runtime.engine.messages import params_of, sampling_of
+from llmc_runtime.engine.request_table import words_of
+from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
+from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams, is_over
+from llmc_runtime.sched.token_guide import Bans, mask_of, mask_size
 from llmc_runtime.sched.token_mask import TokenMask
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest
-from llmc_runtime.server.lengths import MAX_CALLS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
-from llmc_runtime.server.parse import parse
-from llmc_runtime.server.tools.history import for_template
-from llmc_runtime.text.reads import Reads
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.requests.field_limits import MAX_CALLS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
+from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
+from llmc_runtime.server.tool_calls.history import for_template
+from llmc_runtime.text.template_analysis import Reads
 
 from tests.runtime.served import Served, served
 
@@ -164,7 +164,7 @@ def test_bad_words_of_many_prompts_are_tokenized_once(server: Served, monkeypatc
         made.append(params.bad_words)
         return words_of(params, tokenizer)
 
-    monkeypatch.setattr("llmc_runtime.core.async_llm.words_of", counted)
+    monkeypatch.setattr("llmc_runtime.api.async_llm.words_of", counted)
     words = [f"{'y' * 60}{i:04}" for i in range(100)]
     body = {"prompt": ["one", "two"] * 32, "max_tokens": 2, "temperature": 1, "seed": 3}
     plain = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]

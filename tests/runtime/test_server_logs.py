@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.logs import MOST_WAITING, Json, Lines, Text, teller
+from llmc_runtime.server.http.request_log import MOST_WAITING, Json, Lines, Text, teller
 
 from tests.runtime.test_server_load import LONG, Command, until
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Sketch, added
-from llmc_runtime.server.meters import Meters
+from llmc_runtime.server.operations.metrics_exporter import Meters
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runtime.served import Served, served

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.elsewhere import PASSED_OVER, REFUSED, judge
-from llmc_runtime.server.given import options_of, read
+from llmc_runtime.server.config import options_of, read
+from llmc_runtime.server.ignored_flags import PASSED_OVER, REFUSED, judge
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 

@@ -21,9 +21,9 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.protocol import allowed, descriptors
 from llmc_runtime.server.serving import MAX_TEXTS
-from llmc_runtime.server.wire import allowed, descriptors
 
 from tests.runtime.fake_core import ROWS
 from tests.runtime.served import Served, served

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.app import application
-from llmc_runtime.server.guard import LOOPBACK
-from llmc_runtime.server.rooted import tidy
+from llmc_runtime.server.http.auth import LOOPBACK
+from llmc_runtime.server.http.root_path import tidy
 
 from tests.runtime.served import Served, served
 

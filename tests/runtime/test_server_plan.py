@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-from llmc_runtime import environment
+from llmc_runtime import collect_env
 from llmc_runtime.cli import main_collect_env, main_serve
-from llmc_runtime.server import plan as planning
+from llmc_runtime.server import dry_run as planning
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -74,11 +74,11 @@ def test_a_gpu_is_asked_through_its_tool_alone(
 
 
 def test_shares_of_free_memory_are_those_of_the_devices() -> None:
-    from llmc_runtime.device.cpu import CpuDevice
+    from llmc_runtime.device.cpu_device import CpuDevice
 
     assert CpuDevice.share == planning._CPU_SHARE
     pytest.importorskip("cuda.bindings")
-    from llmc_runtime.device.cuda import CudaDevice
+    from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
     assert CudaDevice.share == planning._GPU_SHARE
 
@@ -124,8 +124,8 @@ def test_gpus_are_read_from_nvidia_smi_whatever_it_does(tmp_path: Path, monkeypa
     ):  # fmt: skip
         tool.write_text(f"#!/bin/sh\n{body}\n")
         tool.chmod(0o755)
-        assert len(environment.gpus()) == count
+        assert len(collect_env.gpus()) == count
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(environment, "_PATIENCE", 0.2)
-    assert environment.gpus() == []
+    monkeypatch.setattr(collect_env, "_PATIENCE", 0.2)
+    assert collect_env.gpus() == []
     assert shutil.which("nvidia-smi") == str(tool)

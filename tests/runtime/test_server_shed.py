@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server import parse
-from llmc_runtime.server.guard import Guard, Keys, Limits
-from llmc_runtime.server.logs import Refusals
-from llmc_runtime.server.shed import MOST_SKIPPED, Shed
+from llmc_runtime.server.http.auth import Guard, Keys, Limits
+from llmc_runtime.server.http.request_log import Refusals
+from llmc_runtime.server.load_shedding import MOST_SKIPPED, Shed
+from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
 
 from tests.runtime.fake_core import ROWS

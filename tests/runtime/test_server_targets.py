@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 import httpx  # noqa: E402
-from llmc_runtime.server.guard import KEY_SCOPES  # noqa: E402
-from llmc_runtime.server.seconds import seconds_of  # noqa: E402
+from llmc_runtime.server.http.auth import KEY_SCOPES  # noqa: E402
+from llmc_runtime.server.http.durations import seconds_of  # noqa: E402
 
 from tests.runtime.served import Served, served  # noqa: E402
 

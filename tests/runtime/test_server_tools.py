@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 import httpx  # noqa: E402
 from llmc_runtime.server.serving import Serving  # noqa: E402
-from llmc_runtime.server.tools.history import for_template  # noqa: E402
+from llmc_runtime.server.tool_calls.history import for_template  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from tests.runtime.families import BEGINS, DUMPED, ENDS, FAMILIES, WRITTEN  # noqa: E402

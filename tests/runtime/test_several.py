@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.live import one_of
-from llmc_runtime.sched import config
-from llmc_runtime.sched.guide import mask_of
+from llmc_runtime.engine.request_table import one_of
+from llmc_runtime.sched import scheduler_config
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.token_guide import mask_of
 
 from llmc.ir.ops.sample import uniform
 from tests.runtime.oracle import Expected
@@ -56,7 +56,7 @@ def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
 def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 outputs under 65,536 allowed ids held the engine for seconds."""
     made: list[object] = []
-    monkeypatch.setattr(config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
+    monkeypatch.setattr(scheduler_config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: made.append(params) or check(params))
     rng = random.Random()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import textkit
-from llmc_runtime.text.bounded import TooLong, encode_bounded, longest_token
+from llmc_runtime.text.bounded_encode import TooLong, encode_bounded, longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, normalizers
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import textkit
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.text.chat import ChatTemplate, choose_template
+from llmc_runtime.text.chat_template import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 TEMPLATES = {p.stem: p.read_text() for p in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}

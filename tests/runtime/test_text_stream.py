@@ -11,7 +11,7 @@ import textkit
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.text.stream import Detokenizer, token_bytes
+from llmc_runtime.text.detokenizer import Detokenizer, token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {

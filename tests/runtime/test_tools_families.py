@@ -16,13 +16,13 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.flags import serve_options
-from llmc_runtime.server.tools import formats, marked, pythonic, xml
-from llmc_runtime.server.tools.calls import CallFormat
-from llmc_runtime.server.tools.dialect import dialect_of
-from llmc_runtime.server.tools.families import ALIASES, FORMATS
-from llmc_runtime.server.tools.python import python_json
-from llmc_runtime.server.tools.reasoning import FORMATS as REASONING
-from llmc_runtime.server.tools.values import json_of, types_of
+from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, xml_formats
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.python_literals import python_json
+from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
+from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS
+from llmc_runtime.server.tool_calls.text_values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
 from tests.runtime.test_tools_text import written as text_written
@@ -118,7 +118,7 @@ def dumped(name: str, arguments: Any, draw: random.Random) -> str:
 
 
 def section(
-    form: type[marked.Sectioned], head: str, tail: str
+    form: type[marked_formats.Sectioned], head: str, tail: str
 ) -> Callable[[list[tuple[str, Any]], random.Random], str]:
     """Calls within a section."""
     begin, end, call, middle, call_end = form.markers
@@ -136,38 +136,39 @@ def section(
 def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.Random) -> str:
     """The calls as a model of the family writes them."""
     sections = {
-        marked.DeepSeekV3: section(marked.DeepSeekV3, "function{sep}{name}\n```json\n", "\n```"),
-        marked.DeepSeekV31: section(marked.DeepSeekV31, "{name}{sep}", ""),
-        marked.KimiK2: section(marked.KimiK2, "functions.{name}:{i}{sep}", ""),
+        marked_formats.DeepSeekV3: section(marked_formats.DeepSeekV3, "function{sep}{name}\n```json\n", "\n```"),
+        marked_formats.DeepSeekV31: section(marked_formats.DeepSeekV31, "{name}{sep}", ""),
+        marked_formats.KimiK2: section(marked_formats.KimiK2, "functions.{name}:{i}{sep}", ""),
     }
     if form in sections:
         return sections[form](calls, draw)
-    if issubclass(form, xml.Glm45):
+    if issubclass(form, xml_formats.Glm45):
         return "\n".join(glm(*call, draw) for call in calls)
     tags = {
-        xml.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
-        xml.SeedOss: named("<function={}>", "<parameter={}>", line=""),
-        xml.MiniMaxM2: named('<invoke name="{}">', '<parameter name="{}">', line=""),
+        xml_formats.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
+        xml_formats.SeedOss: named("<function={}>", "<parameter={}>", line=""),
+        xml_formats.MiniMaxM2: named('<invoke name="{}">', '<parameter name="{}">', line=""),
     }
     if form in tags:
         begin, end = form.markers[:2]
         if draw.random() < 0.3:
             return f"{begin}\n" + "\n".join(tags[form](*call, draw) for call in calls) + f"\n{end}"
         return "\n".join(f"{begin}\n{tags[form](*call, draw)}\n{end}" for call in calls)
-    if issubclass(form, pythonic.Pythonic):
+    if issubclass(form, pythonic_formats.Pythonic):
         begin, end = draw.choice([("", ""), form.markers])
         return f"{begin}[{', '.join(python(*call, draw) for call in calls)}]{end}"
-    if form is marked.Granite20b:
+    if form is marked_formats.Granite20b:
         return "\n".join(f"<function_call> {dumped(*call, draw)}" for call in calls)
     mark = draw.choice(form.markers).removesuffix("[")
     return f"{mark}[{', '.join(dumped(*call, draw) for call in calls)}]"
 
 
-XMLS = (xml.Qwen3Coder, xml.SeedOss, xml.MiniMaxM2, xml.Glm45)
-PYTHONS = (pythonic.Pythonic, pythonic.Llama4Pythonic, pythonic.Lfm2)
+XMLS = (xml_formats.Qwen3Coder, xml_formats.SeedOss, xml_formats.MiniMaxM2, xml_formats.Glm45)
+PYTHONS = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
 FORMS = (
-    *XMLS, *PYTHONS, marked.DeepSeekV3, marked.DeepSeekV31, marked.KimiK2, marked.Granite, marked.Granite20b,
-    marked.Phi4Mini,
+    *XMLS, *PYTHONS, marked_formats.DeepSeekV3, marked_formats.DeepSeekV31, marked_formats.KimiK2,
+    marked_formats.Granite, marked_formats.Granite20b,
+    marked_formats.Phi4Mini,
 )  # fmt: skip
 ENDS = ("</parameter>", "</arg_value>")
 
@@ -219,20 +220,22 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
     check()
 
 
-@pytest.mark.parametrize("form", [*FORMS, formats.Hermes, formats.Llama3Json, formats.Mistral, formats.OpenAI])
+@pytest.mark.parametrize(
+    "form", [*FORMS, json_formats.Hermes, json_formats.Llama3Json, json_formats.Mistral, json_formats.OpenAI]
+)
 def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallFormat]) -> None:
     draw = random.Random(form.name)
     calls = [("f", {"text": "one <two>", "size": 3, "list": [1, "a"]}), ("get_weather", {"city": "Bonn"})]
     calls = calls if form.several else calls[:1]
     said = "Let me see.\n"
-    if form is formats.OpenAI:
+    if form is json_formats.OpenAI:
         end = f"<|constrain|>json<|message|>{json.dumps(calls[0][1])}"
         text = f"{said}<|start|>assistant<|channel|>commentary to=functions.f {end}"
-    elif form in (formats.Hermes, formats.Llama3Json, formats.Mistral):
+    elif form in (json_formats.Hermes, json_formats.Llama3Json, json_formats.Mistral):
         text = said + text_written(form, calls, draw)
     else:
         text = said + written(form, calls, draw)
-    marks = ("<|start|>assistant", "<|channel|>") if form is formats.OpenAI else form.openers()
+    marks = ("<|start|>assistant", "<|channel|>") if form is json_formats.OpenAI else form.openers()
     bare = [one for one in (*marks, "{", "[") if len(one) == 1]
     for end in range(len(said), len(text)):
         content, found = parsed(form, cut(text[:end], draw), TOOLS, cut_off=True)
@@ -246,13 +249,13 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
 
 def test_what_a_cut_output_says_besides_calls_stays() -> None:
     for form, text in (
-        (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (formats.Llama3Json, '{"city": "Bo'),
-        (formats.Hermes, "no <b>call</b>"), (marked.Phi4Mini, "functools are [fine"),
+        (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (json_formats.Llama3Json, '{"city": "Bo'),
+        (json_formats.Hermes, "no <b>call</b>"), (marked_formats.Phi4Mini, "functools are [fine"),
     ):  # fmt: skip
         assert parsed(form, [text], TOOLS, cut_off=True) == (text, []), text
 
 
-CODER, GLM, PY, V31 = xml.Qwen3Coder, xml.Glm45, pythonic.Pythonic, marked.DeepSeekV31
+CODER, GLM, PY, V31 = xml_formats.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic, marked_formats.DeepSeekV31
 ALL = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -269,10 +272,10 @@ def test_what_looks_like_calls_and_is_none_is_content() -> None:
         (PY, "[f]"), (PY, "[f(1)]"), (PY, "[f(a=g())]"), (PY, "[unknown(a=1)]"), (PY, "see [f(text='x')]"), (PY,
         "[1, 2]"),
         (PY, "[f(__import__('os'))]"), (PY, "[f(size=__import__('os'))]"), (PY, "[f(size=1+1)]"), (PY, "[f(size=1"),
-        (marked.Phi4Mini, "functools are [fine]"), (marked.Phi4Mini, "functools[1]"), (marked.Granite,
-        "<|tool_call|>[]"),
+        (marked_formats.Phi4Mini, "functools are [fine]"), (marked_formats.Phi4Mini, "functools[1]"),
+        (marked_formats.Granite, "<|tool_call|>[]"),
         (V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no"), (V31, "<｜tool▁calls▁begin｜>"),
-        (marked.DeepSeekV3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        (marked_formats.DeepSeekV3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
     ):  # fmt: skip
         assert read(form, [text]) == read(form, list(text)) == (text, []), text
 

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.definition import close_objects
-from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.fields import ChatRequest, JsonSchema, ResponseFormat, TokenizeRequest
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import ROLES as ROLES_OF_THE_API
 from llmc_runtime.server.prompting import Prompting
-from llmc_runtime.server.sampling import _of_format
-from llmc_runtime.server.tools.definitions import enforced, tools_of
-from llmc_runtime.server.tools.dialect import dialect_of
-from llmc_runtime.server.tools.grammar import form_of
-from llmc_runtime.server.tools.history import for_template
-from llmc_runtime.server.tools.plan import plan_of
-from llmc_runtime.text.chat import ChatTemplate
-from llmc_runtime.text.reads import Reads
+from llmc_runtime.server.requests.request_fields import ChatRequest, JsonSchema, ResponseFormat, TokenizeRequest
+from llmc_runtime.server.requests.sampling_fields import _of_format
+from llmc_runtime.server.tool_calls.definitions import enforced, tools_of
+from llmc_runtime.server.tool_calls.grammar import form_of
+from llmc_runtime.server.tool_calls.history import for_template
+from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.response_plan import plan_of
+from llmc_runtime.text.chat_template import ChatTemplate
+from llmc_runtime.text.template_analysis import Reads
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.parrots import FOLDER, TOK, template

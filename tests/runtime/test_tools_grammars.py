@@ -16,13 +16,13 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from llmc_runtime.grammar import Grammars
-from llmc_runtime.server.errors import ApiError
-from llmc_runtime.server.tools import argued, formats, marked, pythonic, xml
-from llmc_runtime.server.tools.calls import CallFormat
-from llmc_runtime.server.tools.definitions import tools_of
-from llmc_runtime.server.tools.dialect import Dialect
-from llmc_runtime.server.tools.families import FORMATS
-from llmc_runtime.server.tools.grammar import answer, calls_of
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, tagged_args, xml_formats
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.definitions import tools_of
+from llmc_runtime.server.tool_calls.grammar import answer, calls_of
+from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.registry import FORMATS
 
 from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK
@@ -122,29 +122,30 @@ def literal(value: Any) -> str:
 def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) -> str:
     """A call as the family's chat template writes it."""
     marks, items = form.markers, arguments.items()
-    if issubclass(form, xml.Glm45):
+    if issubclass(form, xml_formats.Glm45):
         line = "\n" if len(arguments) % 2 else ""
         pairs = (f"<arg_key>{k}</arg_key>{line}<arg_value>{bare(v)}</arg_value>{line}" for k, v in items)
         return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
-    if issubclass(form, xml.Xml):
+    if issubclass(form, xml_formats.Xml):
         (head, tail, end), (first, middle, last), line = form.call, form.field, "\n" if form.framed else ""
         fields = (f"{first}{k}{middle}{line}{bare(v)}{line}{last}\n" for k, v in items)
         return f"{marks[0]}\n{head}{name}{tail}\n{''.join(fields)}{end}\n{marks[1]}"
-    if issubclass(form, pythonic.Pythonic):
+    if issubclass(form, pythonic_formats.Pythonic):
         whole = f"[{name}({', '.join(f'{k}={literal(v)}' for k, v in items)})]"
-        return whole if form is not pythonic.Lfm2 else marks[0] + whole + marks[1]
+        return whole if form is not pythonic_formats.Lfm2 else marks[0] + whole + marks[1]
     said = dumped({"name": name, "arguments": arguments})
     arguments = dumped(arguments)  # type: ignore[assignment]
-    if issubclass(form, marked.Sectioned):
+    if issubclass(form, marked_formats.Sectioned):
         head = {"kimi_k2": f"functions.{name}:0{marks[3]}", "deepseek_v31": f"{name}{marks[3]}"}.get(form.name)
         inner = f"function{marks[3]}{name}\n```json\n{arguments}\n```" if head is None else f"{head}{arguments}"
         return f"{marks[0]}{marks[2]}{inner}{marks[4]}{marks[1]}"
     return {
-        formats.Hermes: f"<tool_call>\n{said}\n</tool_call>", formats.Mistral: f"[TOOL_CALLS] [{said}]",
-        formats.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
-        formats.Llama3Json: said.replace('"arguments"', '"parameters"', 1), marked.Granite: f"<|tool_call|>[{said}]",
-        formats.OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
-        marked.Phi4Mini: f"functools[{said}]", marked.Granite20b: f"<function_call> {said}",
+        json_formats.Hermes: f"<tool_call>\n{said}\n</tool_call>", json_formats.Mistral: f"[TOOL_CALLS] [{said}]",
+        json_formats.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+        json_formats.Llama3Json: said.replace('"arguments"', '"parameters"', 1),
+        marked_formats.Granite: f"<|tool_call|>[{said}]",
+        json_formats.OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+        marked_formats.Phi4Mini: f"functools[{said}]", marked_formats.Granite20b: f"<function_call> {said}",
     }[form]  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def test_enforced_calls_are_what_templates_write_and_schemas_allow(grammars: Gra
 def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, form: type[CallFormat]) -> None:
     made = guide(grammars, form, free=True)
     said, more = "Let me [see] <x {}:\n", ""
-    if form is formats.OpenAI:
+    if form is json_formats.OpenAI:
         said, more = "<|channel|>commentary<|message|>So<|end|><|start|>assistant", "<|channel|>final<|message|>"
     for text in ("Hello, func [1] <tool \n{} (f)", "", "a\n\n[1, 2]\n{'a'}"):
         assert allows(made(), more + text)
@@ -173,16 +174,16 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         text = template(form, name, arguments)
         assert allows(made(), said + text) and allows(made(), text), text
     for name, arguments in BAD:
-        if name == "unknown" and isinstance(form, formats.Llama3Json | pythonic.Pythonic):
+        if name == "unknown" and isinstance(form, json_formats.Llama3Json | pythonic_formats.Pythonic):
             continue  # no mark says that it is a call
         told = template(form, name, arguments)
         if name in ("f", "now"):
             assert not allows(made(), said + told), told
     assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
     second = template(form, "now", {}) + "\n" + template(form, "f", {"days": 3})
-    assert form is formats.OpenAI or not allows(made(), second)  # whose first call ends the answer
-    if issubclass(form, pythonic.Pythonic | formats.Llama3Json):
-        other = '{"parameters": {"city": 1}, "name": "f"}' if form is formats.Llama3Json else "[ \nf(days=1)]"
+    assert form is json_formats.OpenAI or not allows(made(), second)  # whose first call ends the answer
+    if issubclass(form, pythonic_formats.Pythonic | json_formats.Llama3Json):
+        other = '{"parameters": {"city": 1}, "name": "f"}' if form is json_formats.Llama3Json else "[ \nf(days=1)]"
         some = tools_of(
             given(True), {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given(True)[1:]}}, None
         )
@@ -192,7 +193,9 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         assert not allows(made(), other) and not allows(made(), f"so\n{other}") and allows(made(), '{"a": 1}')
 
 
-@pytest.mark.parametrize("form", [xml.Qwen3Coder, xml.Glm45, pythonic.Pythonic], ids=lambda form: form.__name__)
+@pytest.mark.parametrize(
+    "form", [xml_formats.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic], ids=lambda form: form.__name__
+)
 def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Grammars, form: type[CallFormat]) -> None:
     made, draw = guide(grammars, form, free=False), random.Random(form.name)
     for _ in range(3):
@@ -225,14 +228,14 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
         ({"properties": {"x": {"type": "string", "anyOf": [{"pattern": "a"}]}}}, "anyOf for the property 'x'"),
     ):  # fmt: skip
         with pytest.raises(ApiError, match="Try: ") as told:
-            xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
+            xml_formats.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
         assert told.value.param == "tools" and words in told.value.message and "qwen3_coder" in told.value.message
-        assert xml.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
+        assert xml_formats.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
     one = {"allOf": [{"$ref": "#/$defs/one"}]}
-    assert argued.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]
+    assert tagged_args.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]
     with pytest.raises(ApiError, match="'a b'"):
-        pythonic.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
-    assert argued.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]
+        pythonic_formats.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
+    assert tagged_args.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]
 
 
 PART = st.recursive(
@@ -247,11 +250,11 @@ PART = st.recursive(
 def test_any_schema_has_a_grammar_or_is_refused_and_types_its_values(schema: Any, one: Any, other: Any) -> None:
     circle = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, other]}
     schema = {**schema, "$defs": {"a": circle}, "properties": {"a": one, "b": {"$ref": "#/$defs/a"}}}
-    for form in (xml.Qwen3Coder, pythonic.Pythonic):
+    for form in (xml_formats.Qwen3Coder, pythonic_formats.Pythonic):
         try:
             assert form.arguments("r", schema, json.dumps, True)
         except ApiError as e:
             assert e.param == "tools"
     text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter></function></tool_call>"
-    content, [(name, arguments)] = parsed(xml.Qwen3Coder, [text], {"f": schema})
+    content, [(name, arguments)] = parsed(xml_formats.Qwen3Coder, [text], {"f": schema})
     assert (content, name) == ("", "f") and json.loads(arguments).keys() == {"a", "b"}

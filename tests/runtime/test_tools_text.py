@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.server.tools.calls import MAX_SPACE, CallFormat, CallPiece
-from llmc_runtime.server.tools.formats import Hermes, Llama3Json, Mistral, OpenAI
-from llmc_runtime.server.tools.reasoning import FORMATS as FORMATS_OF_REASONING
-from llmc_runtime.server.tools.reasoning import THINK, ReasoningFormat, Splitter
-from llmc_runtime.server.tools.scan import JsonText
+from llmc_runtime.server.tool_calls.call_format import MAX_SPACE, CallFormat, CallPiece
+from llmc_runtime.server.tool_calls.json_formats import Hermes, Llama3Json, Mistral, OpenAI
+from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.reasoning import FORMATS as FORMATS_OF_REASONING
+from llmc_runtime.server.tool_calls.reasoning import THINK, ReasoningFormat, Splitter
 
 FORMATS = (Hermes, Llama3Json, Mistral)
 NAMES: Mapping[str, Any] = {"f": {}, "get_weather": {}}

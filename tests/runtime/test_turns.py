@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from llmc_runtime import LlmcError
 from llmc_runtime.device.fake import FakeExecutor
-from llmc_runtime.turns import Turns
+from llmc_runtime.fair_lock import Turns
 
 from tests.runtime.test_llm import device, make, params
 

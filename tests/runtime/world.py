@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from llmc_runtime.sched.config import SchedulerConfig
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.guides import Wandering
 

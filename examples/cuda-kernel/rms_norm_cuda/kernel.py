@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cuda.base import CTYPES, FLOATS, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, CudaKernel
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import product
 from llmc.ir.graph import Node

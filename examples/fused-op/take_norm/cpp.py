@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.cpu.base import FLOATS, CppKernel, Sizes, pointers
+from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, CppKernel, Sizes, pointers
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target

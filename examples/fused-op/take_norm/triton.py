@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.triton.base import FLOATS, Code, TritonKernel, Unit, element
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

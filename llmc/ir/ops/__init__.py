@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from ..opdef import OpDef
-from . import attention, linear, moe, norm, packed, pointwise, reduce, rope, sample, shape, state
+from llmc.ir.opdef import OpDef
+from llmc.ir.ops import attention, linear, moe, norm, packed, pointwise, reduce, rope, sample, shape, state
 
 
 def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..opdef import OpDef, op
+from llmc.ir.opdef import OpDef, op
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sinks: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..dtype import promote
-from ..scalar import E
-from ..signature import Mismatch
-from ..types import Type
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import promote
+from llmc.ir.scalar import E
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def _erf(x: Any) -> Any:
@@ -69,7 +69,7 @@ def promoted(types: Sequence[Type]) -> str:
 
 
 def _kind(dtype: str) -> str:
-    from ..dtype import DTYPES
+    from llmc.ir.dtype import DTYPES
 
     return DTYPES[dtype].kind
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..opdef import OpDef, op
-from ..scalar import evaluate, parse_expr, walk
-from ..signature import Mismatch
-from ..types import Type
-from .common import NUMPY, broadcast_shapes
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.common import NUMPY, broadcast_shapes
+from llmc.ir.scalar import evaluate, parse_expr, walk
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def _linear_example(rng: Any) -> Any:

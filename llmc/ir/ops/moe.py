@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..opdef import OpDef, op
-from ..scalar import E, evaluate, parse_expr, walk
-from ..signature import Mismatch
-from ..types import Type, tensor
-from .common import NUMPY
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.scalar import E, evaluate, parse_expr, walk
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type, tensor
 
 SWIGLU = "mul(mul(a0, sigmoid(a0)), a1)"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..opdef import OpDef, op
-from ..scalar import E, arg, call
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.scalar import E, arg, call
 
 
 def _rms(attrs: Mapping[str, Any]) -> E:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..opdef import OpDef, op
-from ..scalar import evaluate, parse_expr
-from ..signature import Mismatch
-from ..types import Type
-from .common import NUMPY, broadcast_shapes
-from .linear import check_epilogue
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.common import NUMPY, broadcast_shapes
+from llmc.ir.ops.linear import check_epilogue
+from llmc.ir.scalar import evaluate, parse_expr
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def panel_shape(m: Dim, k: Dim, rows: int, pair: int, parts: int) -> tuple[Dim, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..dtype import DTYPES
-from ..opdef import OpDef, Shape, Strs, op
-from ..scalar import E, call, evaluate, expr, flops, parse_expr, trace
-from ..signature import Mismatch, parse_signature
-from ..types import Type
-from .common import NUMPY, broadcast_shapes, expr_shape, promoted
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.opdef import OpDef, Shape, Strs, op
+from llmc.ir.ops.common import NUMPY, broadcast_shapes, expr_shape, promoted
+from llmc.ir.scalar import E, call, evaluate, expr, flops, parse_expr, trace
+from llmc.ir.signature import Mismatch, parse_signature
+from llmc.ir.types import Type
 
 BOOL = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..opdef import OpDef, op
-from ..scalar import E, arg, call
-from ..signature import Mismatch
-from ..types import Type
-from .common import axis_of
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.common import axis_of
+from llmc.ir.scalar import E, arg, call
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def _reduced(dtype: str = "") -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import DTYPES
-from ..opdef import OpDef, op
-from ..signature import Mismatch
-from ..types import Type
-from . import norm, state
+from llmc.ir.dtype import DTYPES
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops import norm, state
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def _tables_example(rng: Any) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..opdef import OpDef, op
-from ..signature import Mismatch
-from ..types import Type
-from .state import ends, row_commit
+from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.state import ends, row_commit
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 _MASK64 = (1 << 64) - 1
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim, product
-from ..opdef import Ints, OpDef, Shape, op
-from ..signature import Mismatch
-from ..types import Type
-from .common import axis_of
+from llmc.ir.dim import Dim, product
+from llmc.ir.opdef import Ints, OpDef, Shape, op
+from llmc.ir.ops.common import axis_of
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
 
 
 def _reshape_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dim import Dim
-from ..opdef import OpDef, op
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import OpDef, op
 
 
 def _spans_example(rng: Any) -> Any:

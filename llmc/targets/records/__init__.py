@@ -1,1 +1,1 @@
-"""Measured choices of kernels by machine, as data: NAME.jsonl files that `select` reads; see llmc.codegen.tuning."""
+"""Measured times of kernels by machine, as NAME.jsonl files (see llmc.codegen.tuning_records), which `select` reads."""

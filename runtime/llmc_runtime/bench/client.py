@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from llmc_runtime.bench.mix import Mix
+from llmc_runtime.bench.client_worker import Item, Recipe
+from llmc_runtime.bench.http_client import Connection, Pool, Reply, WireError
 from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
-from llmc_runtime.bench.wire import Connection, Pool, Reply, WireError
-from llmc_runtime.bench.work import Item, Recipe
+from llmc_runtime.bench.workload import Mix
 
 _STOCK = 256  # request bodies per mix that are prepared before the start
 _TICK = 0.02  # seconds between measurements of the event loop's delay

@@ -21,7 +21,7 @@ _WHAT = {
 
 def parser(sizes: Callable[[str], int]) -> argparse.ArgumentParser:
     """Return the parser for all kinds of measurement; `sizes` parses amounts of memory."""
-    from llmc_runtime.bench import latency, offline, opening, serve, start
+    from llmc_runtime.bench import common, latency, offline, serve, start
 
     ap = argparse.ArgumentParser(prog="llmc bench", description="Measure; reports are tables, or JSON with --json.")
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
@@ -30,7 +30,7 @@ def parser(sizes: Callable[[str], int]) -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=words, description=words)
         modules[name].arguments(p.add_argument)
         if name != "serve":
-            opening.arguments(p.add_argument, sizes)
+            common.arguments(p.add_argument, sizes)
     return ap
 
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmc_runtime.bench import opening
+from llmc_runtime.bench import common
 from llmc_runtime.bench.table import Line
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -26,17 +26,17 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     The time per decode step is the batch's time minus that of the same batch with one output token, divided by the
     number of tokens between them. Raises LlmcError E670, and the errors of opening a model and of requests.
     """
-    from llmc_runtime.llm import LLM
-    from llmc_runtime.sched.params import SamplingParams
+    from llmc_runtime.api.llm import LLM
+    from llmc_runtime.sched.sampling_params import SamplingParams
 
-    opening.counts(args, "batch_size", "input_len", "output_len", "num_iters")
+    common.counts(args, "batch_size", "input_len", "output_len", "num_iters")
     whole: list[float] = []
     first: list[float] = []
-    with LLM(args.model, **opening.options(args, err)) as llm:
+    with LLM(args.model, **common.options(args, err)) as llm:
         for number in range(-args.num_iters_warmup, args.num_iters):
             for tokens, found in ((1, first), (args.output_len, whole)):
                 seed = args.seed + 2 * (number + args.num_iters_warmup) + (tokens > 1)
-                prompts = opening.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
+                prompts = common.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
                 params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
                 begin = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from llmc_runtime.bench import opening
-from llmc_runtime.bench.mix import Mix
+from llmc_runtime.bench import common
 from llmc_runtime.bench.table import Line
+from llmc_runtime.bench.workload import Mix
 
 LINES = (
     Line("seconds", "elapsed_time", ".2f"), Line("requests", "num_requests", "d"),
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     """Run the measurement and return the report. Raises LlmcError E670, and the errors of opening a model and of
     requests.
     """
-    opening.counts(args, "num_prompts", "input_len", "output_len", "rounds")
+    common.counts(args, "num_prompts", "input_len", "output_len", "rounds")
     sizes = Mix("offline", num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len,
                 range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip
     drawn = [next(sizes) for _ in range(args.num_prompts)]
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
 
 
 def _params(args: argparse.Namespace, drawn: Sequence[tuple[int, int]]) -> list[Any]:
-    from llmc_runtime.sched.params import SamplingParams
+    from llmc_runtime.sched.sampling_params import SamplingParams
 
     text = not args.disable_detokenize
     return [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=text) for _, n in drawn]
@@ -56,17 +56,17 @@ def _params(args: argparse.Namespace, drawn: Sequence[tuple[int, int]]) -> list[
 def _prompts(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], vocab_size: int, number: int) -> list[Any]:
     """Return the prompts of a round. Rounds differ, so that none hits the prefixes of the one before."""
     lengths = [length for length, _ in drawn]
-    return opening.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
+    return common.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
 
 
 def _sync(
     args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
 ) -> tuple[list[float], list[int], Any]:
-    from llmc_runtime.llm import LLM
+    from llmc_runtime.api.llm import LLM
 
     seconds, steps, outputs = [], [], []
     params = _params(args, drawn)
-    with LLM(args.model, **opening.options(args, err)) as llm:
+    with LLM(args.model, **common.options(args, err)) as llm:
         for number in range(-args.warmups, args.rounds):
             prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
             before, begin = llm.stats()["num_steps"], time.perf_counter()
@@ -80,11 +80,11 @@ def _sync(
 async def _async(
     args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
 ) -> tuple[list[float], list[int], Any]:
-    from llmc_runtime.core.async_llm import AsyncLLM
+    from llmc_runtime.api.async_llm import AsyncLLM
 
     seconds, steps, outputs = [], [], []
     params = _params(args, drawn)
-    async with AsyncLLM(args.model, **opening.options(args, err)) as llm:
+    async with AsyncLLM(args.model, **common.options(args, err)) as llm:
 
         async def last(number: int, prompt: list[int]) -> Any:
             found = None

@@ -16,12 +16,12 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 
 from llmc_runtime import __version__
-from llmc_runtime.bench import crew
+from llmc_runtime.bench import workers
+from llmc_runtime.bench.client_worker import CHAT, COMPLETIONS, Recipe, read_items
 from llmc_runtime.bench.figures import METRICS, Wanted, figures
-from llmc_runtime.bench.mix import Mix, parse_mix
+from llmc_runtime.bench.http_client import Pool, Reply, WireError
 from llmc_runtime.bench.table import Line, table
-from llmc_runtime.bench.wire import Pool, Reply, WireError
-from llmc_runtime.bench.work import CHAT, COMPLETIONS, Recipe, read_items
+from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError
 
 _MIX = (
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
     mixes, wanted = mixes_of(args), _wanted(args)
     plan = asyncio.run(_plan(args, _base(args), mixes, keys))
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
-    told = asyncio.run(crew.run(plan, args.client_processes, progress.show))
+    told = asyncio.run(workers.run(plan, args.client_processes, progress.show))
     progress.end()
     report = _report(args, plan, mixes, told, wanted)
     for warning in report["warnings"]:
@@ -194,7 +194,7 @@ def _into(body: bytearray) -> Any:
 
 
 def _report(
-    args: argparse.Namespace, plan: Mapping[str, Any], mixes: Sequence[Mix], told: crew.Told, wanted: Wanted
+    args: argparse.Namespace, plan: Mapping[str, Any], mixes: Sequence[Mix], told: workers.Told, wanted: Wanted
 ) -> dict[str, Any]:
     late = float(np.percentile(told.late, 99)) * 1e3 if told.late else 0.0
     total = figures(told.records, told.start, wanted)
@@ -219,7 +219,7 @@ def _report(
     return report | {"warnings": _warnings(told.busy, late, mixes, each)}
 
 
-def _detailed(told: crew.Told) -> dict[str, list[Any]]:
+def _detailed(told: workers.Told) -> dict[str, list[Any]]:
     """Return lists with one value per request; times are in seconds, as in vLLM."""
     return {
         "input_lens": [r.prompt_tokens for r in told.records],

@@ -12,12 +12,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmc_runtime.bench import opening
+from llmc_runtime.bench import common
 from llmc_runtime.bench.table import Line
 from llmc_runtime.format.errors import LlmcError
 
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from llmc_runtime.bench.first import main; sys.exit(main())"
+    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
+    "from llmc_runtime.bench.cold_start_child import main; sys.exit(main())"
 )
 STAGES = ("interpreter", "modules", "opening", "first token")
 LINES = (
@@ -32,10 +33,10 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     The first run, for which the page cache may be cold, is reported separately. Raises LlmcError E670, E672, and the
     errors of opening a model.
     """
-    from llmc_runtime.llm import resolve
+    from llmc_runtime.api.llm import resolve
 
-    opening.counts(args, "num_iters", "input_len")
-    named = opening.options(args, err)
+    common.counts(args, "num_iters", "input_len")
+    named = common.options(args, err)
     say, cache = named.pop("say"), named.pop("cache_dir")
     model = resolve(args.model, {"target": args.target, "dtype": "auto"}, cache, say)
     wanted = {**named, "model": str(Path(model).resolve()), "input_len": args.input_len}

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import Fields, an_integer, damaged, load_json
+from llmc_runtime.format.json_fields import Fields, an_integer, damaged, load_json
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"

@@ -12,11 +12,11 @@ import numpy as np
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Run
 from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
+from llmc_runtime.exec.buffer_layout import INPUTS, Layout, need_of
 from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
-from llmc_runtime.exec.layout import INPUTS, Layout, need_of
-from llmc_runtime.exec.rows import Rows
+from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import REMEDY
+from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.program import Program
 from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 

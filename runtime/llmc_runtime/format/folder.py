@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import REMEDY, check_name
 from llmc_runtime.format.hashing import sha256, wrong_blocks
+from llmc_runtime.format.json_fields import REMEDY, check_name
 from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
 
 MAX_MANIFEST = 16 << 20

@@ -15,9 +15,9 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
-from llmc_runtime.format.fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
 from llmc_runtime.format.hashing import BLOCK, sha256
-from llmc_runtime.format.param import a_size
+from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
+from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.program import DTYPE_BITS
 
 MAJOR, MINOR = 2, 0

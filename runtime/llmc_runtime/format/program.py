@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.expr import Expr
-from llmc_runtime.format.fields import Fields, a_range, a_text, an_integer, damaged, load_json
-from llmc_runtime.format.param import Param, a_size
+from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
+from llmc_runtime.format.launch_param import Param, a_size
 
 # Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.fields import load_json
+from llmc_runtime.format.json_fields import load_json
 
 MAX_HEADER = 16 << 20  # other readers accept 100 MB
 MAX_RANK = 16

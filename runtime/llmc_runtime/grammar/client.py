@@ -14,8 +14,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.definition import Definition
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
 from llmc_runtime.grammar.limits import EAGER, GUIDES, QUEUE_SECONDS, REFUSALS, VOCABULARY_SECONDS
-from llmc_runtime.grammar.workers import Grammar, Worker, Workers
-from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.grammar.worker_pool import Grammar, Worker, Workers
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _TIDY = 0.05  # seconds between checks for timeouts

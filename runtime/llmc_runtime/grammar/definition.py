@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from llmc_runtime.grammar.limits import PARSER_LIMITS
-from llmc_runtime.sched.structured import StructuredOutputsParams
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 # JSON Schema keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
 _OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmc_runtime.grammar import wire
 from llmc_runtime.grammar.definition import first_line
-from llmc_runtime.grammar.worker import run_worker
+from llmc_runtime.grammar.grammar_worker import run_worker
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _PR_SET_PDEATHSIG = 1

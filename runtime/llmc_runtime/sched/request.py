@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guide import Bans, Guide
-from llmc_runtime.sched.logprobs import PackedLogprobs
-from llmc_runtime.sched.params import SamplingParams
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import RowInit, RowParams, TokenLogprobs, Work
+from llmc_runtime.sched.token_guide import Bans, Guide
 
 
 class Status(IntEnum):

@@ -41,12 +41,12 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.config import POLICIES, SchedulerConfig, admit
-from llmc_runtime.sched.guide import mask_of
-from llmc_runtime.sched.guided import Guided, follow, known_mask, may_sample
+from llmc_runtime.sched.guided_requests import Guided, follow, known_mask, may_sample
 from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
-from llmc_runtime.sched.waiting import OUTPUT_WEIGHT, Waiting, prompt_service
+from llmc_runtime.sched.token_guide import mask_of
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, Waiting, prompt_service
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED

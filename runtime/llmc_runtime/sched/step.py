@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, NamedTuple
 
-from llmc_runtime.format.row import FLOAT_COLUMNS, INT_COLUMNS, STOPS, WIDTH
-from llmc_runtime.sched.params import PARAMETERS, SamplingParams
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, STOPS, WIDTH
+from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
 _NAMES = (*FLOAT_COLUMNS, *(name for name in INT_COLUMNS if name in PARAMETERS))
 _Columns: Any = make_dataclass(

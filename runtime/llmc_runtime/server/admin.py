@@ -18,14 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llmc_runtime import __version__
-from llmc_runtime.core.asks import LONGEST
+from llmc_runtime.engine.control_rpc import LONGEST
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.errors import ApiError, not_found, unavailable
-from llmc_runtime.server.guard import Limits, read_body
-from llmc_runtime.server.handler import told
-from llmc_runtime.server.parse import parse
-from llmc_runtime.server.replies import as_error, as_json, while_connected
-from llmc_runtime.server.seconds import seconds_of
+from llmc_runtime.server.http.auth import Limits, read_body
+from llmc_runtime.server.http.durations import seconds_of
+from llmc_runtime.server.http.errors import ApiError, not_found, unavailable
+from llmc_runtime.server.http.handler import told
+from llmc_runtime.server.http.replies import as_error, as_json, while_connected
+from llmc_runtime.server.requests.parse import parse
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.trace import document
 

@@ -17,27 +17,32 @@ from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.bodies import Body
-from llmc_runtime.server.chat import Chat
-from llmc_runtime.server.completions import Completion
-from llmc_runtime.server.errors import ApiError, not_found
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from llmc_runtime.server.guard import Guard, Keys, Limits, read_body
-from llmc_runtime.server.handler import told
-from llmc_runtime.server.meters import CONTENT_TYPE
-from llmc_runtime.server.offload.jobs import check_tokenize, token_list
-from llmc_runtime.server.offload.messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
-from llmc_runtime.server.offload.pool import OffloadedJob
+from llmc_runtime.server.http.auth import Guard, Keys, Limits, read_body
+from llmc_runtime.server.http.body_budget import Body
+from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.handler import told
+from llmc_runtime.server.http.replies import Events, as_answer, as_error, as_json, while_connected
+from llmc_runtime.server.http.request_target import OriginForm
+from llmc_runtime.server.http.root_path import Rooted, tidy
+from llmc_runtime.server.http.send_parts import InParts
+from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.openai.chat import Chat
+from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
+from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
-from llmc_runtime.server.parts import InParts
-from llmc_runtime.server.replies import Events, as_answer, as_error, as_json, while_connected
-from llmc_runtime.server.rooted import Rooted, tidy
+from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
+from llmc_runtime.server.requests.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from llmc_runtime.server.serving import Call, Serving
-from llmc_runtime.server.shed import Shed
-from llmc_runtime.server.target import OriginForm
-from llmc_runtime.server.tools.definitions import tools_of
+from llmc_runtime.server.text_pool.jobs import check_tokenize, token_list
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.text_pool.text_messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from llmc_runtime.server.tool_calls.definitions import tools_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from llmc_runtime import __version__
-from llmc_runtime.option import Option, of_command, options_of
-from llmc_runtime.options import EngineOptions
-from llmc_runtime.server.elsewhere import add_elsewhere
-from llmc_runtime.server.listen import Tls
-from llmc_runtime.server.options import Invocation, KeySources, Options
+from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.option_type import Option, of_command, options_of
+from llmc_runtime.server.http.listen import Tls
+from llmc_runtime.server.ignored_flags import add_elsewhere
+from llmc_runtime.server.server_options import Invocation, KeySources, Options
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
 

@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from llmc_runtime.server.requests.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from llmc_runtime.server.serving import MOST_SECONDS
 
 _POSTS = (

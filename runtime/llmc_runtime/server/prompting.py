@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
-from llmc_runtime.server.errors import ApiError, told
-from llmc_runtime.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
-from llmc_runtime.server.lengths import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
-from llmc_runtime.server.tools.history import for_template
-from llmc_runtime.text.bounded import TooLong, encode_bounded
-from llmc_runtime.text.chat import ChatTemplate, choose_template
-from llmc_runtime.text.stream import token_bytes
+from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.requests.field_limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.server.tool_calls.history import for_template
+from llmc_runtime.text.bounded_encode import TooLong, encode_bounded
+from llmc_runtime.text.chat_template import ChatTemplate, choose_template
+from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names

@@ -12,25 +12,25 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from llmc_runtime.core.async_llm import AsyncLLM
+from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
-from llmc_runtime.sched.params import SamplingParams
-from llmc_runtime.server.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
-from llmc_runtime.server.bodies import BodyBudget
-from llmc_runtime.server.errors import OF_ENGINE, ApiError, internal, late, not_found, told, unavailable
-from llmc_runtime.server.fields import Generation
-from llmc_runtime.server.lanes import Lanes
-from llmc_runtime.server.lazy import Encoding
-from llmc_runtime.server.logs import Record
-from llmc_runtime.server.meters import Meter, Meters
-from llmc_runtime.server.offload.messages import Spec
-from llmc_runtime.server.offload.pool import TextPool
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.fair_slots import Lanes
+from llmc_runtime.server.http.body_budget import BodyBudget
+from llmc_runtime.server.http.durations import seconds_of
+from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, not_found, told, unavailable
+from llmc_runtime.server.http.lazy_json import Encoding
+from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
+from llmc_runtime.server.operations.metrics_exporter import Meter, Meters
 from llmc_runtime.server.prompting import Prompting
-from llmc_runtime.server.seconds import seconds_of
-from llmc_runtime.server.size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
-from llmc_runtime.server.tools.dialect import AUTO, dialect_of
+from llmc_runtime.server.requests.request_fields import Generation
+from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
+from llmc_runtime.server.text_pool.pool import TextPool
+from llmc_runtime.server.text_pool.text_messages import Spec
+from llmc_runtime.server.tool_calls.parser_select import AUTO, dialect_of
 
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize

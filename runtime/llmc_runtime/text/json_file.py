@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format import texts
+from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
 
 
@@ -15,7 +15,7 @@ def read_json(path: Path, missing: Any = None) -> Any:
     Raises LlmcError E151 if the file is unreadable or is not an object.
     """
     try:
-        value = texts.document(path)
+        value = tokenizer_files.document(path)
     except FileNotFoundError:
         return missing
     except (OSError, ValueError, RecursionError) as e:

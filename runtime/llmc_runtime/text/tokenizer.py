@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llmc_runtime.format import texts as files
+from llmc_runtime.format import tokenizer_files as files
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.text.chat import read_templates
+from llmc_runtime.text.chat_template import read_templates
 from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 
 if TYPE_CHECKING:

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import Artifact, open_artifact
-from llmc_runtime.device.choose import open_device
-from llmc_runtime.device.cuda import check_arch
-from llmc_runtime.device.cuda_names import Cuda
-from llmc_runtime.engine import Engine
+from llmc_runtime.device.cuda.cuda_device import check_arch
+from llmc_runtime.device.cuda.driver import Cuda
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine.loader import open_engine
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.open import open_engine
-from llmc_runtime.options import EngineOptions
-from llmc_runtime.sched.params import SamplingParams
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
 from llmc.artifact.write import write_artifact

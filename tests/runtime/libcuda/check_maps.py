@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cuda import CudaDevice
-from llmc_runtime.device.cuda_names import Cuda
+from llmc_runtime.device.cuda.cuda_device import CudaDevice
+from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo

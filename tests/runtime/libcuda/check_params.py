@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cuda import CudaDevice
+from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.launch_param import Param
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.format.param import Param
 from llmc_runtime.format.program import Buffer, Launch, Program, TensorMap
 
 from llmc.artifact.write import write_artifact

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.choose import open_device
+from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work

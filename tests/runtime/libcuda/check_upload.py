@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device import cuda_work
-from llmc_runtime.device.choose import open_device
-from llmc_runtime.device.cpu import CpuDevice
-from llmc_runtime.device.cuda import CudaDevice, CudaMemory
-from llmc_runtime.device.cuda_upload import MAPPED, PINNED, Upload, upload
-from llmc_runtime.device.cuda_work import Work
+from llmc_runtime.device.cpu_device import CpuDevice
+from llmc_runtime.device.cuda.cuda_device import CudaDevice, CudaMemory, upload_work
+from llmc_runtime.device.cuda.upload_work import Work
+from llmc_runtime.device.cuda.weight_upload import MAPPED, PINNED, Upload, upload
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.engine.loader import open_engine
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
-from llmc_runtime.open import open_engine
-from llmc_runtime.options import EngineOptions
 
 from bench.gpu import upload as bench
 from llmc.artifact.write import write_artifact
@@ -71,7 +70,7 @@ def test_every_byte_arrives(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     block: int, threads: int, span: int, way: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cuda_work, "SPAN", span)
+    monkeypatch.setattr(upload_work, "SPAN", span)
     sizes = {"a": (5 << 20) + 12345, "b": 17, "c": 2 << 20, "d": 0}
     made = [a_file(tmp_path, n, s if block > 5000 else -(-s // 50), block) for n, s in sizes.items()]
     for check in (True, False):
@@ -87,7 +86,7 @@ def test_what_is_registered_at_once_is_bounded(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread registers one span at a time, and a span consists of whole blocks."""
-    monkeypatch.setattr(cuda_work, "SPAN", 300 << 10)
+    monkeypatch.setattr(upload_work, "SPAN", 300 << 10)
     f, _ = a_file(tmp_path, "a", (4 << 20) + 1, 64 << 10)
     send(device, tmp_path, [f], threads=3)
     assert driver.registrations == -(-f.bytes // (256 << 10)) and driver.most_registered <= 3 * (256 << 10)
@@ -132,7 +131,7 @@ def test_a_driver_that_refuses_to_register(
     status: int, name: str, after: int,
 ) -> None:  # fmt: skip
     """Everything is copied through pinned memory, and the reason is reported."""
-    monkeypatch.setattr(cuda_work, "SPAN", 1 << 20)
+    monkeypatch.setattr(upload_work, "SPAN", 1 << 20)
     f, data = a_file(tmp_path, "a", (9 << 20) + 5, 1 << 20)
     driver.fail("cuMemHostRegister", status, after)
     memories, report = send(device, tmp_path, [f])
@@ -179,7 +178,7 @@ def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_kernel_that_does_not_populate(device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_work, "_POPULATE_READ", 9999)
+    monkeypatch.setattr(upload_work, "_POPULATE_READ", 9999)
     f, data = a_file(tmp_path, "a", (3 << 20) + 77, 1 << 20)
     memories, report = send(device, tmp_path, [f])
     np.testing.assert_array_equal(device.read(memories["a"]), data)
@@ -195,7 +194,7 @@ def test_a_failure_of_the_gpu_meanwhile(
 ) -> None:
     if name in (("cuMemAllocHost",) if way == MAPPED else ("cuMemHostRegister", "cuMemHostUnregister")):
         pytest.skip("not called")
-    monkeypatch.setattr(cuda_work, "SPAN", 1 << 20)
+    monkeypatch.setattr(upload_work, "SPAN", 1 << 20)
     f, _ = a_file(tmp_path, "a", 9 << 20, 1 << 20)
     driver.fail(name, 719, 1)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_LAUNCH_FAILED"):
@@ -203,7 +202,7 @@ def test_a_failure_of_the_gpu_meanwhile(
 
 
 def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_work, "SPAN", cuda_work.SPAN)  # restored after the test, as the benchmark sets it
+    monkeypatch.setattr(upload_work, "SPAN", upload_work.SPAN)  # restored after the test, as the benchmark sets it
     out = tmp_path / "rows.json"
     options = ["--threads", "1,2", "--spans", "16", "--rounds", "1", "--dir", str(tmp_path), "--json", str(out)]
     assert bench.main(["0.02", *options]) == 0

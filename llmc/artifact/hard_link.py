@@ -1,0 +1,88 @@
+"""Makes an artifact from the files of another one by hard links; only files that differ are written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import NAME, Manifest, Weights
+
+from llmc.artifact.files import Files
+from llmc.artifact.publish import CANARY, PART, locked, publish, sweep
+from llmc.artifact.weight_eval import WeightSource
+from llmc.artifact.weights import Progress, write_weights
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph
+
+
+def link_folder(source: Path, out: Path) -> None:
+    """Link every file of the artifact `source` to `out`, the manifest last. The caller holds the lock of `out`."""
+    with _linked(source, out) as files:
+        files.put(PART, (source / NAME).read_bytes())
+        files.sync()
+        publish(files, out)
+
+
+def last_stage(path: Path) -> tuple[Manifest, str]:
+    """Return the manifest, and the IR text after the last pass, of an artifact whose small files are intact.
+
+    Raises LlmcError E101 to E107 if they are damaged, Diagnostic E328 if there is no IR text.
+    """
+    folder = Folder(path)
+    manifest = folder.manifest()
+    for error in [*folder.sizes(manifest)] or [*folder.check_small(manifest.files)]:
+        raise error
+    last = max((n for n in manifest.files if n.startswith("ir/")), default="")
+    if not last:
+        raise Diagnostic("E328", f"{path} has no stage in ir/ to be packed by", "compile the model again")
+    return manifest, folder.read(last, manifest.files[last].bytes).decode()
+
+
+def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: Progress | None = None) -> Manifest:
+    """Evaluate the weights graph from `source` into an artifact without weights, or replace its weights.
+
+    The artifact is replaced atomically. Raises LlmcError E1xx if it cannot be opened, Diagnostic E121, E123 or E124,
+    and what `source` raises.
+    """
+    path = Path(os.path.abspath(artifact))
+    with locked(path):
+        sweep(path)
+        manifest = Folder(path).manifest()
+        with _linked(path, path, skip=("weights", CANARY)) as files:  # the canary is for the old weights
+            written = write_weights(graph, source, files, progress=progress)
+            others = {n: i for n, i in manifest.files.items() if n != CANARY}
+            manifest = replace(manifest, weights=Weights("packed", written), files=others)
+            files.put(PART, manifest.dump())
+            files.sync()
+            publish(files, path)
+    return manifest
+
+
+@contextmanager
+def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
+    """A temporary folder beside `out` with links to the files of `source`, except its manifest and those in `skip`."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    files.folder()
+    try:
+        for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
+            name = path.relative_to(source)
+            if name.as_posix() in (NAME, PART) or name.parts[0] in skip:
+                continue
+            (files.root / name).parent.mkdir(parents=True, exist_ok=True)
+            _link(path, files.root / name)
+        yield files
+    except BaseException:
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:  # a different file system
+        shutil.copyfile(old, new)

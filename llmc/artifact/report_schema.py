@@ -1,0 +1,94 @@
+"""Reads the reports of an artifact and checks them against the schema in which they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.json_fields import damaged, load_json
+from llmc_runtime.format.manifest import Manifest
+
+# A form is a type, [form] for a list, or a mapping from required keys to forms; "*" is the form of all other keys.
+_TEXT, _COUNT, _NUMBER = str, int, float
+_PLACE = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
+_RULE = MappingProxyType({**_PLACE, "rule": _TEXT})
+_LAUNCH = MappingProxyType(
+    {"op": _TEXT, "loc": _TEXT, "kernel": _TEXT, "us": _NUMBER, "flops": _NUMBER, "bytes": _NUMBER}
+)
+_SIZES = MappingProxyType({"*": _COUNT})
+_SLOT = MappingProxyType({
+    "name": _TEXT, "type": _TEXT, "loc": _TEXT, "offset": _COUNT, "nbytes": _COUNT, "first": _COUNT, "last": _COUNT,
+})  # fmt: skip
+_WAY = MappingProxyType({"kernel": _TEXT, "schedule": {}, "us": _NUMBER})
+_FORMS: Mapping[str, Any] = MappingProxyType(
+    {
+        "roofline": {
+            "machine": {
+                "name": _TEXT, "flops": {"f32": _NUMBER, "*": _NUMBER}, "bandwidth": _NUMBER, "launch_us": _NUMBER,
+            },
+            "programs": {"*": {"sizes": _SIZES, "us": _NUMBER, "launches": [_LAUNCH]}},
+        },
+        "memory": {"*": object},
+        "compile": {"options": {}, "notes": [_TEXT], "versions": {"*": _TEXT}},
+        "passes": [
+            {
+                "pass": _TEXT, "changes": _COUNT, "graphs": _COUNT, "nodes": _COUNT, "applied": [_RULE],
+                "missed": [_RULE], "made": [_PLACE], "gone": [_PLACE],
+            }
+        ],
+        "choices": [
+            {
+                "graph": _TEXT, "node": _TEXT, "loc": _TEXT, **_WAY, "measured": object, "ways": _COUNT,
+                "count": _COUNT, "sizes": _SIZES, "others": [_WAY],
+            }
+        ],
+    }
+)  # fmt: skip
+_PEAKS = ("report/roofline.json.machine.flops", "report/roofline.json.machine.bandwidth")  # divisors: must be positive
+_PLAN = MappingProxyType({"arena_bytes": _COUNT, "values": _COUNT, "slots": [_SLOT]})
+
+
+def read_reports(folder: Folder, manifest: Manifest) -> dict[str, Any]:
+    """Return the contents of report/ by file name without ".json".
+
+    Reports that the artifact lacks are missing from the result. Raises LlmcError E103 if one does not match its schema.
+    """
+    named = [n for n in manifest.files if n.startswith("report/") and n.endswith(".json")]
+    return {Path(n).stem: _read(folder, manifest, n) for n in named}
+
+
+def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
+    found = load_json(folder.read(name, manifest.files[name].bytes), name)
+    kind = Path(name).stem
+    _check(found, _FORMS.get(kind, object), name)
+    if kind == "memory":
+        for key, plan in found.items():
+            if isinstance(plan, dict) and "slots" in plan:
+                _check(plan, _PLAN, f"{name}.{key[:40]}")
+    return found
+
+
+def _check(value: Any, form: Any, where: str) -> None:
+    """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict) or not form.keys() - {"*"} <= value.keys():
+            raise damaged(where, f"expected an object of {', '.join(form.keys() - {'*'}) or 'any keys'}")
+        for key, inner in value.items():
+            if (expected := form.get(key, form.get("*"))) is not None:
+                _check(inner, expected, f"{where}.{key[:40]}")
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            raise damaged(where, "expected a list")
+        for i, inner in enumerate(value):
+            _check(inner, form[0], f"{where}[{i}]")
+    elif form is _NUMBER or form is _COUNT:
+        numbers = (int, float) if form is _NUMBER else int
+        if not isinstance(value, numbers) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+            raise damaged(where, "expected a number that is not negative" if form is _NUMBER else "expected a count")
+        if where.startswith(_PEAKS) and not value > 0:
+            raise damaged(where, "expected a number above zero")
+    elif not isinstance(value, form):
+        raise damaged(where, f"expected {form.__name__}")

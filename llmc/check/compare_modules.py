@@ -1,0 +1,54 @@
+"""Compares two versions of a module by interpreting both on the same random inputs, states included."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmc.check.compare_outputs import Compared, evaluate, judged
+from llmc.check.compare_serving import compare_serving, is_prompt
+from llmc.check.random_inputs import Inputs, draw, elements
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Module
+
+MOST = 30_000_000  # maximum number of input elements; more would take too long to interpret
+
+
+def compare(before: Module, after: Module, seed: int = 0) -> list[Compared]:
+    """Interpret corresponding graphs of both modules in float64; raises Diagnostic E425 if an output differs.
+
+    Graphs with equal names correspond. A prompt graph @main also corresponds to the serving graphs made from it: the
+    prompts then run through the step in two chunks, and through @decode token by token.
+    """
+    if elements(before) > MOST:
+        raise Diagnostic(
+            "E425", f"--check would interpret {elements(before) / 1e6:.0f} million elements", "check a smaller model"
+        )
+    rng = np.random.default_rng(seed)
+    done = []
+    for name, g in before.graphs.items():
+        for other in _counterparts(name, g, after):
+            inputs = draw(before, g, rng)
+            if is_prompt(g) and not is_prompt(other):
+                done.append(compare_serving(before, g, after, other, inputs))
+                continue
+            if other.name == "decode" and name != "decode":
+                inputs = _decoding(inputs, draw(after, other, rng), other)
+            want, got = evaluate(before, g, inputs), evaluate(after, other, inputs)
+            done.append(judged(other.name, want, got, [v.name for v in other.outputs]))
+    return done
+
+
+def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
+    if name == "weights":
+        return []
+    if name in after.graphs:
+        return [after.graphs[name]]
+    if name == "main" and "step" in after.graphs:
+        return [after.graphs[n] for n in ("step", "decode") if n in after.graphs]
+    raise Diagnostic("E425", f"@{name} is gone from the module", "a pass may rename @main to @step alone")
+
+
+def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:
+    """The weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
+    own = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
+    return Inputs(inputs.arrays | own, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})

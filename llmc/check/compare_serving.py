@@ -1,0 +1,97 @@
+"""Compares a prompt graph with the step that serves it: the prompts run in chunks and must give the same results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS
+
+from llmc.check.compare_outputs import Compared, evaluate, judged
+from llmc.check.random_inputs import Array, Inputs
+from llmc.ir.graph import Graph, Module
+
+LENGTHS = (5, 3)  # lengths of the two prompts in tokens
+ANSWERS = 5  # number of outputs of a step before its states
+
+
+def is_prompt(g: Graph) -> bool:
+    """Whether a graph is @main(tokens, positions, last, weights) -> logits."""
+    return {"tokens", "positions", "last"} <= {v.name for v in g.inputs}
+
+
+@dataclass
+class _Rows:
+    """The states of two device rows, as the runtime keeps them between steps."""
+
+    states: dict[str, Array]
+    sizes: dict[str, int]
+
+    @staticmethod
+    def fresh(g: Graph, tokens: Array) -> _Rows:
+        """Rows 0 and 1 with the two prompts before any computation; sampling is greedy, with log-probabilities."""
+        sizes: dict[str, int] = {}
+        table = next(v for v in g.inputs if v.name == "row.pages")
+        sizes["P"] = int(table.type.numel)
+        states: dict[str, Array] = {}
+        for v in g.inputs:
+            if v.type.state:
+                shape = tuple(int(d.subs(sizes)) for d in v.type.shape)
+                states[v.name] = np.zeros(shape)
+        states["row.pages"] = np.arange(sizes["P"])[::-1].reshape(states["row.pages"].shape)
+        for name in ("top_p", "repetition_penalty"):  # 1 is off
+            states["row.fparams"][:, FLOAT_COLUMNS.index(name)] = 1
+        states["row.iparams"][:, INT_COLUMNS.index("want_logprobs")] = 1
+        states["row.stops"] -= 1
+        at = 0
+        for row, n in enumerate(LENGTHS):
+            states["row.tokens"][row, :n] = tokens[at : at + n]
+            at += n
+        return _Rows(states, sizes)
+
+    def step(self, m: Module, g: Graph, weights: dict[str, Array], qlens: tuple[int, int], emit: bool) -> list[Array]:
+        """Advance rows 1 and 0 by `qlens` tokens, keep the new states, and return ids and log-probabilities."""
+        fixed = {"rows": np.array([1, 0]), "qlens": np.array(qlens), "emit": np.full(2, emit)}
+        sizes = self.sizes | {"R": 2, "T": sum(qlens)}
+        out = evaluate(m, g, Inputs(weights | fixed | self.states, sizes))
+        self.states |= dict(zip(_written(g), out[ANSWERS:], strict=True))
+        return out[:2]
+
+
+def _written(g: Graph) -> list[str]:
+    """The states whose next versions are the outputs after the answers, in that order."""
+    found = []
+    for v in g.outputs[ANSWERS:]:
+        n = v.node
+        assert n is not None
+        slots = [i for i, s in enumerate(n.op.operands) if s.name in n.op.writes]
+        found.append(n.operands[slots[n.results.index(v)]].name)
+    return found
+
+
+def compare_serving(before: Module, main: Graph, after: Module, g: Graph, inputs: Inputs) -> Compared:
+    """Compare whole prompts through `main` with two chunks through @step and the last tokens through `g`."""
+    weights = {v.name: inputs.arrays[v.name] for v in main.inputs if v.weight}
+    limit = min(int(v.type.shape[0]) for v in main.inputs if v.weight and _embeds(v))
+    tokens = np.random.default_rng(7).integers(0, limit, sum(LENGTHS))
+    step = after.graphs.get("step", g)
+    rows = _Rows.fresh(step, tokens)
+    rows.step(after, step, weights, (1, 2), False)
+    rows.step(after, step, weights, (LENGTHS[1] - 2, LENGTHS[0] - 3), False)
+    got = rows.step(after, g, weights, (1, 1), True)
+    return judged(g.name, _expected(before, main, weights, tokens), got, ("ids", "logprob"))
+
+
+def _embeds(v: Any) -> bool:
+    return any(n.op.name == "take" and n.operands[0] is v for n in v.uses)
+
+
+def _expected(before: Module, main: Graph, weights: dict[str, Array], tokens: Array) -> list[Array]:
+    positions = np.concatenate([np.arange(n) for n in LENGTHS])
+    last = np.array([sum(LENGTHS) - 1, LENGTHS[0] - 1])
+    fixed = {"tokens": tokens, "positions": positions, "last": last}
+    (logits,) = evaluate(before, main, Inputs(weights | fixed, {"T": sum(LENGTHS), "R": 2}))
+    ids = logits.argmax(-1)
+    x = logits - logits.max(-1, keepdims=True)
+    return [ids, -np.log(np.exp(x).sum(-1))]

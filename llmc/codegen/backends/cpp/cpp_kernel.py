@@ -1,0 +1,132 @@
+"""The base class of C++ kernels, and what their emitters share: dtypes and inlining of headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from types import MappingProxyType
+from typing import ClassVar
+
+from llmc.codegen.emit import Sizes, describe, indent, refused
+from llmc.codegen.kernel import Kernel, Schedule, Source
+from llmc.ir.dim import D, Dim
+from llmc.ir.graph import Node
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+CTYPES = MappingProxyType(
+    {
+        "f32": "float", "bf16": "bf16", "f16": "f16", "i64": "int64_t", "i32": "int32_t",
+        "i16": "int16_t", "i8": "int8_t", "u32": "uint32_t", "u16": "uint16_t", "u8": "uint8_t", "bool": "b8",
+    }
+)  # fmt: skip
+FLOATS = ("f32", "bf16", "f16")
+INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
+
+
+OURS = "llmc.codegen.backends.cpp.kernels"
+
+
+@lru_cache(maxsize=64)
+def _header(packages: tuple[str, ...], name: str) -> str:
+    for package in packages:
+        if (path := resources.files(package).joinpath(name)).is_file():
+            return path.read_text()
+    raise FileNotFoundError(f"no header {name} in {', '.join(packages)}")
+
+
+def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
+    """Replace every `#include "x.h"` by the header's text between marker lines, each header once.
+
+    A header is searched for in `packages`, in order. Raises FileNotFoundError.
+    """
+    done: set[str] = set()
+
+    def expand(m: re.Match[str]) -> str:
+        name = m[1]
+        if name in done:
+            return ""
+        done.add(name)
+        body = _INCLUDE.sub(expand, _header(packages, name))
+        return f"// ---- {name}\n{body.rstrip()}\n// ---- end of {name}\n"
+
+    return _INCLUDE.sub(expand, text)
+
+
+def without_headers(text: str) -> str:
+    """Undo `inline_headers`, for golden files."""
+    return re.sub(r"^// ---- ([\w.]+)\n.*?^// ---- end of \1\n", r'#include "\1"\n', text, flags=re.M | re.S)
+
+
+def ctype(t: Type) -> str:
+    """Return the C++ type of the elements."""
+    return CTYPES[t.dtype]
+
+
+def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
+    """Return why a CPU kernel does not support the node's values, or None."""
+    return refused(node, dtypes)
+
+
+class CppKernel(Kernel):
+    """Base class of C++ kernels: `body` returns the statements of the kernel function; the rest is common."""
+
+    headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
+    packages: ClassVar[tuple[str, ...]] = (OURS,)  # packages to search for headers; an extension puts its own first
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function, in which `ctx`, `args` and `sizes` are in scope."""
+        raise NotImplementedError
+
+    def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        """Return the definitions that precede the kernel function."""
+        return ""
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
+        return D(0)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """Return the complete, self-contained C++ source."""
+        sizes = Sizes()
+        body = self.body(node, schedule, target, sizes).rstrip()
+        helpers = self.helpers(node, schedule, target)
+        entry = f"llmc_{node.op.name}"
+        head = describe(self.name, node, schedule, sizes)
+        includes = "".join(f'#include "{h}"\n' for h in self.headers)
+        text = (
+            f"// {head}\n{includes}{'using namespace llmc;' + chr(10) if uses_namespace(self.headers) else ''}{helpers}"
+            f'extern "C" __attribute__((visibility("default")))\n'
+            f"void {entry}(const llmc_ctx* ctx, void* const* args, const int64_t* sizes) {{\n{indent(body)}\n}}\n"
+        )
+        text = inline_headers(text, self.packages)
+        return Source(entry, "cpp", text, tuple(sizes.dims), self.scratch(node, schedule, target))
+
+
+def uses_namespace(headers: Sequence[str]) -> bool:
+    """Whether one of the headers declares the namespace llmc."""
+    return any(h != "llmc_abi.h" for h in headers)
+
+
+def pointers(node: Node) -> str:
+    """Declare typed pointers x0, x1, ... to the operands and y0, ... to the results."""
+    lines = [f"const {ctype(v.type)}* x{i} = (const {ctype(v.type)}*)args[{i}];" for i, v in enumerate(node.operands)]
+    n = len(node.operands)
+    lines += [f"{ctype(v.type)}* y{i} = ({ctype(v.type)}*)args[{n + i}];" for i, v in enumerate(node.results)]
+    return "\n".join(lines)
+
+
+def product_text(dims: Sequence[Dim], sizes: Sizes) -> str:
+    """Print the product of sizes as a C++ expression."""
+    total = D(1)
+    for d in dims:
+        total = total * d
+    return f"(int64_t){sizes(total)}"

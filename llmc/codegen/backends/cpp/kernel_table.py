@@ -1,0 +1,33 @@
+"""The CPU kernels by name. A kernel's module is imported when its name is first looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_HERE = "llmc.codegen.backends.cpp"
+KERNELS: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu/rows": f"{_HERE}.row_kernels:ROWS",
+        "cpu/elements": f"{_HERE}.row_kernels:ELEMENTS",
+        "cpu/linear": f"{_HERE}.linear:LINEAR",
+        "cpu/attention": f"{_HERE}.attention:ATTENTION",
+        "cpu/copy": f"{_HERE}.shape:COPY",
+        "cpu/transpose": f"{_HERE}.shape:TRANSPOSE",
+        "cpu/slice": f"{_HERE}.shape:SLICE",
+        "cpu/concat": f"{_HERE}.shape:CONCAT",
+        "cpu/take": f"{_HERE}.shape:TAKE",
+        "cpu/packed_take": f"{_HERE}.shape:PACKED_TAKE",
+        "cpu/gather": f"{_HERE}.shape:GATHER",
+        "cpu/iota": f"{_HERE}.shape:IOTA",
+        "cpu/reduce": f"{_HERE}.reduce:REDUCE",
+        "cpu/rope": f"{_HERE}.state:ROPE",
+        "cpu/rope_tables": f"{_HERE}.state:ROPE_TABLES",
+        "cpu/kv_append": f"{_HERE}.state:KV_APPEND",
+        "cpu/state": f"{_HERE}.state:STATES",
+        "cpu/sample": f"{_HERE}.state:SAMPLING",
+        "cpu/matmul": f"{_HERE}.reference:MATMUL",
+        "cpu/packed_attention": f"{_HERE}.reference:ATTENTION",
+        "cpu/moe": f"{_HERE}.reference:MOE",
+    }
+)

@@ -1,0 +1,1 @@
+"""The C++ headers of the CPU kernels."""

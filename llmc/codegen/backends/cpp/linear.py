@@ -1,0 +1,233 @@
+"""Matrix products with generated epilogues over packed weights. The loops are in llmc_linear.h."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
+from llmc.codegen.emit import Sizes, indent
+from llmc.codegen.kernel import Schedule, Source
+from llmc.codegen.print_expr import Dag, convert, statements
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.scalar import parse_expr
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+MAX_PARTS = 4
+PACK = "run the pass `pack` behind `select`"
+_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in L2 while rows pass over it
+_COPY_BYTES = 512 << 10  # bytes of converted rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The computation of a product node, whether or not its weight is packed yet."""
+
+    node: Node
+    parts: int
+    n: Dim
+    k: Dim
+    body: str
+
+    @staticmethod
+    def of(node: Node) -> Problem:
+        """Read the problem from a node."""
+        x, w = node.operands[0].type, node.operands[1].type
+        parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
+        n = node.attrs["n"] if node.op.name == "packed_linear" else (w.shape[0].divide(parts) or w.shape[0])
+        return Problem(node, parts, n, x.shape[-1], body)
+
+    @property
+    def x(self) -> Type:
+        """The type of the left operand."""
+        return self.node.operands[0].type
+
+    @property
+    def w(self) -> Type:
+        """The type of the weight, packed or not."""
+        return self.node.operands[1].type
+
+    @property
+    def out(self) -> Type:
+        """The type of the result."""
+        return self.node.results[0].type
+
+    @property
+    def extras(self) -> list[Type]:
+        """The types of the epilogue's further operands."""
+        return [v.type for v in self.node.operands[2:]]
+
+    @property
+    def pair(self) -> int:
+        """Adjacent columns stored side by side in a panel: 2 for bf16, to match the dot-product instruction."""
+        return 2 if self.w.dtype == "bf16" else 1
+
+    def dp(self, target: Target) -> bool:
+        """Whether the target multiplies and adds pairs of bf16 in one instruction."""
+        return self.x.dtype == self.w.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
+
+
+def is_weight(v: Value) -> bool:
+    """Whether the value depends only on weights."""
+    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
+
+
+def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
+    """Return whether (0 or 1) an extra has rows and columns of out [*b, n]; None if it broadcasts over some rows."""
+    if not extra.rank:
+        return 0, 0
+    lead = [D(1)] * (out.rank - extra.rank) + list(extra.shape[:-1])
+    columns = int(extra.shape[-1] == out.shape[-1] and out.shape[-1].const != 1)
+    if all(d.const == 1 for d in lead):
+        return 0, columns
+    return (1, columns) if lead == list(out.shape[:-1]) else None
+
+
+class Linear(CppKernel):
+    """linear, linear_map and packed_linear for any number of rows, from one (memory-bound) to a prompt."""
+
+    headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
+        if why := unsupported(node, FLOATS):
+            return why
+        p = Problem.of(node)
+        if p.n.const is None or p.k.const is None:
+            return f"the weight's sizes {p.n} x {p.k} are not constant"
+        if not 1 <= p.parts <= MAX_PARTS:
+            return f"{p.parts} parts; it takes at most {MAX_PARTS}"
+        if any(extra_strides(e, p.out) is None for e in p.extras):
+            return "an extra is broadcast over some of the leading axes only"
+        if node.op.name != "packed_linear":
+            return None if is_weight(node.operands[1]) else "its second operand is not known at compile time"
+        rows, pair = (d.const or 0 for d in p.w.shape[2:])
+        lanes = target.vector // 4 * p.parts
+        if rows % lanes or rows > 4 * lanes or pair != p.pair:
+            return f"panels of {rows} rows and pairs of {pair} are not for this target"
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the tile sizes to use, derived from the target's registers and caches."""
+        p, lanes = Problem.of(node), target.vector // 4
+        if node.op.name == "packed_linear":
+            rows = p.w.shape[2].const or 0
+        else:
+            rows = lanes * p.parts * (1 if p.parts > 1 else 2)
+        registers = 24 if target.vector == 64 else 12 if target.vector == 32 else 8
+        mr = max(1, registers // (rows // lanes))
+        size = DTYPES[p.w.dtype].bits // 8
+        kc = max(512, _PANEL_BYTES // (rows * size)) // 2 * 2
+        k = -(-(p.k.const or 1) // p.pair) * p.pair
+        mb = 8 if p.dp(target) else max(4, min(8, _COPY_BYTES // (4 * k * mr)))
+        return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        """Return the packed layout of the weight, unless it is packed already."""
+        if node.op.name == "packed_linear":
+            return {}
+        p = Problem.of(node)
+        return {1: f"pack_panel{{rows={schedule['rows']}, pair={p.pair}, parts={p.parts}}}"}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        """Replace the node by one that reads a packed weight."""
+        pack_node(g, node, schedule, target, ops)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
+        p = Problem.of(node)
+        return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
+        p, s = Problem.of(node), schedule
+        k = p.k.const or 1
+        padded = -(-k // p.pair) * p.pair
+        sums = (s["mb"] if k > s["kc"] else 1) * s["mr"] * s["rows"] * 4
+        item = 2 if p.dp(target) else 4
+        direct = k == padded and item == DTYPES[p.x.dtype].bits // 8
+        return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """Return the complete, self-contained C++ source."""
+        if node.op.name != "packed_linear":
+            raise Diagnostic(
+                "E430", f"{node.op.name} reached code generation with its weight not packed", PACK, loc=node.loc
+            )
+        return super().emit(node, schedule, target)
+
+    def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        """Return the definitions that precede the kernel function."""
+        p, s = Problem.of(node), schedule
+        config = (
+            f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.w.dtype]} W;\n"
+            f"  static constexpr int64_t K = {p.k}, N = {p.n}, MB = {s['mb']}, KC = {s['kc']};\n"
+            f"  static constexpr int NV = {s['rows']} / VN, PAIR = {p.pair}, PARTS = {p.parts}, MR = {s['mr']};\n"
+            f'  static_assert({s["rows"]} % (VN * PARTS) == 0, "panels fit the vectors");\n}};\n'
+        )
+        size = self.scratch(node, schedule, target)
+        check = f'static_assert(product<Shape, Epilogue>::SCRATCH <= {size}, "scratch");\n'
+        return config + epilogue(p, s["rows"] // p.parts) + check
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        p = Problem.of(node)
+        members = ", ".join(["y0", *(f"x{i + 2}" for i in range(len(p.extras)))])
+        rows = product_text(p.x.shape[:-1], sizes)
+        return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\nlinear<Shape>(ctx, x0, {rows}, x1, e);"
+
+
+def epilogue(p: Problem, stride: int) -> str:
+    """Return the C++ struct whose `put` computes outputs from accumulators, `stride` floats apart, and extras."""
+    dag, lines = Dag(), []
+    names: dict[int, tuple[str, str]] = {}
+    root = dag.add(parse_expr(p.body))
+    order = dag.below([root])
+    for i in order:
+        fn, args = dag.nodes[i]
+        if fn != "arg":
+            continue
+        j = int(args[0])
+        lines.append(f"const vf t{i} = {_argument(p, j, stride)};")
+        names[i] = (f"t{i}", "f")
+    lines += statements(dag, order, names)
+    lines.append(f"set(y + m * {p.n} + n, {convert(*names[root], 'f')}, mask);")
+    members = [f"{CTYPES[p.out.dtype]}* y;", *(f"const {CTYPES[e.dtype]}* e{i};" for i, e in enumerate(p.extras))]
+    return (
+        f"struct Epilogue {{\n{indent(chr(10).join(members))}\n"
+        f"  template <class M> LLMC_METHOD void at(int64_t m, int64_t n, M mask, const float* c) const {{\n"
+        f"{indent(chr(10).join(lines), 4)}\n  }}\n"
+        "  LLMC_METHOD void put(int64_t m, int64_t n, int count, const float* c) const {\n"
+        "    if (count == VN) at(m, n, Full{}, c);\n    else at(m, n, Part{count}, c);\n  }\n};\n"
+    )
+
+
+def _argument(p: Problem, j: int, stride: int) -> str:
+    """Operand j of the body: accumulators first, then extras."""
+    if j < p.parts:
+        return f"vload(c + {j * stride})" if j else "vload(c)"
+    rows, columns = extra_strides(p.extras[j - p.parts], p.out) or (0, 0)
+    at = f"e{j - p.parts}" + (f" + m * {p.n if columns else 1}" if rows else "")
+    return f"get({at} + n, mask)" if columns else f"splat(widen(*({at})))"
+
+
+def pack_node(g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> Node:
+    """Replace a linear or linear_map by packed_linear over pack_panel of its weight, keeping the kernel choice."""
+    p = Problem.of(node)
+    layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}
+    packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
+    attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}
+    operands = [node.operands[0], packed, *node.operands[2:]]
+    new = g.add(ops["packed_linear"], operands, attrs, before=node, loc=node.loc, names=(node.result.name,))
+    new.choice = dict(node.choice)
+    g.replace(node.result, new.result)
+    g.erase(node)
+    return new
+
+
+LINEAR = Linear("cpu/linear", ("linear", "linear_map", "packed_linear"))

@@ -1,0 +1,213 @@
+"""Generates C++ for row programs (see `rowspace`): pointwise groups, norms, softmax and `fused`.
+
+Reductions split a row program into passes over the row; expensive values that two passes need are kept in scratch.
+"""
+
+from __future__ import annotations
+
+from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.emit import Sizes, indent
+from llmc.codegen.kernel import Schedule
+from llmc.codegen.print_expr import ELEMENT, VECTOR, convert, statements
+from llmc.codegen.row_program import RowProgram, Space, expressions, same_layout
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node
+from llmc.ir.scalar import walk
+from llmc.targets.target import Target
+
+FOLD = {"row_sum": ("0.0f", "s{0} + {1}", "hsum"), "row_max": ("-INFINITY", "m_max(s{0}, {1})", "hmax_nan")}.items()
+
+
+class Rows(CppKernel):
+    """Float groups, vectorized along the row. Threads divide the rows, or the single row if nothing is reduced."""
+
+    headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")
+
+    def claims(self, node: Node) -> bool:
+        """Whether the node is a row program."""
+        return expressions(node) is not None
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
+        return unsupported(node, (*FLOATS, "bool"))
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
+        return same_layout(node)
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        """Return the scratch memory that each thread needs, in bytes."""
+        p = RowProgram(node, expressions(node) or [])
+        return (p.space.row * 4 + 64) * len(p.cached)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        p = RowProgram(node, expressions(node) or [])
+        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.has[p.count :])
+        return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
+
+
+class Elements(CppKernel):
+    """Groups of any dtype, one element at a time: integer and bool arithmetic, casts to and from integers."""
+
+    headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h", "llmc_element.h")
+
+    def claims(self, node: Node) -> bool:
+        """Whether the node is a row program."""
+        return expressions(node) is not None
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
+        if any(x.fn.startswith("row_") for e in expressions(node) or [] for x in walk(e)):
+            return "it reduces rows, which this kernel computes for no dtype"
+        return unsupported(node, (*FLOATS, *INTS, "bool"))
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """Return the (operand, result) pairs that may share memory."""
+        return same_layout(node)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: object) -> float:
+        """Estimate the time: about four times that of the vectorized kernel."""
+        return 4 * super().cost_us(node, schedule, target, env)  # type: ignore[arg-type]
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        p = RowProgram(node, expressions(node) or [])
+        flat = not p.space.outer and all(h[-1] for h in p.space.has[p.count :])
+        names: dict[int, tuple[str, str]] = {}
+        lines = []
+        for i in p.dag.below(p.roots):
+            fn, args = p.dag.nodes[i]
+            if fn == "arg":
+                k = int(args[0])
+                lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.has[k][-1] else 0}]);")
+                names[i] = (f"t{i}", "s")
+            else:
+                lines += statements(p.dag, [i], names, ELEMENT)
+        for k, root in enumerate(p.roots):
+            at = "j" if p.space.has[p.count + k][-1] else "0"
+            lines.append(f"put(r{k} + {at}, {names[root][0]});")
+        head, n = ("lo", "hi") if flat else ("0", "n")
+        loop = f"for (int64_t j = {head}; j < {n}; j++) {{\n{indent(chr(10).join(lines))}\n}}"
+        return row_loops(p, sizes, loop, flat)
+
+
+def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
+    """Return the loops around a row's text: this thread's rows, and pointers to each value's part of the row."""
+    sp = p.space
+    lines = [pointers(p.node), f"const int64_t n = {sizes(sp.row)};", "int64_t lo, hi;"]
+    values = [*(("q", "x", i) for i in range(p.count)), *(("r", "y", i) for i in range(len(p.node.results)))]
+    if flat:
+        lines += ["llmc_split(ctx, n, 256, &lo, &hi);"]
+        lines += [f"const auto {q}{i} = {x}{i};" for q, x, i in values]
+        return "\n".join([*lines, row])
+    lines += [f"llmc_split(ctx, {sizes(product(sp.outer))}, 1, &lo, &hi);", "for (int64_t row = lo; row < hi; row++) {"]
+    inner = _indices(sp, sizes)
+    for v, (q, x, i) in enumerate(values):
+        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.has[v][a]]
+        inner.append(f"const auto {q}{i} = {' + '.join([f'{x}{i}', *terms])};")
+    return "\n".join([*lines, indent("\n".join([*inner, row])), "}"])
+
+
+def _indices(sp: Space, sizes: Sizes) -> list[str]:
+    """Statements that compute the outer indices i0, i1, ... from the flat row number."""
+    if len(sp.outer) == 1:
+        return ["const int64_t i0 = row;"]
+    lines, rest = [], "row"
+    for a in range(len(sp.outer) - 1, -1, -1):
+        if a == 0:
+            lines.append(f"const int64_t i0 = {rest};")
+        else:
+            d = sizes(sp.outer[a])
+            lines.append(f"const int64_t i{a} = {rest} % {d}, rest{a} = {rest} / {d};")
+            rest = f"rest{a}"
+    return lines
+
+
+def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
+    """The passes over one row, and the stores of results that are constant along the row."""
+    names: dict[int, tuple[str, str]] = {}
+    lines: list[str] = []
+    for slot, i in enumerate(p.cached):
+        lines.append(f"float* const c{i} = (float*)ctx->scratch + {slot} * (n + 16);")
+    for k, targets in enumerate(p.passes):
+        lines += _uniform(p, names, k)
+        if targets:
+            lines += _pass(p, targets, names, k, flat)
+    lines += _uniform(p, names, len(p.passes))
+    for k, root in enumerate(p.roots):
+        if not p.varies[root]:
+            if p.space.has[p.count + k][-1]:
+                lines.append(f"for (int64_t j = 0; j < n; j++) put(r{k} + j, {convert(*names[root], 'f')}[0]);")
+            else:
+                lines.append(f"put(r{k}, {convert(*names[root], 'f')}[0]);")
+    return "\n".join(lines)
+
+
+def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> list[str]:
+    """Statements for the values that are constant along the row and known before pass `level`."""
+    lines = []
+    for i in p.dag.below(p.roots):
+        fn, args = p.dag.nodes[i]
+        if p.varies[i] or i in names or p.reduction(i) or p.level[i] > level:
+            continue
+        if fn == "arg":
+            lines.append(f"const vf t{i} = splat((float)scalar(q{int(args[0])}[0]));")
+            names[i] = (f"t{i}", "f")
+        elif fn.startswith("row_"):
+            names[i] = names[p.dag.operands(i)[0]]
+        else:
+            lines += statements(p.dag, [i], names, VECTOR)
+    return lines
+
+
+def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], k: int, flat: bool) -> list[str]:
+    """One pass over the row: accumulate the reductions of this level, or store results."""
+    local = dict(names)
+    inner: list[str] = []
+    for i in p.work(targets):
+        fn, args = p.dag.nodes[i]
+        if p.cached.get(i, k) < k:
+            inner.append(f"const vf t{i} = get(c{i} + j, m);")
+            local[i] = (f"t{i}", "f")
+        elif not _hidden(p, i, targets, k):
+            if fn == "arg":
+                inner.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
+                local[i] = (f"t{i}", "f")
+            else:
+                inner += statements(p.dag, [i], local, VECTOR)
+            if p.cached.get(i) == k:
+                inner.append(f"set(c{i} + j, {local[i][0]}, m);")
+    before, after = [], []
+    for t in targets:
+        if p.reduction(t):
+            start, fold, finish = _fold(p.dag.nodes[t][0])
+            value = convert(*local[p.dag.operands(t)[0]], "f")
+            before.append(f"vf s{t} = splat({start});")
+            inner.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
+            mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
+            after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
+            names[t] = (f"t{t}", "f")
+    for q, t in enumerate(p.roots):
+        if p.varies[t] and t in targets:
+            inner.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
+    head, n = ("lo", "hi") if flat else ("0", "n")
+    text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(inner)), "};"]
+    text.append(f"for (int64_t j = {head}; j < {n}; j += VN) {{")
+    text.append(f"  if (j + VN <= {n}) pass{k}(j, Full{{}});\n  else pass{k}(j, Part{{(int)({n} - j)}});\n}}")
+    return [*text, *after]
+
+
+def _fold(fn: str) -> tuple[str, str, str]:
+    return dict(FOLD)["row_max" if fn == "row_max" else "row_sum"]
+
+
+def _hidden(p: RowProgram, i: int, targets: list[int], k: int) -> bool:
+    """Whether a node is needed only by values that this pass reads back from scratch."""
+    roots = [p.dag.operands(t)[0] if p.reduction(t) else t for t in targets]
+    stop = lambda x: not p.varies[x] or p.cached.get(x, k) < k  # noqa: E731
+    return i not in p.dag.below(roots, stop=stop)
+
+
+ROWS = Rows("cpu/rows")
+ELEMENTS = Elements("cpu/elements")

@@ -1,0 +1,165 @@
+"""Kernels that move elements: transpose, slice, concat, take, gather, iota, and reshapes that must copy."""
+
+from __future__ import annotations
+
+from llmc.codegen.backends.cpp.cpp_kernel import INTS, CppKernel, ctype, pointers, unsupported
+from llmc.codegen.emit import Sizes, merged
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+def item(node: Node, operand: int = 0) -> int:
+    """Return the bytes of one element of an operand."""
+    return DTYPES[node.operands[operand].type.dtype].bits // 8
+
+
+def raw(node: Node) -> str:
+    """Return the unsigned C++ type with the width of an element, sufficient for moving it."""
+    return {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}[item(node)]
+
+
+class Copy(CppKernel):
+    """A reshape that cannot be an alias: copies all bytes."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        n = sizes(node.operands[0].type.nbytes)
+        return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
+
+
+def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
+    """Return a strided copy from operand 0 to the dense result, merging contiguous axes."""
+    axes = merged(node.result.type.shape, step)
+    t = raw(node)
+    return "\n".join(
+        [
+            f"const int64_t size[] = {{{', '.join(sizes(a) for a, _ in axes)}}};",
+            f"const int64_t step[] = {{{', '.join(sizes(s) for _, s in axes)}}};",
+            f"const {t}* x = (const {t}*)args[0] + {sizes(start)};",
+            f"copy_strided<{t}, {len(axes)}>(ctx, ({t}*)args[1], x, size, step);",
+        ]
+    )
+
+
+def steps(node: Node) -> list[Dim]:
+    """Return the strides of operand 0 in elements."""
+    shape = node.operands[0].type.shape
+    return [product(shape[i + 1 :]) for i in range(len(shape))]
+
+
+class Transpose(CppKernel):
+    """Any permutation of axes."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        step = steps(node)
+        return strided(node, [step[p] for p in node.attrs["perm"]], D(0), sizes)
+
+
+class Slice(CppKernel):
+    """A range, possibly with a step, along one axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        step = steps(node)
+        axis = node.attrs["axis"] % len(step)
+        start = node.attrs["start"] * step[axis]
+        step[axis] = step[axis] * node.attrs["step"]
+        return strided(node, step, start, sizes)
+
+
+class Concat(CppKernel):
+    """Concatenation along one axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        shape = node.result.type.shape
+        axis = node.attrs["axis"] % len(shape)
+        row = sizes(product(shape[axis:]) * item(node))
+        rows = sizes(product(shape[:axis]))
+        lines, at = [f"char* y = (char*)args[{len(node.operands)}];"], D(0)
+        for i, v in enumerate(node.operands):
+            n = product(v.type.shape[axis:]) * item(node)
+            src = f"(const char*)args[{i}], {sizes(n)}"
+            lines.append(f"copy_rows(ctx, y + {sizes(at)}, {row}, {src}, {rows}, {sizes(n)});")
+            at = at + n
+        return "\n".join(lines)
+
+
+class Take(CppKernel):
+    """Rows by index: embeddings, last tokens."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        """Return why this kernel cannot run the node, or None."""
+        if node.operands[1].type.dtype not in INTS:
+            return f"the index has dtype {node.operands[1].type.dtype}"
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        x, idx = (v.type for v in node.operands)
+        count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
+        i = ctype(idx)
+        return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
+
+
+class PackedTake(Take):
+    """Rows by index of a packed weight."""
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        wp, idx = (v.type for v in node.operands)
+        t, i = raw(node), ctype(idx)
+        shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
+        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        return f"take_packed<{t}, {i}, {shape}>(ctx, {ptrs}, {sizes(idx.numel)});"
+
+
+class Gather(CppKernel):
+    """Elements by index along an axis."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        x, idx = (v.type for v in node.operands)
+        a = node.attrs["axis"] % x.rank
+        outer, n, k, inner = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
+        t, i = raw(node), ctype(idx)
+        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        return f"gather(ctx, {ptrs}, {sizes(outer)}, {sizes(n)}, {sizes(k)}, {sizes(inner)});"
+
+
+class Iota(CppKernel):
+    """The integers 0, 1, 2, ..."""
+
+    headers = ("llmc_abi.h", "llmc_store.h")
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        """Return the statements of the kernel function."""
+        n = sizes(node.result.type.shape[0])
+        split = f"int64_t lo, hi;\nllmc_split(ctx, {n}, 64, &lo, &hi);"
+        return f"{pointers(node)}\n{split}\nfor (int64_t i = lo; i < hi; i++) put(y0 + i, i);"
+
+
+COPY = Copy("cpu/copy", ("reshape",))
+TRANSPOSE = Transpose("cpu/transpose", ("transpose",))
+SLICE = Slice("cpu/slice", ("slice",))
+CONCAT = Concat("cpu/concat", ("concat",))
+TAKE = Take("cpu/take", ("take",))
+PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))
+GATHER = Gather("cpu/gather", ("gather",))
+IOTA = Iota("cpu/iota", ("iota",))

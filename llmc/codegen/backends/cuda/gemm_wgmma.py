@@ -1,0 +1,78 @@
+"""The binding of `kernels/gemm_wgmma.cu`: large bf16 products on Hopper by wgmma and tensor maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cuda.cuda_kernel import Binding, CudaKernel
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.cost import node_cost
+from llmc.ir.dim import D, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+TILE_M, TILE_K = 128, 64
+TILES = ((256, 4), (128, 6), (128, 4))  # columns of a tile, stages
+GROUPS = (16, 8)
+THREADS = 384
+SWIZZLE = 3  # 128 bytes
+ALIGN = 1024  # bytes; of the buffers in shared memory
+_SHARE = 0.75  # of the peak, guessed
+
+
+@dataclass(frozen=True)
+class Linear(CudaKernel):
+    """linear of bf16 by a constant weight whose sizes are multiples of 8, on sm_90."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
+            return f"{target.name} is not Hopper, whose matrix instructions it uses"
+        for v in [*node.operands, *node.results]:
+            if v.type.format is not None or v.type.dtype != "bf16":
+                return f"operand type {v.type} is not bf16"
+        n, k = (d.const for d in node.operands[1].type.shape)
+        if not n or not k or n % 8 or k % 8:
+            return f"the weight's sizes {n} x {k} are not constant multiples of 8"
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return self.ways()
+
+    def ways(self) -> list[Schedule]:
+        """All schedules; they fit every node."""
+        return [{"bn": bn, "stages": stages, "group": g} for g in GROUPS for bn, stages in TILES]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Arithmetic of whole tiles in rounds over the multiprocessors, or traffic."""
+        x, w = (v.type for v in node.operands)
+        m, n, k = int(product(x.shape[:-1]).subs(env)), int(w.shape[0]), int(w.shape[1])
+        tiles = -(-m // TILE_M) * -(-n // schedule["bn"])
+        rounds = -(-tiles // target.limits.units)
+        flops = 2.0 * TILE_M * schedule["bn"] * k * rounds * target.limits.units
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth
+        return max(flops / target.peaks["bf16"] / _SHARE, moved) * 1e6 + target.launch_us
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        x, w = (v.type for v in node.operands)
+        m, n, k = product(x.shape[:-1]), int(w.shape[0]), int(w.shape[1])
+        bn, stages = schedule["bn"], schedule["stages"]
+        stage = 2 * TILE_K * (TILE_M + bn)  # bytes
+        return Binding(
+            grid=(m.ceildiv(TILE_M) * -(-n // bn),),
+            threads=THREADS,
+            constants={"N": n, "K": k, "TILE_N": bn, "STAGES": stages, "GROUP": schedule["group"]},
+            shared=stages * stage + ALIGN,
+            sizes=(m,),
+            maps=(Map(0, (m, D(k)), (TILE_M, TILE_K), SWIZZLE), Map(1, (D(n), D(k)), (bn, TILE_K), SWIZZLE)),
+        )
+
+
+LINEAR = Linear(
+    "cuda/gemm_wgmma",
+    ("linear",),
+    crowds=True,
+    opt_in=True,
+    file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
+    entry="llmc_linear",
+)

@@ -1,0 +1,200 @@
+"""Decode attention over KV pages in Triton, whole or in splits, and the combination of the splits.
+
+The kernels are in `kernels/decode_attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.kernel import Schedule, roofline_us
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+MAX_HEAD = 512
+CONTEXT = 1024  # tokens that a row is taken to have when schedules are compared
+# keys, warps, stages
+TILES = (
+    (32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (16, 1, 3), (32, 2, 3), (32, 4, 3), (32, 1, 3),
+    (16, 2, 3), (64, 4, 2), (128, 8, 2), (128, 8, 3),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What attention over pages has in numbers. item: bytes of an element of the pool."""
+
+    h: int
+    g: int
+    page: int
+    d: int
+    item: int
+    scale: float
+    window: int
+    softcap: float
+    dot: str  # the dtype that products are taken in
+
+    @staticmethod
+    def of(node: Node) -> Problem:
+        q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
+        g, page, d = (int(s) for s in kv.shape[2:])
+        dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
+        item = DTYPES[kv.dtype].bits // 8
+        return Problem(int(q.shape[1]), g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.h // self.g
+
+    @property
+    def width(self) -> int:
+        """Columns of a head in a product."""
+        return max(16, power(self.d))
+
+    @property
+    def token(self) -> int:
+        """Bytes of a token's keys and values."""
+        return 2 * self.g * self.d * self.item
+
+    def constants(self) -> dict[str, Argument]:
+        """The template parameters that describe the problem."""
+        return {
+            "HEADS": self.h, "KV_HEADS": self.g, "HEAD_DIM": self.d, "HEAD_DIM_PADDED": self.width, "PAGE": self.page,
+            "SCALE": self.scale, "WINDOW": self.window, "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot,
+        }  # fmt: skip
+
+
+def unfit(node: Node, floats: tuple[int, ...]) -> str | None:
+    """Why none of these kernels can run the node: dtypes, or sizes that are not constant, or too large."""
+    if why := unsupported(node):
+        return why
+    types = [node.operands[i].type for i in floats if i < len(node.operands)]
+    if bad := next((t for t in types if t.dtype not in FLOATS), None):
+        return f"{bad} is not one of {', '.join(FLOATS)}"
+    q, k = types[0], types[1]
+    sizes = [q.shape[1].const, q.shape[2].const, *(s.const for s in k.shape[1:])]
+    if None in sizes:
+        return "heads, page and head size must be constant"
+    h, g = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
+    if h % g:
+        return f"{h} query heads do not share {g} key heads evenly"
+    widest = max(int(t.shape[-1]) for t in types[: len(floats) - 1])
+    return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
+
+
+class Decode(TritonKernel):
+    """Tokens one by one, each over the pages of its row, or over its part of them; right for any mixture of rows."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return "it leaves no rows out" if node.attrs.get("least", 1) > 1 else unfit(node, (0, 1, 6))
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        """The tables: where the row's keys are is then known before the queries are."""
+        return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
+
+    def rows(self, p: Problem) -> int:
+        """Rows of the product: query heads of a key head."""
+        return max(16, power(p.group))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p, least = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
+        if p.dot == "tl.float32":
+            return [least]  # its products take a thread's registers
+        found: list[Schedule] = []
+        for keys, warps, stages in TILES:
+            shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
+            if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
+                found.append({"keys": keys, "warps": warps, "stages": stages})
+        return [*found, least]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Blocks run in rounds; a block's tiles cost a latency and their bytes at a multiprocessor's bandwidth."""
+        p, splits = Problem.of(node), node.attrs.get("splits", 1)
+        tokens = node.operands[0].type.shape[0].subs(env).const or 1
+        seen = min(CONTEXT, p.window or CONTEXT)
+        tile = 2 * schedule["keys"] * p.width * p.item
+        shared = max(1, schedule["stages"] - 1) * tile
+        resident = max(1, min(target.limits.shared // shared, 32 // schedule["warps"]))
+        rounds = math.ceil(tokens * p.g * splits / (target.limits.units * resident))
+        tiles = math.ceil(seen / splits / schedule["keys"])
+        hidden = max(1.0, min(schedule["stages"] - 1, tiles))
+        one = 1.5 + tiles * (0.04 * schedule["warps"] + 0.6 / hidden + tile / 1e5)
+        read = tokens * seen * p.token / target.bandwidth * 1e6
+        return max(read, rounds * one) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        n, p, splits = u.node, Problem.of(u.node), u.node.attrs.get("splits", 0)
+        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
+        template = Template("decode_attention", "paged_decode")
+        call = template.call(
+            query_ptr="x0",
+            kv_ptr="x1",
+            page_table_ptr="x2",
+            rows_ptr="x3",
+            starts_ptr=None if splits else "x4",
+            positions_ptr="x4" if splits else "x5",
+            sinks_ptr="x6" if len(n.operands) > 6 else None,
+            out_ptr="y0",
+            lse_ptr="y1" if splits else None,
+            row_count=None if splits else u.sizes(count),
+            table_width=u.sizes(n.operands[2].type.shape[1]),
+            **p.constants(),
+            SPLITS=splits,
+            QUERY_ROWS=self.rows(p),
+            KEYS_PER_TILE=u.schedule["keys"],
+            TABLES_SETTLED=u.settled,
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
+        )
+        return Code(call, (tokens, p.g, max(1, splits)), template.text(), u.schedule["warps"], u.schedule["stages"])
+
+
+class Combine(TritonKernel):
+    """The parts of one head of one token, weighed by their sums."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node, FLOATS):
+            return why
+        if any(s.const is None for s in node.operands[0].type.shape[1:]):
+            return "heads, parts and head size must be constant"
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
+        best = max(1, min(4, parts * d // 1024))
+        return [{"warps": best}, *({"warps": w} for w in (1, 2, 4) if w != best)]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """The traffic, and what a block waits for: its threads' loads in turn, its warps for one another."""
+        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
+        loads = parts * d / (128 * schedule["warps"])
+        return roofline_us(node, target, env) + 0.02 * loads + 0.05 * schedule["warps"]
+
+    def code(self, u: Unit) -> Code:
+        shape = u.node.operands[0].type.shape
+        h, parts, d = (int(s) for s in shape[1:])
+        template = Template("decode_attention", "combine_splits")
+        call = template.call(
+            partial_ptr="x0",
+            lse_ptr="x1",
+            sinks_ptr="x2" if len(u.node.operands) > 2 else None,
+            out_ptr="y0",
+            HEADS=h,
+            HEAD_DIM=d,
+            HEAD_DIM_PADDED=power(d),
+            SPLITS=parts,
+            SPLITS_PADDED=power(parts),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (shape[0], h), template.text(), warps=u.schedule["warps"])
+
+
+DECODE = Decode("triton/decode_attention", ("paged_attention", "paged_attention_split"))
+COMBINE = Combine("triton/attention_combine", ("attention_combine",))

@@ -1,0 +1,232 @@
+"""Products on tensor cores: weight tiles times a few tokens (GEMM_SMALL), and large square tiles for prompts (GEMM).
+
+GEMM_SMALL has the weight rows as the rows of its tiles and the tokens as their columns, so that few tokens fill an
+instruction; GEMM has them the other way round, and walks its tiles in groups that stay in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, refuse
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
+KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
+LINE = 128  # bytes that one prefetch brings to the L2 cache
+GROUP = 8  # rows of tiles that are walked together
+EARLY = 32  # tokens up to which a program keeps its extras in registers while it multiplies
+TOKENS = (8, 16, 32, 64, 128, 256)
+# bn, bk, warps, stages, split of 16-bit tiles.
+NARROW = (
+    (64, 128, 4, 4, 1),
+    (32, 256, 4, 4, 4),
+    (16, 512, 4, 4, 4),
+    (64, 128, 4, 6, 1),
+    (32, 256, 4, 6, 4),
+    (16, 256, 4, 6, 4),
+    (8, 512, 4, 4, 4),
+    (32, 128, 4, 5, 1),
+    (64, 64, 4, 8, 1),
+    (128, 64, 4, 4, 1),
+    (128, 128, 8, 3, 1),
+    (64, 256, 4, 3, 1),
+    (64, 128, 4, 8, 1),
+    (64, 64, 4, 12, 1),
+    (128, 128, 8, 5, 1),
+    (128, 64, 8, 6, 1),
+    (64, 256, 4, 4, 1),
+    (32, 128, 4, 4, 1),
+    (32, 128, 4, 8, 1),
+    (32, 64, 4, 8, 1),
+    (32, 512, 4, 3, 4),
+    (16, 512, 4, 6, 4),
+    (16, 256, 4, 10, 4),
+    (8, 512, 4, 6, 4),
+    (8, 256, 4, 6, 4),
+)
+# float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
+FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
+# bm, bn, bk, warps, stages of large products; bn is of all parts.
+LARGE = (
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
+    (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
+)  # fmt: skip
+LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
+SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
+_SUMS = 128  # float32 sums that a thread holds at most
+WARPGROUP = 64  # rows of the widest instruction
+MATRIX = 16  # rows and columns of AMD's least one
+_L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
+
+
+@dataclass(frozen=True)
+class Tiled(TritonKernel):
+    """linear and linear_map by tl.dot, any number of tokens. `swap`: the weight is the left factor."""
+
+    swap: bool = False
+    crowds: bool = True
+    yields: bool = True
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return refuse(node)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = Product.of(node)
+        offered = self._narrow(p) if self.swap else self._large(p)
+        if target.family == "hip":  # one tile ahead, in registers; the least instruction has 16 rows and columns
+            offered = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in offered)
+        shapes = [s for s in dict.fromkeys(offered) if fits(p, s, target)]
+        return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
+
+    def _narrow(self, p: Product) -> Iterator[Shape]:
+        m = p.m.const
+        if p.dot == "f32":
+            yield from ((*s, 1) for s in FLOAT)
+            return
+        for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
+            yield from ((bm, *s) for s in NARROW)
+
+    def _large(self, p: Product) -> Iterator[Shape]:
+        for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
+            yield bm, bn // power(p.parts), bk, warps, stages, 1
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        p, s = Product.of(node), schedule
+        return product_us(p, s, target, env, self.swap) * (slower(p, s) if self.swap else 1.0) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        p, s = Product.of(u.node), u.schedule
+        rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
+        grid = (rows, D(columns)) if self.swap else (rows * columns,)
+        template, arguments = self.bind(u, p)
+        call = template.call(**arguments)
+        return Code(call, grid, f"{template.text()}\n\n\n{epilogue(u, p)}", s["warps"], s["stages"])
+
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        """The template and its arguments."""
+        return (Template("gemm_small", "gemm_small"), tile_arguments(u, p)) if self.swap else gemm(u, p, 0)
+
+
+def common(u: Unit, p: Product) -> dict[str, Argument]:
+    """The arguments that the templates of tiled products share."""
+    s, m = u.schedule, u.sizes(p.m)
+    return {
+        "M": m,
+        "out_ptr": "y0",
+        "extra_ptrs": extra_operands(u, p),
+        "N": p.n,
+        "K": p.k,
+        "PARTS": p.parts,
+        "BLOCK_M": s["bm"],
+        "BLOCK_N": s["bn"],
+        "BLOCK_K": s["bk"],
+        "STAGES": s["stages"],
+        "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
+        "FLOAT32_FACTORS": u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype),
+        "LOAD_EXTRAS": "load_extras",
+        "EPILOGUE": "epilogue",
+        "DEPENDENT_LAUNCH": u.pdl,
+        "LATE_LAUNCH": u.late,
+    }
+
+
+def gemm(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+    """The template of large tiles and its arguments; `splits` parts of the depth, or 0."""
+    return Template("gemm", "gemm"), {
+        **common(u, p),
+        "x_ptr": "x0",
+        "weight_ptr": "x1",
+        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
+        "SPLITS": splits,
+        "GROUP": u.schedule.get("group", GROUP),
+    }
+
+
+def tile_arguments(u: Unit, p: Product) -> dict[str, Argument]:
+    """The arguments of the template of few tokens.
+
+    With dependent launches it asks for the weights of its first step before the wait. Asking for more than that slowed
+    down the kernels in front by what it gained here.
+    """
+    s, line = u.schedule, LINE * 8 // DTYPES[p.w.dtype].bits
+    lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # a power of two, not above what the step has
+    return {
+        **common(u, p),
+        "x_ptr": "x0",
+        "weight_ptr": "x1",
+        "JOINED": joins(p, s["bn"], s["split"]),
+        "SLICES": s["split"],
+        "PREFETCH_LINE": line,
+        "PREFETCH_LINES": lines if u.pdl and p.early else 0,
+        "EARLY_EXTRAS": s["bm"] <= EARLY,
+    }
+
+
+def fits(p: Product, s: Shape, target: Target) -> bool:
+    """True where a block's tiles fit its shared memory, and its sums the registers."""
+    bm, bn, _, warps, _, split = s
+    shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
+    return shared <= target.limits.shared and bm * bn * p.parts * split <= _SUMS * warps * target.limits.warp
+
+
+def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
+    """Shared memory: instructions that read it themselves hold one tile more than those that read registers."""
+    rows = s["bn"] * (2 if joins(p, s["bn"], s["split"]) else 1)
+    direct = target.family == "cuda" and rows >= WARPGROUP and s["bm"] >= 16
+    kept = s["stages"] - (not direct)
+    return int(kept * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
+
+
+def joins(p: Product, bn: int, split: int) -> bool:
+    """Whether both parts are one tile: half as many rows of each still fill an instruction."""
+    return split == 1 and p.parts == 2 and bn < WARPGROUP
+
+
+def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
+    """What is in flight bounds the rate: a multiprocessor takes about 1.6 shares of the bandwidth, and memory answers
+    after 1 us. Programs that share weights and are not walked in groups read them again, mostly from the L2 cache."""
+    passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
+    row = s["bk"] * DTYPES[p.w.dtype].bits // 8
+    ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
+    blocks = columns if swap else columns * passes
+    room = min(target.limits.shared // tiles_bytes(p, s, target), 32 // s["warps"])
+    resident = min(blocks, units * max(1, room))
+    busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
+    moved = p.bytes(env) + (0.1 * (passes - 1) * p.weight_bytes if swap else 0)
+    near = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
+    return max(moved / (0.86 * busy), near / _L2) / target.bandwidth * 1e6
+
+
+def slower(p: Product, s: Schedule) -> float:
+    """What the rule cannot see, as measured on an H200: warps that split the columns need many steps and few tokens,
+    flat tiles of many tokens starve."""
+    if s["split"] > 1:
+        return 1.4 if s["bm"] > 32 else 1.25 if p.k < 8 * s["bk"] else 1.0
+    return 1.5 if s["bn"] < 64 and s["bm"] >= 64 else 1.0
+
+
+def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
+    """Reading and half of the arithmetic beside it, as tiles of few tokens were measured; or the arithmetic, at the
+    share of the peak that a tile of the size reaches, in whole rounds of blocks over the multiprocessors."""
+    rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
+    blocks, units, area = rows * columns, target.limits.units, s["bm"] * s["bn"] * p.parts
+    flops = 2.0 * rows * s["bm"] * columns * s["bn"] * p.parts * p.k
+    if swap:
+        share = 0.35 if s["bn"] < 64 else 0.55 if area < 16384 else 0.65
+    else:
+        share = 0.5 if area < 16384 else 0.72 if area < 32768 else 0.77
+    best = flops / peak(p, target) * 1e6
+    return max(reading_us(p, s, target, env, swap) + 0.5 * best, best * (-(-blocks // units) * units / blocks) / share)
+
+
+GEMM_SMALL = Tiled("triton/gemm_small", ("linear", "linear_map"), swap=True)
+GEMM = Tiled("triton/gemm", ("linear", "linear_map"))

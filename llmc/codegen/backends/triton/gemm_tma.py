@@ -1,0 +1,116 @@
+"""Large products whose tiles the bulk copy engine brings: tensor maps in place of pointers, on Hopper and later.
+
+No thread computes an address or holds a mask: what lies behind a matrix comes as zeros. The parts of a gated product
+are one tile of twice the rows, so that one instruction multiplies both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Shape, Tiled, common, product_us
+from llmc.codegen.backends.triton.gemm_splitk import parts_us
+from llmc.codegen.backends.triton.linear_problem import Product
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.triton_kernel import Code, Unit
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+FIRST = 90  # compute capability, in tenths
+ROW = 16  # bytes of which a row has to be a multiple
+STEP = 64  # columns of a tile: 128 bytes, the widest swizzle
+# bm, bn, warps, stages; bn is of all parts.
+TILES = (
+    (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
+    (64, 256, 4, 4), (128, 128, 8, 6), (64, 128, 4, 6), (256, 128, 8, 3),
+)  # fmt: skip
+GROUPS, GROUPED = (16, 32), 3
+_GAIN = 1.1  # over pointers, as measured on an H200
+
+
+def has_maps(target: Target) -> bool:
+    """Whether its GPUs have the bulk copy engine."""
+    return target.family == "cuda" and int(target.arch.removeprefix("sm_").rstrip("af")) >= FIRST
+
+
+def gain(node: Node, env: Mapping[str, int]) -> float:
+    """How much faster it is than the same tiles by pointers; nothing is known where tokens are few."""
+    return _GAIN if Product.of(node).tokens(env) > WARPGROUP else 1.0
+
+
+@dataclass(frozen=True)
+class GemmTma(Tiled):
+    """linear and linear_map of 16-bit factors, one part or two."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        p = Product.of(node)
+        if not has_maps(target):
+            return f"{target.name} has no bulk copies of tensors"
+        if p.x.dtype != p.w.dtype or p.dot == "f32":
+            return f"factors of {p.x.dtype} and {p.w.dtype}; it takes two of 16 bits that are alike"
+        if p.parts > 2:
+            return f"{p.parts} parts; it takes two at most"
+        return f"rows of {2 * p.k} bytes are no multiple of {ROW}" if 2 * p.k % ROW else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Each tile, and the best ones in larger groups: weights pass once where all tokens are one group."""
+        found = super().schedules(node, target)
+        return found + [{**s, "group": g} for g in GROUPS for s in found[:GROUPED]]
+
+    def _large(self, p: Product) -> Iterator[Shape]:
+        for bm, bn, warps, stages in TILES:
+            yield bm, bn // p.parts, STEP, warps, stages, 1
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        us = product_us(Product.of(node), schedule, target, env, False)
+        return us / gain(node, env) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        p, s = Product.of(u.node), u.schedule
+        weight = (s["bn"], s["bk"]) if p.parts == 1 else (p.parts, s["bn"], s["bk"])
+        sizes = (D(p.n), D(p.k)) if p.parts == 1 else (D(p.parts), D(p.n), D(p.k))
+        return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))
+
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return mapped(u, p, 0)
+
+
+def mapped(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+    """The template and its arguments; `splits` parts of the depth, or 0."""
+    return Template("gemm_tma", "gemm_tma"), {
+        "x_map": "x0",
+        "weight_map": "x1",
+        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
+        "SPLITS": splits,
+        "GROUP": u.schedule.get("group", GROUP),
+        **common(u, p),
+    }
+
+
+class GemmTmaSplitK(GemmTma):
+    """linear_split. A part is whole steps: what lies behind it is no zeros, but the next one's."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        depth = Product.of(node).k // int(node.attrs["splits"])
+        return super().reject(node, target) or (
+            f"parts of {depth} columns are no multiple of {STEP}" if depth % STEP else None
+        )
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return parts_us(node, schedule, target, env) / gain(node, env) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        code = super().code(u)
+        return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
+
+    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+        return mapped(u, p, int(u.node.attrs["splits"]))
+
+
+GEMM_TMA = GemmTma("triton/gemm_tma", ("linear", "linear_map"))
+GEMM_TMA_SPLITK = GemmTmaSplitK("triton/gemm_tma_splitk", ("linear_split",))

@@ -1,0 +1,197 @@
+"""Decode attention: every query token attends to the paged keys of its sequence.
+
+A program has one token and one key head. The query heads that share the key head are the rows of its tensor-core
+products. With SPLITS, a program has one of SPLITS shares of the keys, and `combine_splits` adds the shares up, as in
+flash decoding (Dao et al. 2023).
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.online_softmax import (
+    LOG2_E,
+    LOWEST,
+    softmax_add_sink,
+    softmax_lse,
+    softmax_mean,
+    softmax_start,
+    softmax_tile,
+)
+from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, key_offsets, load_keys_values, load_pages
+
+NEVER = tl.constexpr(2**31 - 1)
+ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_row` compares at once
+
+
+@triton.jit
+def find_row(token, rows_ptr, starts_ptr, positions_ptr, row_count):
+    """(row of the page table, number of keys) of `token`; padding has row -1 and no keys.
+
+    rows_ptr has the row of each token if starts_ptr is None. Otherwise row i of the batch has the tokens from starts[i]
+    to starts[i + 1]: the rows that end at or before the token come before its own.
+    """
+    if starts_ptr is None:
+        row = tl.load(rows_ptr + token)
+        position = tl.load(positions_ptr + token)
+    else:
+        position = tl.load(positions_ptr + token)  # in front of the search, which hides its latency
+        index = token * 0
+        for first in range(0, row_count, ROWS_PER_STEP):
+            candidate = first + tl.arange(0, ROWS_PER_STEP)
+            ends = tl.load(starts_ptr + 1 + candidate, mask=candidate < row_count, other=NEVER)
+            index += tl.sum((ends <= token).to(tl.int32))
+        row = tl.load(rows_ptr + index, mask=index < row_count, other=-1)
+    return row, tl.where(row >= 0, position + 1, 0)
+
+
+@triton.jit
+def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr):
+    """(begin, end) of the keys of this program, whose sequence has `length` tokens; `begin` is the start of a page.
+
+    A split sequence is shared out in whole pages; the last shares may be empty.
+    """
+    first_page = 0
+    if WINDOW:
+        first_page = tl.maximum(length - WINDOW, 0) // PAGE
+    end = length
+    if SPLITS:
+        pages_per_split = ((length + (PAGE - 1)) // PAGE - first_page + (SPLITS - 1)) // SPLITS
+        first_page = first_page + tl.program_id(2) * pages_per_split
+        end = tl.minimum(length, (first_page + pages_per_split) * PAGE)
+    return first_page * PAGE, end
+
+
+@triton.jit
+def attend(
+    query,
+    kv_ptr,
+    page_table_ptr,
+    pages,
+    begin,
+    end,
+    length,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """The softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
+
+    `query` has one row for each query head, `kv_ptr` is the key head in page 0, `page_table_ptr` the sequence's row,
+    and `pages` holds the pages of the first tile.
+    """
+    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
+    for tile in range(begin, end, KEYS_PER_TILE):
+        keys = tile + tl.arange(0, KEYS_PER_TILE)
+        offsets = key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM)
+        pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, end, PAGE)
+        visible = keys < end
+        if WINDOW:
+            visible = visible & (keys >= length - WINDOW)
+        key, value = load_keys_values(kv_ptr, offsets, visible, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)
+        running_max, running_sum, acc = softmax_tile(
+            query, key, value, visible[None, :], running_max, running_sum, acc, SCALE, SOFTCAP, DOT_DTYPE, INTERPRET
+        )
+    return running_max, running_sum, acc
+
+
+@triton.jit
+def paged_decode(
+    query_ptr,  # [tokens, HEADS, HEAD_DIM]
+    kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
+    page_table_ptr,  # [table rows, table_width]
+    rows_ptr,  # [row_count]: rows of the page table, -1 for padding; with SPLITS [tokens]
+    starts_ptr,  # [row_count + 1]: the first token of each row; None with SPLITS
+    positions_ptr,  # [tokens]: the position of each token in its sequence
+    sinks_ptr,  # [HEADS], or None
+    out_ptr,  # [tokens, HEADS, HEAD_DIM]; with SPLITS [tokens, HEADS, SPLITS, HEAD_DIM] in float32
+    lse_ptr,  # [tokens, HEADS, SPLITS]: log of the sum of exp(logit), -inf for an empty share; None without SPLITS
+    row_count,
+    table_width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query attends to, its own included; 0: all
+    SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,  # HEADS // KV_HEADS, padded for tl.dot
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    TABLES_SETTLED: tl.constexpr,  # the previous kernel writes neither page table, rows, starts nor positions
+    DEPENDENT_LAUNCH: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Attention of one token and one key head, over all keys or one share of them."""
+    if not TABLES_SETTLED:
+        wait_for_previous(DEPENDENT_LAUNCH)
+    token, kv_head = tl.program_id(0), tl.program_id(1)
+    row, length = find_row(token, rows_ptr, starts_ptr, positions_ptr, row_count)
+    begin, end = key_range(length, WINDOW, PAGE, SPLITS)
+    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
+    first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
+    if TABLES_SETTLED:
+        wait_for_previous(DEPENDENT_LAUNCH)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_ptr += kv_head * (PAGE * HEAD_DIM)
+    member = tl.arange(0, QUERY_ROWS)
+    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(DOT_DTYPE)
+    running_max, running_sum, acc = attend(
+        query, kv_ptr, page_table_ptr, first_pages, begin, end, length,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
+        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
+    if SPLITS:
+        head = head * SPLITS + tl.program_id(2)
+    out = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out, mask=mask)
+    if SPLITS:
+        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
+
+
+@triton.jit
+def combine_splits(
+    partial_ptr,  # [tokens, HEADS, SPLITS, HEAD_DIM]: float32
+    lse_ptr,  # [tokens, HEADS, SPLITS]: float32
+    sinks_ptr,  # [HEADS], or None
+    out_ptr,  # [tokens, HEADS, HEAD_DIM]
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """The attention of one head of one token: the mean of its shares, weighted by the sums of their softmaxes."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    head = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    split, column = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)
+    lse = tl.load(lse_ptr + head * SPLITS + split, mask=split < SPLITS, other=float("-inf")) * LOG2_E
+    mask = (split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + (head * SPLITS + split)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * LOG2_E
+        largest = tl.maximum(tl.max(lse, 0), sink)
+    else:
+        largest = tl.maximum(tl.max(lse, 0), LOWEST)
+    weight = tl.exp2(lse - largest)
+    total = tl.sum(weight, 0)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - largest)
+    out = tl.sum(partial * weight[:, None], 0) / tl.maximum(total, 1e-30)
+    tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)

@@ -1,0 +1,114 @@
+"""Linear layers on tensor cores for many tokens: out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras).
+
+Each program has a tile of BLOCK_M tokens times BLOCK_N columns of every part. With SPLITS, a program multiplies one of
+SPLITS shares of the depth and stores its sums; `splitk_combine` adds the shares up and applies the epilogue.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
+
+
+@triton.jit
+def grouped_tile(ROW_TILES, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row, column) of this program's tile. GROUP rows of tiles are walked together, column by column.
+
+    The programs that run at the same time then share rows of both factors, and find them in the L2 cache.
+    """
+    program = tl.program_id(0)
+    first = program // (GROUP * COLUMN_TILES) * GROUP
+    height = tl.minimum(ROW_TILES - first, GROUP)
+    return first + program % (GROUP * COLUMN_TILES) % height, program % (GROUP * COLUMN_TILES) // height
+
+
+@triton.jit
+def store_tile(
+    out_ptr,
+    extra_ptrs,
+    sums,
+    token,
+    column,
+    M,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    LOAD_EXTRAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Store the epilogue of the sums [tokens, columns]; with SPLITS the sums of this program's share of the depth."""
+    token, column = token[:, None], column[None, :]
+    token_mask, column_mask = bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
+    if SPLITS:
+        at = tl.program_id(1).to(tl.int64) * M * N + token * N + column
+        tl.store(out_ptr + at, sums[0], mask=token_mask & column_mask)
+    else:
+        extras = LOAD_EXTRAS(extra_ptrs, token, column, token_mask, column_mask)
+        out = EPILOGUE(sums, extras)
+        at = out_ptr + (token * N + column)
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+
+
+@triton.jit
+def gemm(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [PARTS, N, K]
+    out_ptr,  # [M, N]; with SPLITS [SPLITS, M, N] in float32
+    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
+    M,
+    ROW_TILES,  # cdiv(M, BLOCK_M)
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: the depth is not split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
+    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
+    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
+    DEPENDENT_LAUNCH: tl.constexpr,
+    LATE_LAUNCH: tl.constexpr,
+):
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    WHOLE_N: tl.constexpr = N % BLOCK_N == 0
+    DEPTH: tl.constexpr = K // SPLITS if SPLITS else K  # of this program
+    WHOLE_K: tl.constexpr = DEPTH % BLOCK_K == 0
+    row_tile, column_tile = grouped_tile(ROW_TILES, COLUMN_TILES, GROUP)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    depth = tl.arange(0, BLOCK_K)
+    if SPLITS:
+        weight_ptr += tl.program_id(1) * DEPTH
+        x_ptr += tl.program_id(1) * DEPTH
+    weight_row = clamp(column, N, WHOLE_N).to(tl.int64) * K
+    x_row = clamp(token, M, WHOLE_M) * K
+    weight_tiles = ()
+    for part in tl.static_range(PARTS):
+        weight_tiles = weight_tiles + (weight_ptr + part * N * K + weight_row[None, :] + depth[:, None],)
+    x_tile = x_ptr + x_row[:, None] + depth[None, :]
+    wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+    for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_tile + k, mask=bound(depth[None, :], DEPTH - k, WHOLE_K), other=0.0)
+        if FLOAT32_FACTORS:
+            x = x.to(tl.float32)
+        added = ()
+        for part in tl.static_range(PARTS):
+            mask = bound(depth[:, None], DEPTH - k, WHOLE_K)
+            w = tl.load(weight_tiles[part] + k, mask=mask, other=0.0)
+            if FLOAT32_FACTORS:
+                w = w.to(tl.float32)
+            added = added + (tl.dot(x, w, sums[part], input_precision="ieee"),)
+        sums = added
+    launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    store_tile(
+        out_ptr, extra_ptrs, sums, token, column, M, N, SPLITS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE
+    )  # fmt: skip

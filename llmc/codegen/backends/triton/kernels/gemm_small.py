@@ -1,0 +1,170 @@
+"""Linear layers on tensor cores for few tokens: out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras).
+
+Each program has BLOCK_N rows of every part and BLOCK_M tokens. Its tile is [BLOCK_N, BLOCK_M], the transpose of what it
+stores, because tensor-core instructions have many rows and may have few columns. With SLICES, every step is a batch
+of SLICES products, each of its own columns, so that each warp multiplies alone; their sums are added at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
+
+
+@triton.jit
+def step_columns(BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
+    """The columns of a step, shaped for the LEFT factor [.., rows, columns] or the right one [.., columns, rows]."""
+    column = tl.arange(0, BLOCK_K // SLICES)
+    if SLICES == 1:
+        return column[None, :] if LEFT else column[:, None]
+    else:
+        first = tl.arange(0, SLICES)[:, None, None] * (BLOCK_K // SLICES)
+        return first + (column[None, None, :] if LEFT else column[None, :, None])
+
+
+@triton.jit
+def tile_pointers(ptr, row, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
+    """Pointers to the first step of a factor; `row` holds the offsets of its rows."""
+    if SLICES == 1:
+        first = ptr + (row[:, None] if LEFT else row[None, :])
+    else:
+        first = ptr + (row[None, :, None] if LEFT else row[None, None, :])
+    return first + step_columns(BLOCK_K, SLICES, LEFT)
+
+
+@triton.jit
+def load_step(tile, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
+    """The columns of a factor from k on. Weights, on the left, are read once: they leave the caches first."""
+    POLICY: tl.constexpr = "evict_first" if LEFT else ""
+    mask = bound(step_columns(BLOCK_K, SLICES, LEFT), K - k, K % BLOCK_K == 0)
+    return tl.load(tile + k, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def weight_rows(column_tile, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr):
+    """Offsets of a tile's weight rows: BLOCK_N rows of one part or, if JOINED, of the first part and of the second."""
+    WHOLE_N: tl.constexpr = N % BLOCK_N == 0
+    if JOINED:
+        row = tl.arange(0, 2 * BLOCK_N)
+        first = clamp(column_tile * BLOCK_N + row % BLOCK_N, N, WHOLE_N)
+        return (first + row // BLOCK_N * N).to(tl.int64) * K
+    else:
+        return clamp(column, N, WHOLE_N).to(tl.int64) * K
+
+
+@triton.jit
+def prefetch(weight_ptr, row, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Bring the first LINES cache lines of LINE elements of each row to the L2 cache. Nothing waits for them."""
+    at = row[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(weight_ptr + at).to(tl.int64)], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def multiply(
+    x_tile,
+    weight_tiles,
+    K: tl.constexpr,
+    JOINED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLOAT32_FACTORS: tl.constexpr,
+):
+    """The products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
+    TILES: tl.constexpr = 1 if JOINED else PARTS
+    HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    sums = ()
+    for _ in tl.static_range(TILES):
+        if SLICES == 1:
+            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], tl.float32),)
+        else:
+            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], tl.float32),)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = load_step(x_tile, k, K, BLOCK_K, SLICES, False)
+        if FLOAT32_FACTORS:
+            x = x.to(tl.float32)
+        added = ()
+        for part in tl.static_range(TILES):
+            w = load_step(weight_tiles[part], k, K, BLOCK_K, SLICES, True)
+            if FLOAT32_FACTORS:
+                w = w.to(tl.float32)
+            added = added + (tl.dot(w, x, sums[part], input_precision="ieee"),)
+        sums = added
+    if SLICES > 1:
+        added = ()
+        for part in tl.static_range(TILES):
+            added = added + (tl.sum(sums[part], axis=0),)
+        sums = added
+    if JOINED:
+        sums = tl.split(tl.permute(tl.reshape(sums[0], (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    return sums
+
+
+@triton.jit
+def place(token, column, M, N: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
+    """Tokens [1, BLOCK_M] and columns [BLOCK_N, 1] of a tile, and the masks of those that exist."""
+    token, column = token[None, :], column[:, None]
+    return token, column, bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
+
+
+@triton.jit
+def gemm_small(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [PARTS, N, K]
+    out_ptr,  # [M, N]
+    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,  # the rows of both parts are one tile: half as many of each then fill an instruction
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
+    PREFETCH_LINE: tl.constexpr,  # elements of a cache line
+    PREFETCH_LINES: tl.constexpr,  # lines of each weight row to ask for before the wait; 0: none
+    EARLY_EXTRAS: tl.constexpr,  # load the extras before the product: few registers hold them
+    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
+    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
+    DEPENDENT_LAUNCH: tl.constexpr,
+    LATE_LAUNCH: tl.constexpr,
+):
+    WHOLE_N: tl.constexpr = N % BLOCK_N == 0
+    TILES: tl.constexpr = 1 if JOINED else PARTS
+    row_tile, column_tile = tl.program_id(0), tl.program_id(1)  # the programs that share weights are neighbours
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    weight_row = weight_rows(column_tile, column, N, K, BLOCK_N, JOINED)
+    x_row = clamp(token, M, WHOLE_M) * K
+    weight_tiles = ()
+    for part in tl.static_range(TILES):
+        weight_tiles = weight_tiles + (tile_pointers(weight_ptr + part * N * K, weight_row, BLOCK_K, SLICES, True),)
+    x_tile = tile_pointers(x_ptr, x_row, BLOCK_K, SLICES, False)
+    if PREFETCH_LINES:
+        for part in tl.static_range(TILES):
+            prefetch(weight_ptr + part * N * K, weight_row, K, PREFETCH_LINE, PREFETCH_LINES)
+    wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+
+    if EARLY_EXTRAS:
+        tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
+        extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
+    sums = multiply(
+        x_tile, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, FLOAT32_FACTORS
+    )  # fmt: skip
+    launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
+    if not EARLY_EXTRAS:
+        extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
+    out = EPILOGUE(sums, extras)
+    at = out_ptr + (tokens * N + columns)
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)

@@ -1,0 +1,67 @@
+"""Linear layers on tensor cores for many tokens, whose tiles the bulk copy engine brings, on Hopper and later.
+
+As `gemm`, with tensor maps in place of pointers: no thread computes an address of a factor or holds a mask for
+it, because what lies outside of a matrix comes as zeros. The rows of two parts are one tile, so that one instruction
+multiplies both.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.gemm import grouped_tile, store_tile
+
+
+@triton.jit
+def gemm_tma(
+    x_map,  # tensor map of [M, K], boxes of [BLOCK_M, BLOCK_K]
+    weight_map,  # of [N, K], boxes of [BLOCK_N, BLOCK_K]; for two parts of [2, N, K], boxes of [2, BLOCK_N, BLOCK_K]
+    out_ptr,  # [M, N]; with SPLITS [SPLITS, M, N] in float32
+    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
+    M,
+    ROW_TILES,  # cdiv(M, BLOCK_M)
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 or 2
+    SPLITS: tl.constexpr,  # 0: the depth is not split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
+    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
+    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
+    DEPENDENT_LAUNCH: tl.constexpr,
+    LATE_LAUNCH: tl.constexpr,
+):
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    WHOLE_N: tl.constexpr = N % BLOCK_N == 0
+    row_tile, column_tile = grouped_tile(ROW_TILES, COLUMN_TILES, GROUP)
+    first_row, first_column = row_tile * BLOCK_M, column_tile * BLOCK_N
+    column = first_column + tl.arange(0, BLOCK_N)
+    token = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
+    begin, end = 0, K
+    if SPLITS:  # which divide the depth into whole steps
+        begin = tl.program_id(1) * (K // SPLITS)
+        end = (tl.program_id(1) + 1) * (K // SPLITS)
+    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        x = x_map.load([first_row, k])
+        if PARTS == 2:
+            w = tl.reshape(weight_map.load([0, first_column, k]), (2 * BLOCK_N, BLOCK_K))
+        else:
+            w = weight_map.load([first_column, k])
+        if FLOAT32_FACTORS:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        tile = tl.dot(x, w.T, tile, input_precision="ieee")
+    if PARTS == 2:
+        sums = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    else:
+        sums = (tile,)
+    launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
+    store_tile(
+        out_ptr, extra_ptrs, sums, token, column, M, N, SPLITS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Log-probabilities of the drawn id and of the likeliest ids: one program a row."""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.logit_keys import LOWEST_KEY, key_of, packed, packed_id, packed_key, value_of
+from llmc.codegen.backends.triton.kernels.row_params import PARAMS, WANT_LOGPROBS
+
+NONE_LEFT = tl.constexpr(-(2**63))  # below every packed key
+
+
+@triton.jit
+def likeliest(
+    logits_ptr,
+    drawn,
+    wanted,
+    VOCAB: tl.constexpr,
+    COUNT: tl.constexpr,
+    COUNT_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+):
+    """(log-probability and rank of `drawn`, the COUNT likeliest ids [COUNT_PADDED] and their log-probabilities).
+
+    All are zeros if not `wanted`. `best_of_lane` holds, for each of TILE lanes, the best id not yet returned among the
+    ids of that lane (id % TILE). The next id returned is that of the best lane, which then searches its ids for the
+    next lower one.
+    """
+    place = tl.arange(0, COUNT_PADDED)
+    ids = tl.zeros([COUNT_PADDED], tl.int32)
+    logprobs = tl.zeros([COUNT_PADDED], tl.float32)
+    logprob = tl.zeros([], tl.float32)
+    rank = tl.zeros([], tl.int32)
+    if wanted:
+        own = tl.load(logits_ptr + drawn).to(tl.float32)
+        lanes = tl.arange(0, TILE)
+        best_of_lane = tl.full([TILE], NONE_LEFT, tl.int64)
+        larger = tl.zeros([TILE], tl.int32)
+        for at in range(0, VOCAB, TILE):
+            logit = tl.load(logits_ptr + at + lanes, mask=at + lanes < VOCAB, other=float("-inf")).to(tl.float32)
+            pair = packed(tl.where(at + lanes < VOCAB, key_of(logit), LOWEST_KEY), at + lanes)
+            best_of_lane = tl.maximum(best_of_lane, pair)
+            larger += (logit > own).to(tl.int32)
+        top = value_of(packed_key(tl.max(best_of_lane, 0)))
+        total = tl.zeros([TILE], tl.float64)
+        for at in range(0, VOCAB, TILE):
+            logit = tl.load(logits_ptr + at + lanes, mask=at + lanes < VOCAB, other=float("-inf")).to(tl.float32)
+            total += tl.exp(logit - top).to(tl.float64)
+        shift = tl.log(tl.sum(total, 0)).to(tl.float32)
+        logprob = (own - top) - shift
+        rank = tl.sum(larger, 0) + 1
+        for n in range(COUNT):
+            best = tl.max(best_of_lane, 0)
+            token_id = packed_id(best)
+            ids = tl.where(place == n, token_id, ids)
+            logprobs = tl.where(place == n, (value_of(packed_key(best)) - top) - shift, logprobs)
+            same_lane = token_id % TILE + tl.arange(0, TILES_PADDED) * TILE
+            logit = tl.load(logits_ptr + same_lane, mask=same_lane < VOCAB, other=0.0).to(tl.float32)
+            pair = packed(key_of(logit), same_lane)
+            pair = tl.where((same_lane < VOCAB) & (pair < best), pair, NONE_LEFT)
+            best_of_lane = tl.where(lanes == token_id % TILE, tl.max(pair, 0), best_of_lane)
+    return logprob, rank, ids, logprobs
+
+
+@triton.jit
+def store_likeliest(
+    entry,
+    found,
+    logprob_ptr,
+    rank_ptr,
+    ids_ptr,
+    logprobs_ptr,
+    COUNT: tl.constexpr,
+    COUNT_PADDED: tl.constexpr,
+):
+    """Store what `likeliest` returned as row `entry` of the results."""
+    logprob, rank, ids, logprobs = found
+    place = tl.arange(0, COUNT_PADDED)
+    tl.store(logprob_ptr + entry, logprob)
+    tl.store(rank_ptr + entry, rank)
+    tl.store(ids_ptr + entry * COUNT + place, ids, mask=place < COUNT)
+    tl.store(logprobs_ptr + entry * COUNT + place, logprobs, mask=place < COUNT)
+
+
+@triton.jit
+def row_logprobs(
+    logits_ptr,  # [entries, VOCAB]
+    drawn_ptr,  # [entries]: ids
+    rows_ptr,  # [entries]: rows of the state, -1 for padding; or None: all entries want log-probabilities
+    ints_ptr,  # [rows, PARAMS], or None
+    logprob_ptr,  # [entries]: result, of the drawn id
+    rank_ptr,  # [entries]: result, 1 for the likeliest id
+    ids_ptr,  # [entries, COUNT]: result, the likeliest ids in descending order
+    logprobs_ptr,  # [entries, COUNT]: result, theirs
+    VOCAB: tl.constexpr,
+    COUNT: tl.constexpr,
+    COUNT_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Rows that want no log-probabilities get zeros."""
+    entry = tl.program_id(0)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + entry).to(tl.int64)
+        wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
+    else:
+        wanted = entry >= 0
+    logits_ptr += entry.to(tl.int64) * VOCAB
+    drawn = tl.load(drawn_ptr + entry)
+    found = likeliest(logits_ptr, drawn, wanted, VOCAB, COUNT, COUNT_PADDED, TILE, TILES_PADDED)
+    store_likeliest(entry, found, logprob_ptr, rank_ptr, ids_ptr, logprobs_ptr, COUNT, COUNT_PADDED)

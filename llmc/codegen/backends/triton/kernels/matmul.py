@@ -1,0 +1,46 @@
+"""Batched products of activations: out[b] = left[b] @ right[b], for any sizes."""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+
+
+@triton.jit
+def matmul(
+    left_ptr,  # [batches, M, K]
+    right_ptr,  # [batches, K, N]
+    out_ptr,  # [batches, M, N]
+    M,
+    K,
+    N,
+    ROW_TILES,  # cdiv(M, BLOCK_M)
+    COLUMN_TILES,  # cdiv(N, BLOCK_N)
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """One tile of [BLOCK_M, BLOCK_N] of one batch; the programs of a batch go through its tiles row by row."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    program = tl.program_id(0)
+    batch = (program // (ROW_TILES * COLUMN_TILES)).to(tl.int64)
+    row_tile = program // COLUMN_TILES % ROW_TILES
+    column_tile = program % COLUMN_TILES
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    # Rows and columns past the end read the last ones again: only the store and the depth need masks.
+    left = left_ptr + batch * M * K + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + depth[None, :]
+    right = right_ptr + batch * K * N + depth.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(left + k, mask=depth[None, :] < K - k, other=0.0)
+        y = tl.load(right + tl.cast(k, tl.int64) * N, mask=depth[:, None] < K - k, other=0.0)
+        if FLOAT32_FACTORS:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        sums = tl.dot(x, y, sums, input_precision="ieee")
+    out = out_ptr + batch * M * N + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=(row[:, None] < M) & (column[None, :] < N))

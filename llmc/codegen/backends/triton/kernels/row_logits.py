@@ -1,0 +1,225 @@
+"""The logits of a row as sampling sees them: biased, penalized and masked as the row's parameters say.
+
+Sets of token ids are bits of int32 words.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.row_params import (
+    FREQUENCY_PENALTY,
+    MASKED,
+    MIN_LEN,
+    NUM_BIASES,
+    PARAMS,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+)
+
+
+@triton.jit
+def contains(word, ids):
+    """Whether the bit of each id is set, where `word` is the id's word of a set."""
+    return ((word >> (ids & 31)) & 1) != 0
+
+
+@triton.jit
+def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
+    """Add the biases of the ids of one tile.
+
+    The list of biased ids ascends: those that lie in the tile are next to one another, and a binary search finds them.
+    """
+    least = tl.min(ids, 0)
+    n = tl.full([], 0, tl.int32)
+    end = n + num_biases
+    while n < end:
+        mid = (n + end) // 2
+        below = tl.load(bias_ids_ptr + mid) < least
+        n = tl.where(below, mid + 1, n)
+        end = tl.where(below, end, mid)
+    most = tl.max(ids, 0)
+    biased_id = tl.load(bias_ids_ptr + n, mask=n < num_biases, other=2147483647)
+    while biased_id <= most:
+        logits += tl.where(ids == biased_id, tl.load(biases_ptr + n), 0.0)
+        n += 1
+        biased_id = tl.load(bias_ids_ptr + n, mask=n < num_biases, other=2147483647)
+    return logits
+
+
+@triton.jit
+def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists):
+    """The repetition penalty for ids of the prompt and the output; the other penalties for ids of the output."""
+    count = tl.load(counts_ptr + ids, mask=exists, other=0)
+    word = tl.load(seen_ptr + (ids >> 5), mask=exists, other=0)
+    repeated = contains(word, ids) | (count > 0)
+    logits = tl.where(repeated, tl.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
+
+
+@triton.jit
+def change_logits(logits, row, ids, exists):
+    """Raw logits of one tile with all that the row's parameters change; `row` is the state that `load_row` returned."""
+    (
+        _, seen_ptr, counts_ptr, stops_ptr, stop_count, bias_ids_ptr, biases_ptr, allowed_ptr, penalizes,
+        masks_stops, num_biases, masked, repetition, presence, frequency,
+    ) = row  # fmt: skip
+    if num_biases > 0:
+        logits = bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids)
+    if penalizes:
+        logits = penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists)
+    if masks_stops:
+        for stop in range(stop_count):
+            logits = tl.where(ids == tl.load(stops_ptr + stop), float("-inf"), logits)
+    if masked:
+        word = tl.load(allowed_ptr + (ids >> 5), mask=exists, other=0)
+        logits = tl.where(contains(word, ids), logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def changed_logits(row, ids, exists):
+    """The changed logits of the ids of one tile."""
+    return change_logits(tl.load(row[0] + ids, mask=exists, other=0.0).to(tl.float32), row, ids, exists)
+
+
+@triton.jit
+def plain_logits(logits_ptr, ids, exists):
+    """Logits of one tile of a row that is ready to be drawn from."""
+    return tl.load(logits_ptr + ids, mask=exists, other=0.0)
+
+
+@triton.jit
+def next_position(entry, starts_ptr, positions_ptr):
+    """The position of the token that the entry is about to draw."""
+    return tl.load(positions_ptr + tl.maximum(tl.load(starts_ptr + entry + 1) - 1, 0)) + 1
+
+
+@triton.jit
+def load_row(
+    row,
+    entry,
+    raw_ptr,
+    starts_ptr,
+    positions_ptr,
+    floats_ptr,
+    ints_ptr,
+    stops_ptr,
+    seen_ptr,
+    counts_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    allowed_ptr,
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """(what `changed_logits` needs to know of a row, the row's temperature, the position of the token to draw).
+
+    `raw_ptr` points to the entry's logits. Padding (row -1) reads row 0 and changes nothing.
+    """
+    live = tl.maximum(row, 0)
+    floats_ptr += live * PARAMS
+    ints_ptr += live * PARAMS
+    temperature = tl.load(floats_ptr + TEMPERATURE)
+    repetition = tl.load(floats_ptr + REPETITION_PENALTY)
+    presence = tl.load(floats_ptr + PRESENCE_PENALTY)
+    frequency = tl.load(floats_ptr + FREQUENCY_PENALTY)
+    position = next_position(entry, starts_ptr, positions_ptr)
+    penalizes = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
+    masks_stops = (row >= 0) & (position < tl.load(ints_ptr + MIN_LEN))
+    num_biases = tl.where(row >= 0, tl.load(ints_ptr + NUM_BIASES), 0)
+    masked = (row >= 0) & (tl.load(ints_ptr + MASKED) != 0)
+    state = (
+        raw_ptr, seen_ptr + live * WORDS, counts_ptr + live * VOCAB, stops_ptr + live * STOPS, STOPS,
+        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr + live * WORDS, penalizes, masks_stops,
+        num_biases, masked, repetition, presence, frequency,
+    )  # fmt: skip
+    return state, temperature, position
+
+
+@triton.jit
+def row_penalize(
+    logits_ptr,  # [entries, VOCAB]
+    rows_ptr,  # [entries]: rows of the state, -1 for padding
+    floats_ptr,  # [rows, PARAMS]
+    ints_ptr,  # [rows, PARAMS]
+    seen_ptr,  # [rows, WORDS]: the set of the prompt's ids
+    counts_ptr,  # [rows, VOCAB]: how often the row has emitted each id
+    bias_ids_ptr,  # [rows, BIASES]
+    biases_ptr,  # [rows, BIASES]
+    out_ptr,  # [entries, VOCAB] in float32; may be logits_ptr
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAY_BE_IN_PLACE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Biases and penalties of one block of a row. In place, rows without any are left as they are."""
+    entry = tl.program_id(1)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    floats_ptr += tl.maximum(row, 0) * PARAMS
+    num_biases = tl.where(row >= 0, tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + NUM_BIASES), 0)
+    repetition = tl.load(floats_ptr + REPETITION_PENALTY)
+    presence = tl.load(floats_ptr + PRESENCE_PENALTY)
+    frequency = tl.load(floats_ptr + FREQUENCY_PENALTY)
+    first = entry.to(tl.int64) * VOCAB
+    penalizes = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
+    changes = True
+    if MAY_BE_IN_PLACE:
+        changes = penalizes | (num_biases > 0) | (logits_ptr.to(tl.int64) != out_ptr.to(tl.int64))
+    if changes:
+        logits = tl.load(logits_ptr + first + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
+        if num_biases > 0:
+            logits = bias(logits, bias_ids_ptr + row * BIASES, biases_ptr + row * BIASES, num_biases, ids)
+        if penalizes:
+            seen, counts = seen_ptr + row * WORDS, counts_ptr + row * VOCAB
+            logits = penalize(logits, seen, counts, repetition, presence, frequency, ids, ids < VOCAB)
+        tl.store(out_ptr + first + ids, logits, mask=ids < VOCAB)
+
+
+@triton.jit
+def row_mask(
+    logits_ptr,  # [entries, VOCAB] in float32
+    rows_ptr,  # [entries]
+    starts_ptr,  # [entries + 1]
+    positions_ptr,  # [tokens]
+    ints_ptr,  # [rows, PARAMS]
+    stops_ptr,  # [rows, STOPS]: ids, -1 for none
+    allowed_ptr,  # [rows, WORDS]
+    out_ptr,  # [entries, VOCAB]; may be logits_ptr
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOPS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Set the logits of ids that the row may not draw to -inf; in place, only these are written."""
+    entry = tl.program_id(0)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    live = tl.maximum(row, 0)
+    position = next_position(entry, starts_ptr, positions_ptr)
+    masks_stops = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + MIN_LEN))
+    masked = (row >= 0) & (tl.load(ints_ptr + live * PARAMS + MASKED) != 0)
+    logits = logits_ptr + entry.to(tl.int64) * VOCAB
+    out = out_ptr + entry.to(tl.int64) * VOCAB
+    stop = tl.arange(0, STOPS_PADDED)
+    stop_id = tl.load(stops_ptr + live * STOPS + stop, mask=masks_stops & (stop < STOPS), other=-1)
+    if logits_ptr.to(tl.int64) != out_ptr.to(tl.int64):
+        for at in range(0, VOCAB, TILE):
+            ids = at + tl.arange(0, TILE)
+            tl.store(out + ids, tl.load(logits + ids, mask=ids < VOCAB, other=0.0), mask=ids < VOCAB)
+        tl.debug_barrier()  # other threads overwrite what was copied
+    if masked:
+        for at in range(0, VOCAB, TILE):
+            ids = at + tl.arange(0, TILE)
+            word = tl.load(allowed_ptr + live * WORDS + (ids >> 5), mask=ids < VOCAB, other=-1)
+            tl.store(out + ids, tl.full([TILE], float("-inf"), tl.float32), mask=contains(word, ids) == 0)
+    tl.store(out + stop_id, tl.full([STOPS_PADDED], float("-inf"), tl.float32), mask=stop_id >= 0)

@@ -1,0 +1,373 @@
+"""Sampling: one token id for each entry of a step.
+
+`row_sample` reads a row of finished logits with one program. The other kernels work on raw logits in two launches:
+`row_block_max` summarizes blocks of ids with many programs, and `row_sample_blocks` draws from the summaries. Greedy
+rows then read no logits, and rows with a plain temperature read those of one block.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.logit_keys import LOWEST_KEY, key_of, packed, packed_id, packed_key, value_of
+from llmc.codegen.backends.triton.kernels.logprobs import likeliest, store_likeliest
+from llmc.codegen.backends.triton.kernels.row_logits import (
+    change_logits,
+    changed_logits,
+    load_row,
+    next_position,
+    plain_logits,
+)
+from llmc.codegen.backends.triton.kernels.row_params import (
+    MIN_P,
+    PARAMS,
+    PROMPT_LEN,
+    SEED_HI,
+    SEED_LO,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WANT_LOGPROBS,
+)
+from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, find_lane, uniform
+
+
+@triton.jit
+def load_draw(floats_ptr, ints_ptr, row, position):
+    """(top_p, min_p, top_k, the uniform random number of the position) of a row."""
+    floats_ptr += row * PARAMS
+    ints_ptr += row * PARAMS
+    top_p = tl.load(floats_ptr + TOP_P)
+    min_p = tl.load(floats_ptr + MIN_P)
+    top_k = tl.load(ints_ptr + TOP_K)
+    u = uniform(tl.load(ints_ptr + SEED_LO), tl.load(ints_ptr + SEED_HI), position)
+    return top_p, min_p, top_k, u
+
+
+@triton.jit
+def row_sample(
+    logits_ptr,  # [entries, VOCAB] in float32: biased, penalized and masked
+    rows_ptr,  # [entries]: rows of the state, -1 for padding
+    starts_ptr,  # [entries + 1]
+    positions_ptr,  # [tokens]
+    token_ids_ptr,  # [rows, max_length]
+    floats_ptr,  # [rows, PARAMS]
+    ints_ptr,  # [rows, PARAMS]
+    out_ptr,  # [entries]
+    max_length,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Draw an id; rows that are still inside their prompt get the prompt's next id."""
+    entry = tl.program_id(0)
+    logits_ptr += entry.to(tl.int64) * VOCAB
+    wait_for_previous(DEPENDENT_LAUNCH)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    out = tl.zeros([], tl.int32)
+    if row >= 0:
+        t = tl.load(floats_ptr + row * PARAMS + TEMPERATURE)
+        position = next_position(entry, starts_ptr, positions_ptr)
+        best = tl.full([TILE], -9223372036854775808, tl.int64)
+        for at in range(0, VOCAB, TILE):
+            ids = at + tl.arange(0, TILE)
+            key = tl.where(ids < VOCAB, key_of(plain_logits(logits_ptr, ids, ids < VOCAB)), LOWEST_KEY)
+            best = tl.maximum(best, packed(key, ids))
+        first = tl.max(best, 0)
+        out = packed_id(first)
+        in_prompt = position < tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
+        if (t > 0) & (in_prompt == 0):
+            top_p, min_p, top_k, u = load_draw(floats_ptr, ints_ptr, row, position)
+            top = value_of(packed_key(first))
+            out = draw_filtered(
+                logits_ptr, top, t, top_p, min_p, top_k, u, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+            )
+        prompt_id = tl.load(token_ids_ptr + row * max_length + position, mask=in_prompt, other=0)
+        out = tl.where(in_prompt, prompt_id, out)
+    tl.store(out_ptr + entry, out)
+
+
+@triton.jit
+def store_summary(
+    entry, row, state, t, block, raw, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Store the largest logit of a block, its lowest id, and the mass of the block if the row has a temperature."""
+    logits = change_logits(raw.to(tl.float32), state, ids, ids < VOCAB)
+    pair = tl.max(packed(tl.where(ids < VOCAB, key_of(logits), LOWEST_KEY), ids), 0)
+    best = value_of(packed_key(pair))
+    mass = tl.zeros([], tl.float32)
+    if (row >= 0) & (t > 0):
+        terms = tl.exp(tl.where(logits == best, 0.0, logits - best) / t)
+        mass = tl.sum(tl.where(ids < VOCAB, terms, 0.0), 0)
+    at = entry.to(tl.int64) * BLOCKS + block
+    tl.store(best_ptr + at, tl.where(row >= 0, best, 0.0))
+    tl.store(best_ids_ptr + at, tl.where(row >= 0, packed_id(pair), 0))
+    tl.store(masses_ptr + at, mass)
+
+
+@triton.jit
+def row_block_max(
+    logits_ptr,  # [entries, VOCAB]: raw
+    rows_ptr,  # [entries]: rows of the state, -1 for padding
+    starts_ptr,  # [entries + 1]
+    positions_ptr,  # [tokens]
+    floats_ptr,  # [rows, PARAMS]
+    ints_ptr,  # [rows, PARAMS]
+    stops_ptr,  # [rows, STOPS]
+    seen_ptr,  # [rows, WORDS]
+    counts_ptr,  # [rows, VOCAB]
+    bias_ids_ptr,  # [rows, BIASES]
+    biases_ptr,  # [rows, BIASES]
+    allowed_ptr,  # [rows, WORDS]
+    best_ptr,  # [entries, BLOCKS]: result
+    best_ids_ptr,  # [entries, BLOCKS]: result
+    masses_ptr,  # [entries, BLOCKS]: result
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,  # ids of a block
+    BLOCKS: tl.constexpr,
+    BLOCKS_PER_PROGRAM: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Summarize blocks of a row; the logits of the next block are under way while one is looked at."""
+    entry = tl.program_id(1)
+    first = tl.program_id(0) * BLOCKS_PER_PROGRAM
+    lanes = tl.arange(0, BLOCK)
+    logits_ptr += entry.to(tl.int64) * VOCAB
+    wait_for_previous(DEPENDENT_LAUNCH)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    raw = tl.load(logits_ptr + first * BLOCK + lanes, mask=first * BLOCK + lanes < VOCAB, other=0.0)
+    state, t, _ = load_row(
+        row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
+        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, STOPS, BIASES,
+    )  # fmt: skip
+    if BLOCKS_PER_PROGRAM == 1:
+        ids = first * BLOCK + lanes
+        store_summary(entry, row, state, t, first, raw, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB, BLOCKS)
+    else:
+        for block in range(first, tl.minimum(first + BLOCKS_PER_PROGRAM, BLOCKS)):
+            ids = block * BLOCK + lanes
+            this = raw
+            more = (ids + BLOCK < VOCAB) & (block + 1 < first + BLOCKS_PER_PROGRAM)
+            raw = tl.load(logits_ptr + ids + BLOCK, mask=more, other=0.0)
+            store_summary(entry, row, state, t, block, this, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB, BLOCKS)
+
+
+@triton.jit
+def draw_plain(
+    state,
+    best,
+    mass,
+    block,
+    top,
+    t,
+    u,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The id that the row draws at u in [0, 1) from all ids, given the summaries of its blocks."""
+    weights = tl.where(block < BLOCKS, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
+    target = u * tl.sum(weights, 0)
+    chosen, before = find_lane(weights, block, target)
+    ids = chosen * BLOCK + tl.arange(0, BLOCK)
+    logits = changed_logits(state, ids, ids < VOCAB)
+    terms = tl.where(ids < VOCAB, tl.exp((logits - top) / t), 0.0).to(tl.float64)
+    lane, _ = find_lane(terms, tl.arange(0, BLOCK), target - before)
+    return chosen * BLOCK + lane
+
+
+@triton.jit
+def draw_from_blocks(
+    entry,
+    logits_ptr,
+    rows_ptr,
+    starts_ptr,
+    positions_ptr,
+    floats_ptr,
+    ints_ptr,
+    stops_ptr,
+    seen_ptr,
+    counts_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    allowed_ptr,
+    token_ids_ptr,
+    best_ptr,
+    best_ids_ptr,
+    masses_ptr,
+    max_length,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+):
+    """(id, row, position) that an entry draws; `logits_ptr` points to the entry's logits."""
+    block = tl.arange(0, BLOCKS_PADDED)
+    at = entry.to(tl.int64) * BLOCKS + block
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    best = tl.load(best_ptr + at, mask=block < BLOCKS, other=0.0)
+    best_id = tl.load(best_ids_ptr + at, mask=block < BLOCKS, other=0)
+    state, t, position = load_row(
+        row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
+        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, STOPS, BIASES,
+    )  # fmt: skip
+    pair = tl.max(packed(tl.where(block < BLOCKS, key_of(best), LOWEST_KEY), best_id), 0)
+    out = tl.where(row >= 0, packed_id(pair), 0)
+    live = tl.maximum(row, 0)
+    in_prompt = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + PROMPT_LEN))
+    if (row >= 0) & (t > 0) & (in_prompt == 0):
+        top_p, min_p, top_k, u = load_draw(floats_ptr, ints_ptr, live, position)
+        top = value_of(packed_key(pair))
+        if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)):
+            out = draw_filtered(
+                state, top, t, top_p, min_p, top_k, u, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+            )
+        else:
+            mass = tl.load(masses_ptr + at, mask=block < BLOCKS, other=0.0)
+            out = draw_plain(state, best, mass, block, top, t, u, VOCAB, BLOCK, BLOCKS)
+    prompt_id = tl.load(token_ids_ptr + live * max_length + position, mask=in_prompt, other=0)
+    return tl.where(in_prompt, prompt_id, out), row, position
+
+
+@triton.jit
+def row_sample_blocks(
+    logits_ptr,  # as in row_block_max
+    rows_ptr,
+    starts_ptr,
+    positions_ptr,
+    floats_ptr,
+    ints_ptr,
+    stops_ptr,
+    seen_ptr,
+    counts_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    allowed_ptr,
+    token_ids_ptr,  # [rows, max_length]
+    best_ptr,  # [entries, BLOCKS]: results of row_block_max
+    best_ids_ptr,
+    masses_ptr,
+    out_ptr,  # [entries]
+    max_length,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Draw an id from the summaries of the blocks and, if they are needed, the logits."""
+    entry = tl.program_id(0)
+    logits_ptr += entry.to(tl.int64) * VOCAB
+    wait_for_previous(DEPENDENT_LAUNCH)
+    out, _, _ = draw_from_blocks(
+        entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
+        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
+        VOCAB, LOG_VOCAB, WORDS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+    )  # fmt: skip
+    tl.store(out_ptr + entry, out)
+
+
+@triton.jit
+def commit(
+    entry,
+    row,
+    position,
+    out,
+    rows_ptr,
+    starts_ptr,
+    emit_ptr,
+    token_ids_ptr,
+    length_ptr,
+    counts_ptr,
+    entry_count,
+    max_length,
+    VOCAB: tl.constexpr,
+):
+    """Append the id to its row. Of the entries of one row only the last one that has tokens writes."""
+    emits = tl.load(emit_ptr + entry) != 0
+    continues = tl.load(rows_ptr + entry + 1, mask=entry + 1 < entry_count, other=-1) == row
+    if (row >= 0) & (continues == 0) & (tl.load(starts_ptr + entry) < tl.load(starts_ptr + entry + 1)):
+        tl.store(length_ptr + row, position)
+        if emits:
+            count_ptr = counts_ptr + row * VOCAB + out
+            tl.store(count_ptr, tl.load(count_ptr) + 1)
+            tl.store(token_ids_ptr + row * max_length + position, out, mask=position < max_length)
+
+
+@triton.jit
+def row_finish(
+    logits_ptr,  # as in row_block_max
+    rows_ptr,
+    starts_ptr,
+    positions_ptr,
+    floats_ptr,
+    ints_ptr,
+    stops_ptr,
+    seen_ptr,
+    counts_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    allowed_ptr,
+    token_ids_ptr,  # [rows, max_length]
+    best_ptr,  # [entries, BLOCKS]: results of row_block_max
+    best_ids_ptr,
+    masses_ptr,
+    emit_ptr,  # [entries]: not 0 if the id counts
+    out_ptr,  # [entries]: result
+    logprob_ptr,  # [entries]: result, as are the next three; see row_logprobs
+    rank_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    length_ptr,  # [rows]: updated, as are token_ids and counts
+    entry_count,
+    max_length,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    COUNT: tl.constexpr,  # of the likeliest ids
+    COUNT_PADDED: tl.constexpr,
+    LOGPROBS_TILE: tl.constexpr,
+    LOGPROBS_TILES_PADDED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """row_sample_blocks, row_logprobs of the raw logits and row_commit in one launch."""
+    entry = tl.program_id(0)
+    logits_ptr += entry.to(tl.int64) * VOCAB
+    wait_for_previous(DEPENDENT_LAUNCH)
+    out, row, position = draw_from_blocks(
+        entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
+        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
+        VOCAB, LOG_VOCAB, WORDS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+    )  # fmt: skip
+    tl.store(out_ptr + entry, out)
+    wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
+    found = likeliest(logits_ptr, out, wanted, VOCAB, COUNT, COUNT_PADDED, LOGPROBS_TILE, LOGPROBS_TILES_PADDED)
+    store_likeliest(entry, found, logprob_ptr, rank_ptr, top_ids_ptr, top_logprobs_ptr, COUNT, COUNT_PADDED)
+    commit(
+        entry, row, position, out, rows_ptr, starts_ptr, emit_ptr, token_ids_ptr, length_ptr, counts_ptr, entry_count,
+        max_length, VOCAB,
+    )  # fmt: skip

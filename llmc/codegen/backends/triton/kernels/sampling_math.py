@@ -1,0 +1,225 @@
+"""The draw of one token id: the cut by top_k, min_p and top_p, and the inverse of the cumulative distribution.
+
+A program owns a row of VOCAB logits. `LOGITS(row, ids, mask)` reads logits of the row, `top` is its largest logit and
+`t` its temperature; the mass of an id is exp((logit - top) / t). Ids are kept whose key is above `cut`, and those whose
+key equals it and whose id is at most `until`.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.logit_keys import HIGHEST_KEY, LOWEST_KEY, key_of, value_of
+
+
+@triton.jit
+def splitmix64(z):
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014)."""
+    z = z + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def uniform(seed_low, seed_high, position):
+    """A float64 in [0, 1) for a seed and a position: `uniform` of llmc/ir/ops/sample.py, bit for bit."""
+    low = seed_low.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
+    high = seed_high.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
+    z = splitmix64(splitmix64(low | (high << 32)) ^ position.to(tl.int64).to(tl.uint64))
+    return (z >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def find_lane(weights, lanes, target):
+    """(the first lane whose cumulative weight exceeds the target, else the last with a weight; the weight before it).
+
+    Weights are not negative.
+    """
+    sums = tl.cumsum(weights, 0)
+    first = tl.min(tl.where((sums > target) & (weights > 0), lanes, HIGHEST_KEY), 0)
+    last = tl.max(tl.where(weights > 0, lanes, 0), 0)
+    lane = tl.minimum(first, last)
+    return lane, tl.sum(tl.where(lanes < lane, weights, 0.0), 0)
+
+
+@triton.jit
+def measure(row, top, t, mid, LOGITS: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """(count, mass and lowest key of the keys from `mid` on; the highest key below `mid`)."""
+    count = tl.zeros([TILE], tl.int32)
+    mass = tl.zeros([TILE], tl.float64)
+    above = tl.full([TILE], HIGHEST_KEY, tl.int32)
+    below = tl.full([TILE], LOWEST_KEY, tl.int32)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        logit = LOGITS(row, ids, ids < VOCAB)
+        key = tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY)
+        inside = key >= mid
+        count += inside.to(tl.int32)
+        mass += tl.where(inside, tl.exp((logit - top) / t), 0.0).to(tl.float64)
+        above = tl.minimum(above, tl.where(inside, key, HIGHEST_KEY))
+        below = tl.maximum(below, tl.where(inside, LOWEST_KEY, key))
+    return tl.sum(count, 0), tl.sum(mass, 0), tl.min(above, 0), tl.max(below, 0)
+
+
+@triton.jit
+def search(
+    row,
+    top,
+    t,
+    low,
+    limit,
+    BY_COUNT: tl.constexpr,
+    LOGITS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The highest present key whose count (or mass) from it on reaches the limit; and the count and mass above it.
+
+    The count (or mass) from `low` on reaches the limit. The search halves the range of values and the range of keys in
+    turn: each of them is short where the other is long.
+    """
+    high = key_of(top)
+    count = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0.0, tl.float64)
+    step = tl.full([], 0, tl.int32)
+    while low < high:
+        mid = key_of((value_of(low) + value_of(high)) * 0.5)
+        by_key = ((low.to(tl.int64) + high.to(tl.int64) + 1) >> 1).to(tl.int32)
+        mid = tl.where((step % 2 == 1) | (mid > high) | (mid <= low), by_key, mid)
+        n, m, above, below = measure(row, top, t, mid, LOGITS, VOCAB, TILE)
+        if BY_COUNT:
+            reached = n >= limit
+        else:
+            reached = m >= limit
+        low = tl.where(reached, above, low)
+        high = tl.where(reached, high, below)
+        count = tl.where(reached, count, n)
+        mass = tl.where(reached, mass, m)
+        low = tl.minimum(low, high)
+        step += 1
+    return high, count, mass
+
+
+@triton.jit
+def tile_weights(
+    row,
+    top,
+    t,
+    cut,
+    until,
+    at,
+    TIES: tl.constexpr,
+    LOGITS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The masses of the kept ids of one tile; with TIES, 1 for each id whose key equals the cut."""
+    ids = at + tl.arange(0, TILE)
+    logit = LOGITS(row, ids, ids < VOCAB)
+    key = tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY)
+    if TIES:
+        weights = (key == cut).to(tl.float64)
+    else:
+        kept = (key > cut) | ((key == cut) & (ids <= until))
+        weights = tl.where(kept, tl.exp((logit - top) / t), 0.0).to(tl.float64)
+    return weights
+
+
+@triton.jit
+def walk(
+    row,
+    top,
+    t,
+    cut,
+    until,
+    target,
+    TIES: tl.constexpr,
+    LOGITS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+):
+    """The id where the weights, added up in the order of ids, exceed the target.
+
+    The target counts ids with TIES; otherwise it is a share of the mass of all kept ids.
+    """
+    lanes = tl.arange(0, TILES_PADDED)
+    sums = tl.zeros([TILES_PADDED], tl.float64)
+    for tile in range((VOCAB + TILE - 1) // TILE):
+        weights = tile_weights(row, top, t, cut, until, tile * TILE, TIES, LOGITS, VOCAB, TILE)
+        sums = tl.where(lanes == tile, tl.sum(weights, 0), sums)
+    if not TIES:
+        target = target * tl.sum(sums, 0)
+    tile, before = find_lane(sums, lanes, target)
+    weights = tile_weights(row, top, t, cut, until, tile * TILE, TIES, LOGITS, VOCAB, TILE)
+    lane, _ = find_lane(weights, tl.arange(0, TILE), target - before)
+    return tile * TILE + lane
+
+
+@triton.jit
+def find_cut(
+    row,
+    top,
+    t,
+    top_p,
+    min_p,
+    top_k,
+    LOGITS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(cut, how many of the ids whose key equals it are kept).
+
+    min_p, top_k and top_p each keep a prefix of the ids in descending order, top_p of what the others leave.
+    """
+    least = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.minimum(tl.maximum(min_p, 1e-30), 1.0).to(tl.float64))
+    cut = key_of(least.to(tl.float32))
+    cut = tl.where(value_of(cut).to(tl.float64) < least, cut + 1, cut)
+    cut = tl.where(min_p > 0, cut, LOWEST_KEY + 1)
+    ties = tl.full([], VOCAB, tl.int32)
+    whole = tl.full([], -1.0, tl.float64)
+    floor = tl.minimum(key_of(tl.full([], -3.0e38, tl.float32)), key_of(top))
+    if (top_k > 0) & (top_k < VOCAB):
+        key, count, mass = search(row, top, t, floor, top_k, True, LOGITS, VOCAB, TILE)
+        if key >= cut:
+            cut = key
+            ties = top_k - count
+            whole = mass + ties.to(tl.float64) * tl.exp((value_of(key) - top) / t).to(tl.float64)
+    if top_p < 1.0:
+        if whole < 0:
+            _, whole, _, _ = measure(row, top, t, cut, LOGITS, VOCAB, TILE)
+        limit = whole * top_p.to(tl.float64)
+        # Ids below `reach` have a mass of at most 1 - top_p together, and the largest alone has 1.
+        reach = tl.maximum(top - t * (LOG_VOCAB - tl.log(tl.maximum(1.0 - top_p, 1e-7))), -3.0e38)
+        low = tl.minimum(tl.maximum(cut, key_of(reach)), key_of(top))
+        key, _, before = search(row, top, t, low, limit, False, LOGITS, VOCAB, TILE)
+        each = tl.exp((value_of(key) - top) / t).to(tl.float64)
+        most = tl.minimum(tl.maximum(tl.ceil((limit - before) / each), 1.0), 1.0 * VOCAB).to(tl.int32)
+        ties = tl.where(key == cut, tl.minimum(ties, most), most)
+        cut = key
+    return cut, ties
+
+
+@triton.jit
+def draw_filtered(
+    row,
+    top,
+    t,
+    top_p,
+    min_p,
+    top_k,
+    u,
+    LOGITS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+):
+    """The id that the row draws at u in [0, 1)."""
+    cut, ties = find_cut(row, top, t, top_p, min_p, top_k, LOGITS, VOCAB, LOG_VOCAB, TILE)
+    until = tl.full([], VOCAB, tl.int32)
+    if ties < VOCAB:
+        last = (ties - 1).to(tl.float64)
+        until = walk(row, top, t, cut, until, last, True, LOGITS, VOCAB, TILE, TILES_PADDED)
+    return walk(row, top, t, cut, until, u, False, LOGITS, VOCAB, TILE, TILES_PADDED)

@@ -1,0 +1,163 @@
+"""What the Triton products share: the problem, its epilogue, extents and the price of a launch; it emits no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.template import function, literal
+from llmc.codegen.backends.triton.triton_expr import helpers, inline
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Unit, unsupported
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node, Value
+from llmc.ir.scalar import parse_expr, walk
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+MAX_PARTS = 4
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras): what a linear or linear_map computes."""
+
+    node: Node
+    parts: int
+    n: int
+    k: int
+    body: str
+
+    @staticmethod
+    def of(node: Node) -> Product:
+        x, w = node.operands[0].type, node.operands[1].type
+        parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
+        return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
+
+    @property
+    def x(self) -> Type:
+        return self.node.operands[0].type
+
+    @property
+    def w(self) -> Type:
+        return self.node.operands[1].type
+
+    @property
+    def out(self) -> Type:
+        return self.node.results[0].type
+
+    @property
+    def first(self) -> int:
+        """The operand that is the first extra: a norm_linear has the norm's gain before them."""
+        return 3 if self.node.op.name == "norm_linear" else 2
+
+    @property
+    def extras(self) -> list[Type]:
+        return [v.type for v in self.node.operands[self.first :]]
+
+    @property
+    def m(self) -> Dim:
+        """Tokens: all leading axes as one."""
+        return product(self.x.shape[:-1])
+
+    @property
+    def early(self) -> bool:
+        """True where the weight may be read before the launches in front of this one have ended."""
+        return is_weight(self.node.operands[1])
+
+    def tokens(self, env: Mapping[str, int]) -> int:
+        return int(self.m.subs(env))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parts * self.n * self.k * DTYPES[self.w.dtype].bits // 8
+
+    def bytes(self, env: Mapping[str, int]) -> int:
+        """Operands and results, each once."""
+        return sum(int(v.type.nbytes.subs(env)) for v in [*self.node.operands, *self.node.results])
+
+    @property
+    def dot(self) -> str:
+        """The dtype that both factors are multiplied in: theirs where they agree, else float32."""
+        return self.x.dtype if self.x.dtype == self.w.dtype else "f32"
+
+
+def is_weight(v: Value) -> bool:
+    """True where the value depends on weights alone."""
+    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
+
+
+def refuse(node: Node) -> str | None:
+    """Why no product kernel here runs the node, or None."""
+    if why := unsupported(node, FLOATS):
+        return why
+    w = node.operands[1].type
+    if w.shape[0].const is None or w.shape[1].const is None:
+        return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
+    parts = node.attrs.get("parts", 1)
+    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; it takes at most {MAX_PARTS}"
+
+
+def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
+    """(offset of extra `e` at `token` (int64) and `column`, whether it has tokens, whether it has columns)."""
+    lead = [D(1)] * (p.out.rank - max(1, e.rank)) + list(e.shape[:-1])
+    column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
+    width = D(p.n if column else 1)
+    terms, stride, inner = ["column"] if column else [], width, D(1)
+    if lead == list(p.out.shape[:-1]) and any(d.const != 1 for d in lead):
+        terms.append(f"token * {width}")
+    else:
+        for d, size in zip(reversed(lead), reversed(p.out.shape[:-1]), strict=True):
+            if d.const != 1:
+                terms.append(f"token // {u.sizes(inner)} % {u.sizes(size)} * {u.sizes(stride)}")
+                stride = stride * d
+            inner = inner * size
+    return " + ".join(terms) or "0", any(d.const != 1 for d in lead), column
+
+
+def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
+    """What the generated `load_extras` takes as its operands: the pointers, then the dynamic sizes that it needs."""
+    return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
+
+
+def epilogue(u: Unit, p: Product) -> str:
+    """The generated functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
+    called = helpers(e.fn for e in walk(parse_expr(p.body))).strip()
+    return "\n\n\n".join(filter(None, (called, _load_extras(u, p), _epilogue(p))))
+
+
+def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
+    """The offsets of the extras (see `extra_offset`), and the names of the dynamic sizes in them."""
+    offsets = [extra_offset(u, p, e) for e in p.extras]
+    words = {w for text, _, _ in offsets for w in text.split()}
+    return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in words)
+
+
+def _load_extras(u: Unit, p: Product) -> str:
+    """The function that loads the other operands of the epilogue for a tile, each in its own dtype."""
+    offsets, sizes = _extra_sizes(u, p)
+    names = [*(f"x{i + p.first}" for i in range(len(p.extras))), *sizes]
+    lines = [f"{literal(tuple(names))} = operands"] if names else []
+    for i, (offset, rows, columns) in enumerate(offsets):
+        mask = " & ".join(["token_mask"] * rows + ["column_mask"] * columns)
+        lines.append(f"q{i} = tl.load(x{i + p.first} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
+    lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
+    return function(
+        "load_extras(operands, token, column, token_mask, column_mask)",
+        "The other operands of the epilogue at `token` and `column`; zeros outside the masks.",
+        lines,
+    )
+
+
+def _epilogue(p: Product) -> str:
+    """The function from sums to the result, in float32."""
+    accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
+    statements, value = inline(parse_expr(p.body), [*accs, *(f"{q}.to(tl.float32)" for q in extras)])
+    meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
+    lines = [f"{literal(accs)} = sums", *([f"{literal(extras)} = extras"] if extras else []), *statements]
+    return function("epilogue(sums, extras)", f"{meaning}.", [*lines, f"return {value}"])
+
+
+def peak(p: Product, target: Target) -> float:
+    """flop/s of tl.dot on this product: float32 factors are multiplied without tensor cores."""
+    return target.peaks[p.dot]

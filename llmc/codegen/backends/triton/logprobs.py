@@ -1,0 +1,66 @@
+"""Log-probabilities of drawn ids and of the likeliest ones; rows that want none end at once.
+
+The kernel is in `kernels/logprobs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+def likeliest_arguments(v: int, k: int, tile: int) -> dict[str, int]:
+    """The template arguments of the k likeliest of v ids, `tile` at a time."""
+    return {"COUNT": k, "COUNT_PADDED": power(k), "TILE": tile, "TILES_PADDED": power(-(-v // tile))}
+
+
+def too_few(node: Node) -> str | None:
+    """Why the row is too short to have k likeliest ids, or None."""
+    v, k = node.operands[0].type.shape[1], node.attrs["k"]
+    return f"{k} of {v} ids" if v.const is None or v.const < k else None
+
+
+class Logprobs(TritonKernel):
+    """row_logprobs by rows; without `rows` every row wants them."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if len(node.operands) == 3:
+            return "rows without iparams"
+        return too_few(node) or unsupported(node, (*FLOATS, "i32"))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"tile": 8192, "warps": 16}, {"tile": 4096, "warps": 8}]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Of rows that want none; wider tiles first, for the others."""
+        return target.launch_us + 1.0 + 0.1 * 8192 / schedule["tile"]
+
+    def code(self, u: Unit) -> Code:
+        rows, columns = u.node.operands[0].type.shape
+        v, k = int(columns), int(u.node.attrs["k"])
+        tile = min(int(u.schedule.get("tile", 8192)), power(v))
+        chosen = len(u.node.operands) == 4
+        template = Template("logprobs", "row_logprobs")
+        call = template.call(
+            logits_ptr="x0",
+            drawn_ptr="x1",
+            rows_ptr="x2" if chosen else None,
+            ints_ptr="x3" if chosen else None,
+            logprob_ptr="y0",
+            rank_ptr="y1",
+            ids_ptr="y2",
+            logprobs_ptr="y3",
+            VOCAB=v,
+            **likeliest_arguments(v, k, tile),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (rows,), template.text(), u.schedule.get("warps", 16))
+
+
+LOGPROBS = Logprobs("triton/row_logprobs", ("row_logprobs",), "triton")

@@ -1,0 +1,80 @@
+"""Batched products of activations on tensor cores, any sizes, all of them maybe dynamic; no weights, no epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.cost import node_cost
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+TILES = ((64, 64, 64, 4, 3), (128, 128, 32, 8, 3), (16, 64, 64, 4, 3), (32, 32, 32, 4, 2))
+# float32 factors are multiplied without tensor cores.
+FLOAT_TILES = ((32, 32, 16, 4, 2), (64, 64, 16, 4, 2))
+_SHARE = 0.6  # of the peak that a tile of 128 x 128 reaches
+
+
+class Matmul(TritonKernel):
+    """matmul: [*b, m, k] x [*b, k, n]."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, FLOATS)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        keys = ("bm", "bn", "bk", "warps", "stages")
+        tiles = FLOAT_TILES if factor(node) == "f32" else TILES
+        return [dict(zip(keys, t, strict=True)) for t in tiles]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Arithmetic of whole tiles, in rounds over the multiprocessors, or traffic."""
+        b, m, k, n = (int(d.subs(env)) for d in sizes_of(node))
+        bm, bn = schedule["bm"], schedule["bn"]
+        rows, columns = -(-m // bm), -(-n // bn)
+        flops = 2.0 * b * rows * bm * columns * bn * k
+        blocks, units = max(1, b * rows * columns), target.limits.units
+        share = _SHARE * (bm * bn / 16384) ** 0.25 * blocks / (-(-blocks // units) * units)
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth
+        return max(flops / target.peaks[factor(node)] / share, moved) * 1e6 + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        s = u.schedule
+        b, m, k, n = sizes_of(u.node)
+        rows, columns = m.ceildiv(s["bm"]), n.ceildiv(s["bn"])
+        left, right = (v.type.dtype for v in u.node.operands)
+        template = Template("matmul", "matmul")
+        call = template.call(
+            left_ptr="x0",
+            right_ptr="x1",
+            out_ptr="y0",
+            M=u.sizes(m),
+            K=u.sizes(k),
+            N=u.sizes(n),
+            ROW_TILES=u.sizes(rows),
+            COLUMN_TILES=u.sizes(columns),
+            BLOCK_M=s["bm"],
+            BLOCK_N=s["bn"],
+            BLOCK_K=s["bk"],
+            STAGES=s["stages"],
+            FLOAT32_FACTORS=u.interpret or left != right,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (columns * rows * b,), template.text(), s["warps"], s["stages"])
+
+
+def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
+    """Batches, rows, depth, columns."""
+    a, c = (v.type.shape for v in node.operands)
+    return product(a[:-2]), a[-2], a[-1], c[-1]
+
+
+def factor(node: Node) -> str:
+    """The dtype of the factors of tl.dot: the operands' where they agree, else float32."""
+    a, c = (v.type.dtype for v in node.operands)
+    return a if a == c else "f32"
+
+
+MATMUL = Matmul("triton/matmul", ("matmul",))

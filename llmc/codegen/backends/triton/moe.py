@@ -1,0 +1,223 @@
+"""Experts in Triton: pairs put in the order of the experts, and products of each expert's rows by tl.dot.
+
+Programs of the products find their expert and rows from where each expert's pairs begin; there are enough programs for
+any routing, and those without rows end at once. An expert that no token chose is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.template import Argument, Template, function
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_expr import helpers, inline
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.ir.ops.moe import gate
+from llmc.ir.scalar import walk
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+CHUNK = 1024  # pairs that a program of the routing looks at together
+MAX_EXPERTS = 4096  # whose pairs a program counts at once
+KEYS = ("bm", "bn", "bk", "warps", "stages")
+NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
+ROWS = (16, 32, 64, 128)
+FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # multiplied without tensor cores
+
+
+class Route(TritonKernel):
+    """moe_route: a program an expert counts the pairs in front of its own, then puts its own there."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, INTS)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        pairs = int(node.operands[0].type.numel.subs(env))
+        return target.launch_us + 2.0 + 0.3 * pairs / CHUNK
+
+    def code(self, u: Unit) -> Code:
+        experts, numel = u.node.attrs["experts"], u.node.operands[0].type.numel
+        pairs = u.sizes(numel)
+        chunk = CHUNK if numel.const is None else min(CHUNK, power(max(16, numel.const)))
+        template = Template("moe", "moe_route")
+        call = template.call(
+            experts_ptr="x0",
+            order_ptr="y0",
+            starts_ptr="y1",
+            pairs=pairs,
+            EXPERTS=experts,
+            CHUNK=chunk,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (experts,), template.text(), 4, 1)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One grouped product: rows of `left` times an expert's rows of weights, parts of them side by side."""
+
+    node: Node
+    parts: int
+
+    @property
+    def w(self) -> Type:
+        return self.node.operands[3].type
+
+    @property
+    def left(self) -> Type:
+        return self.node.operands[0].type
+
+    @property
+    def count(self) -> int:
+        return int(self.w.shape[0])
+
+    @property
+    def n(self) -> int:
+        return int(self.w.shape[1]) // self.parts
+
+    @property
+    def k(self) -> int:
+        return int(self.w.shape[2])
+
+    @property
+    def pairs(self) -> Dim:
+        return self.node.operands[1].type.shape[0]
+
+    @property
+    def dot(self) -> str:
+        return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
+
+    def blocks(self, bm: int) -> Dim:
+        """Blocks of rows that any routing fits: every expert may have one that is not full."""
+        most = self.pairs.ceildiv(bm) + self.count
+        return most if self.pairs.const is None else D(min(self.pairs.const, int(most)))
+
+
+class Grouped(TritonKernel):
+    """What moe_up and moe_down share: the search for a program's expert, and the product."""
+
+    def experts(self, node: Node) -> Experts:
+        raise NotImplementedError
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        values = [v for i, v in enumerate([*node.operands, *node.results]) if i not in (1, 2)]
+        for v in values:
+            if v.type.format is not None:
+                return f"operand type {v.type} is quantised"
+            if v.type.dtype not in FLOATS:
+                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
+        w = node.operands[3].type
+        if any(d.const is None for d in w.shape):
+            return f"the experts' sizes {w} are not constant"
+        count = int(w.shape[0])
+        return f"{count} experts; it takes at most {MAX_EXPERTS}" if count > MAX_EXPERTS else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = self.experts(node)
+        return [dict(zip(KEYS, s, strict=True)) for s in self._offers(p) if _fits(p, s, target)]
+
+    def _offers(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+        if p.dot == "f32":
+            yield from FLOAT
+            return
+        for bm in ROWS:
+            for bn, bk, warps, stages in NARROW:
+                yield bm, bn, bk, warps, stages
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Experts that some token chose (all, once there are pairs enough) are read once a block of rows; half of the
+        arithmetic comes beside it."""
+        p, s = self.experts(node), schedule
+        pairs = int(p.pairs.subs(env))
+        chosen = min(pairs, p.count)
+        passes = -(-pairs // (chosen * s["bm"]))
+        weights = chosen * p.n * p.parts * p.k * DTYPES[p.w.dtype].bits // 8
+        columns = -(-p.n // s["bn"])
+        busy = min(1.0, 1.6 * chosen * columns / target.limits.units)
+        moved = weights * (1 + 0.3 * (passes - 1)) / target.bandwidth / (0.8 * busy)
+        flops = 2.0 * chosen * passes * s["bm"] * columns * s["bn"] * p.parts * p.k
+        best = flops / target.peaks[p.dot]
+        share = 0.3 if s["bn"] < 64 else 0.5
+        steps = chosen * passes * columns / target.limits.units * -(-p.k // s["bk"]) * 0.02  # us of loop overhead
+        return max(moved + 0.5 * best, best / share) * 1e6 + steps + target.launch_us
+
+    def common(self, u: Unit, p: Experts) -> dict[str, Argument]:
+        """The arguments that both templates have."""
+        s = u.schedule
+        return {
+            "x_ptr": "x0",
+            "order_ptr": "x1",
+            "starts_ptr": "x2",
+            "weight_ptr": "x3",
+            "out_ptr": "y0",
+            "EXPERTS": p.count,
+            "EXPERTS_PADDED": power(p.count),
+            "N": p.n,
+            "K": p.k,
+            "BLOCK_M": s["bm"],
+            "BLOCK_N": s["bn"],
+            "BLOCK_K": s["bk"],
+            "STAGES": s["stages"],
+            "FLOAT32_FACTORS": u.interpret or p.left.dtype != p.w.dtype,
+            "DEPENDENT_LAUNCH": u.pdl,
+        }
+
+    def launch(self, u: Unit, p: Experts, call: str, helpers: str) -> Code:
+        """The code of a call of a template."""
+        s = u.schedule
+        return Code(call, (D(-(-p.n // s["bn"])), p.blocks(s["bm"])), helpers, s["warps"], s["stages"])
+
+
+def bias(p: Experts, operand: int) -> str | None:
+    """The pointer of the bias, if the node has that operand."""
+    return f"x{operand}" if len(p.node.operands) > operand else None
+
+
+def _fits(p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+    bm, bn, bk, warps, stages = s
+    kept = stages if target.family == "cuda" else stages - 1
+    shared = kept * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
+    return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+
+
+class Up(Grouped):
+    """moe_up: gate and up of every pair's token."""
+
+    def experts(self, node: Node) -> Experts:
+        return Experts(node, 2)
+
+    def code(self, u: Unit) -> Code:
+        p, body = self.experts(u.node), gate(u.node.attrs["body"])
+        template = Template("moe", "moe_up")
+        call = template.call(
+            **self.common(u, p),
+            bias_ptr=bias(p, 4),
+            CHOICES=u.node.attrs["k"],
+            GATE="gate_up",
+        )
+        lines, value = inline(body, ["gate", "up"])
+        gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
+        texts = (template.text(), helpers(e.fn for e in walk(body)).strip(), gated)
+        return self.launch(u, p, call, "\n\n\n".join(filter(None, texts)))
+
+
+class Down(Grouped):
+    """moe_down: the experts' answers, weighted, where their tokens look for them."""
+
+    def experts(self, node: Node) -> Experts:
+        return Experts(node, 1)
+
+    def code(self, u: Unit) -> Code:
+        p, template = self.experts(u.node), Template("moe", "moe_down")
+        call = template.call(**self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
+        return self.launch(u, p, call, template.text())
+
+
+ROUTE = Route("triton/moe_route", ("moe_route",))
+UP = Up("triton/moe_up", ("moe_up",))
+DOWN = Down("triton/moe_down", ("moe_down",))

@@ -1,0 +1,149 @@
+"""Attention of many tokens in Triton: chunks of prompts and single tokens mixed over KV pages, and packed prompts.
+
+The kernels are in `kernels/prefill_attention.py` and `kernels/packed_attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, Problem, unfit
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+FAR = 1 << 30
+# (rows, keys, warps, stages): what is tried where it fits; the last one always does.
+TILES = (
+    (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
+    (16, 16, 4, 1),
+)  # fmt: skip
+
+
+def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
+    """Bytes of shared memory: queries, and keys and values in flight; later tensor cores read theirs from there."""
+    tiles = stages if target.has(PDL) else stages - 1
+    return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
+
+
+def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iterator[Schedule]:
+    """Schedules that fit: `rows` of queries (at least `least`), `keys` a step; the least where float32 is multiplied.
+
+    width, item: elements of a head as padded, and bytes of one.
+    """
+    room = 128 if target.has(PDL) else 80  # later tensor cores read the second operand from shared memory
+    for rows, keys, warps, stages in TILES:
+        registers = rows * (width + keys) // (warps * target.limits.warp)  # of a thread, for logits and sums alone
+        fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= room
+        if rows == 16 or (fits and not wide):
+            yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
+
+
+class Prefill(TritonKernel):
+    """Any mixture of rows and tokens; a tile belongs to one row."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unfit(node, (0, 1, 6))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = Problem.of(node)
+        return list(tiles(p.width, p.item, p.dot == "tl.float32", power(p.group), target))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Blocks run in rounds; a block's steps cost their products at half the peak, and at least a latency."""
+        p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
+        tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
+        blocks = (tokens // (rows // p.group) + count) * p.g
+        held = shared(rows, keys, schedule["stages"], p.width, p.item, target)
+        resident = max(1, min(target.limits.shared // held, 16 // schedule["warps"]))
+        peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
+        seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
+        share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
+        wait = 0.3 if schedule["stages"] > 2 else 1.0
+        one = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
+        return math.ceil(blocks / (target.limits.units * resident)) * (2 + one) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        n, p, s = u.node, Problem.of(u.node), u.schedule
+        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
+        template = Template("prefill_attention", "paged_prefill")
+        call = template.call(
+            query_ptr="x0",
+            kv_ptr="x1",
+            page_table_ptr="x2",
+            rows_ptr="x3",
+            starts_ptr="x4",
+            positions_ptr="x5",
+            sinks_ptr="x6" if len(n.operands) > 6 else None,
+            out_ptr="y0",
+            row_count=u.sizes(count),
+            token_count=u.sizes(tokens),
+            table_width=u.sizes(n.operands[2].type.shape[1]),
+            **p.constants(),
+            MIN_TOKENS=n.attrs["least"],
+            QUERY_ROWS=s["rows"],
+            KEYS_PER_TILE=s["keys"],
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
+        )
+        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.g)
+        return Code(call, grid, template.text(), s["warps"], s["stages"])
+
+
+class Prompt(TritonKernel):
+    """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unfit(node, (0, 1, 2, 4))
+
+    def widths(self, node: Node) -> tuple[int, int]:
+        """Columns of keys and of values in a product."""
+        d, e = (max(16, power(int(v.type.shape[2]))) for v in node.operands[1:3])
+        return d, e
+
+    def dot(self, node: Node) -> str:
+        q, k, v = (v.type for v in node.operands[:3])
+        return element(k) if q.dtype == k.dtype == v.dtype else "tl.float32"
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        item = DTYPES[node.operands[1].type.dtype].bits // 8
+        return list(tiles(max(self.widths(node)), item, self.dot(node) == "tl.float32", 16, target))
+
+    def code(self, u: Unit) -> Code:
+        n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
+        q, k, v = (x.type.shape for x in n.operands[:3])
+        template = Template("packed_attention", "packed_attention")
+        call = template.call(
+            query_ptr="x0",
+            key_ptr="x1",
+            value_ptr="x2",
+            positions_ptr="x3",
+            sinks_ptr="x4" if len(n.operands) > 4 else None,
+            out_ptr="y0",
+            token_count=u.sizes(q[0]),
+            HEADS=int(q[1]),
+            KV_HEADS=int(k[1]),
+            HEAD_DIM=int(q[2]),
+            HEAD_DIM_PADDED=key_width,
+            VALUE_DIM=int(v[2]),
+            VALUE_DIM_PADDED=value_width,
+            SCALE=n.attrs["scale"],
+            CAUSAL=n.attrs["causal"],
+            WINDOW=n.attrs["window"],
+            SOFTCAP=n.attrs["softcap"],
+            QUERY_ROWS=s["rows"],
+            KEYS_PER_TILE=s["keys"],
+            DOT_DTYPE=self.dot(n),
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
+        )
+        return Code(call, (q[0].ceildiv(s["rows"]), q[1]), template.text(), s["warps"], s["stages"])
+
+
+PREFILL = Prefill("triton/prefill_attention", ("paged_attention",))
+PACKED = Prompt("triton/packed_attention", ("attention",))

@@ -1,0 +1,307 @@
+"""Reductions, softmax, scans and selections along any axis in Triton; float folds of the last axis have row programs.
+
+The operand is [outer, n, inner]. Where inner is 1 a tile is rows x a block of the axis, else a block of the axis x
+inner columns; a loop walks the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.tiling import WIDEST, cost_us, factored, masked, most_warps, power, times
+from llmc.codegen.backends.triton.triton_expr import helpers, loaded
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.emit import indent
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+KEY = '''
+@triton.jit
+def ordered(x):
+    """Integers in the order of finite and infinite floats, both zeros alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+'''
+NAN_FIRST = (
+    KEY
+    + """
+
+@triton.jit
+def key(x):
+    return tl.where(x == x, ordered(x), 0x7FFFFFFF)
+"""
+)
+NAN_LAST = (
+    KEY
+    + """
+
+@triton.jit
+def key(x):
+    return tl.where(x == x, ordered(x), -0x7FFFFFFF)
+"""
+)
+
+
+def split(node: Node) -> tuple[Dim, Dim, Dim]:
+    """(outer, n, inner) around the node's axis."""
+    shape = node.operands[0].type.shape
+    a = node.attrs.get("axis", -1) % len(shape)
+    return product(shape[:a]), shape[a], product(shape[a + 1 :])
+
+
+def computed(dtype: str) -> str:
+    """The Triton dtype of sums: wrapping sums of narrow integers are right modulo their width; u32 needs 64 bits to
+    compare."""
+    return "tl.float32" if dtype in FLOATS else "tl.int64" if dtype in ("i64", "u32") else "tl.int32"
+
+
+@dataclass
+class Walk:
+    """Text of the tiles over [outer, n, inner] of one program: schedule `rows` (outer rows, or inner columns), `cols`
+    along the axis."""
+
+    u: Unit
+
+    def __post_init__(self) -> None:
+        self.outer, self.n, self.inner = split(self.u.node)
+        self.last = self.inner.const == 1
+        self.across, self.block = self.u.schedule["rows"], self.u.schedule["cols"]
+        self.axis = 1 if self.last else 0
+        self.shape = f"({self.across}, {self.block})" if self.last else f"({self.block}, {self.across})"
+
+    @property
+    def programs(self) -> Dim:
+        if self.last:
+            return self.outer.ceildiv(self.across)
+        return self.outer * self.inner.ceildiv(self.across)
+
+    def head(self) -> list[str]:
+        """`base`: where the program's lines of the axis begin in the operand; `there`: which of them exist."""
+        sizes, total = self.u.sizes, self.u.node.operands[0].type.numel
+        if self.last:
+            lines = [f"line = tl.program_id(0) * {self.across} + tl.arange(0, {self.across})[:, None]"]
+            return [*lines, f"there = line < {sizes(self.outer)}", f"base = {times('line', self.n, total, sizes)}"]
+        blocks = sizes(self.inner.ceildiv(self.across))
+        return [
+            f"outer = tl.program_id(0) // {blocks}",
+            f"line = tl.program_id(0) % {blocks} * {self.across} + tl.arange(0, {self.across})[None, :]",
+            f"there = line < {sizes(self.inner)}",
+            f"base = {times('outer', self.n * self.inner, total, sizes)} + line",
+        ]
+
+    def along(self, start: str = "at + ") -> list[str]:
+        """`k`: indices along the axis, `inside`: the part of the tile that exists, `place`: offsets in the operand."""
+        k = f"k = {start}tl.arange(0, {self.block})[{'None, :' if self.last else ':, None'}]"
+        return [k, f"inside = there & (k < {self.u.sizes(self.n)})", f"place = base + {self.step('k')}"]
+
+    def step(self, k: str) -> str:
+        return times(k, self.inner, self.u.node.operands[0].type.numel, self.u.sizes)
+
+    def loop(self, inner: list[str]) -> str:
+        body = "\n".join([*self.along(), *inner])
+        return f"for at in range(0, {factored(self.n, self.u.sizes)}, {self.block}):\n{indent(body, 4)}"
+
+    def value(self, other: str) -> str:
+        """The operand's tile as it is computed with, `other` outside."""
+        dtype = self.u.node.operands[0].type.dtype
+        text = loaded("tl.load(x0 + place, mask=inside)", dtype)
+        return f"tl.where(inside, {text}.to({computed(dtype)}), {other})"
+
+    def result(self, to: int, value: str, dtype: str) -> str:
+        """The store of one value a line."""
+        where = "line"
+        if not self.last:
+            where = f"{times('outer', self.inner, self.outer * self.inner, self.u.sizes)} + line"
+        return f"tl.store(y{to} + {where}, {value}.to({dtype}), mask=there)"
+
+
+class Lines(TritonKernel):
+    """What the kernels here share: schedules and cost by lines of the axis."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, *INTS))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        outer, n, inner = split(node)
+        warp = target.limits.warp
+        if inner.const == 1:
+            block = 1024 if n.const is None else min(4096, power(n.const))
+            rows = max(1, min(256 // block, power(outer.const or 256)))
+            warps = max(1, min(most_warps(target), rows * block // (warp * 8)))
+            return [{"rows": rows, "cols": block, "warps": warps}]
+        lines = 32 if inner.const is None else min(64, power(inner.const))
+        block = max(1, 1024 // lines) if n.const is None else min(power(n.const), max(1, 1024 // lines))
+        return [{"rows": lines, "cols": block, "warps": 4}, {"rows": lines, "cols": max(1, block // 4), "warps": 1}]
+
+    def programs(self, node: Node, schedule: Schedule) -> Dim:
+        outer, _, inner = split(node)
+        return outer.ceildiv(schedule["rows"]) if inner.const == 1 else outer * inner.ceildiv(schedule["rows"])
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"])
+
+    def finish(self, u: Unit, lines: list[str], helper: str = "") -> Code:
+        return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), helper, u.schedule["warps"])
+
+
+def least(dtype: str) -> str:
+    """A value that is not above any other of the dtype, while it is computed."""
+    return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
+
+
+class Fold(Lines):
+    """sum, mean, amax, amin. The least is minus the largest of the negated (of integers: of the complement)."""
+
+    def code(self, u: Unit) -> Code:
+        w, name = Walk(u), u.node.op.name
+        t = u.node.operands[0].type.dtype
+        real = t in FLOATS
+        largest = name in ("amax", "amin")
+        start = least(t) if largest else "0.0" if real else "0"
+        flip = ("-" if real else "~") if name == "amin" else ""
+        value = w.value(f"{flip}({start})" if flip else start)
+        value = f"({flip}{value})" if flip else value
+        both = f"best + {value}"
+        if largest:
+            both = f"larger(best, {value})" if real else f"tl.maximum(best, {value})"
+        lines = [*w.head(), u.wait, f"best = tl.full({w.shape}, {start}, {computed(t)})", w.loop([f"best = {both}"])]
+        if largest:
+            text = f"largest(best, {w.axis}, True)" if real else f"tl.max(best, {w.axis}, keep_dims=True)"
+        else:
+            text = f"tl.sum(best, {w.axis}, keep_dims=True)"
+        text = f"{text} / {u.sizes(w.n)}" if name == "mean" else text
+        text = f"({flip}{text})" if flip else f"({text})"
+        lines.append(w.result(0, text, element(u.node.result.type)))
+        return self.finish(u, lines, helpers(["row_max"], u.interpret) if largest and real else "")
+
+
+class Argmax(Lines):
+    """The lowest index of the largest; a NaN is larger than all, as in numpy."""
+
+    def code(self, u: Unit) -> Code:
+        w = Walk(u)
+        t = u.node.operands[0].type.dtype
+        kind = "tl.int32" if t in FLOATS else computed(t)
+        value = loaded("tl.load(x0 + place, mask=inside)", t)
+        keys = f"key({value})" if t in FLOATS else f"{value}.to({kind})"
+        low = str(-(2**63) if kind == "tl.int64" else -(2**31))
+        inner = [
+            f"new = {keys}",
+            "better = inside & ((new > best) | (which < 0))",
+            "best = tl.where(better, new, best)",
+            "which = tl.where(better, k, which)",
+        ]
+        lines = [
+            *w.head(),
+            u.wait,
+            f"best = tl.full({w.shape}, {low}, {kind})",
+            f"which = tl.full({w.shape}, -1, tl.int32)",
+            w.loop(inner),
+            f"top = tl.max(best, {w.axis}, keep_dims=True)",
+            "which = tl.where((best == top) & (which >= 0), which, 2147483647)",
+            w.result(0, f"tl.min(which, {w.axis}, keep_dims=True)", "tl.int64"),
+        ]
+        return self.finish(u, lines, NAN_FIRST if t in FLOATS else "")
+
+
+class Cumsum(Lines):
+    """Running sums: a scan of each tile on top of the sum of those before it."""
+
+    def code(self, u: Unit) -> Code:
+        w = Walk(u)
+        t = u.node.operands[0].type
+        carry = f"({w.across}, 1)" if w.last else f"(1, {w.across})"
+        inner = [
+            f"value = {w.value('0.0' if t.dtype in FLOATS else '0')}",
+            f"scan = tl.cumsum(value, {w.axis}) + before",
+            f"tl.store(y0 + place, scan.to({element(t)}), mask=inside)",
+            f"before += tl.sum(value, {w.axis}, keep_dims=True)",
+        ]
+        lines = [*w.head(), u.wait, f"before = tl.full({carry}, 0, {computed(t.dtype)})", w.loop(inner)]
+        return self.finish(u, lines)
+
+
+class Softmax(Lines):
+    """Over an axis that is not the last: the largest, the sum, the quotients, a loop each."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, FLOATS)
+
+    def code(self, u: Unit) -> Code:
+        w = Walk(u)
+        value = w.value('float("-inf")')
+        store = f"tl.store(y0 + place, (e / total).to({element(u.node.result.type)}), mask=inside)"
+        lines = [
+            *w.head(),
+            u.wait,
+            f'best = tl.full({w.shape}, float("-inf"), tl.float32)',
+            w.loop([f"best = larger(best, {value})"]),
+            f"top = largest(best, {w.axis}, True)",
+            f"part = tl.full({w.shape}, 0.0, tl.float32)",
+            w.loop([f"part += tl.where(inside, tl.exp({value} - top), 0.0)"]),
+            f"total = tl.sum(part, {w.axis}, keep_dims=True)",
+            w.loop([f"e = tl.exp({value} - top)", store]),
+        ]
+        return self.finish(u, lines, helpers(["row_max"], u.interpret))
+
+
+class Topk(Lines):
+    """The k largest, one after the other: the largest key below the last one found. A key orders values, then lower
+    indices, so all differ; NaN is below all, as numpy sorts it to the end. Rows that do not fit are read k times."""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        n, warp = node.operands[0].type.shape[-1].const, target.limits.warp
+        block = WIDEST if n is None else min(WIDEST, power(n))
+        return [{"rows": 1, "cols": block, "warps": max(1, min(most_warps(target), block // (warp * 8)))}]
+
+    def programs(self, node: Node, schedule: Schedule) -> Dim:
+        return split(node)[0]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return super().cost_us(node, schedule, target, env) + 0.3 * int(node.attrs["k"])
+
+    def code(self, u: Unit) -> Code:
+        x, n = u.node.operands[0].type, split(u.node)[1]
+        block, k = u.schedule["cols"], u.node.attrs["k"]
+        one = n.const is not None and n.const <= block
+        inside = "" if n.divisible(block) else "inside"
+        load = loaded(f"tl.load(x0 + base + col{masked(inside)})", x.dtype)
+        keys = f"(key({load}).to(tl.int64) << 32) | (0x7FFFFFFF - col).to(tl.int64)"
+        tile = [f"keys = {keys}"] + ([f"keys = tl.where(inside, keys, {-(2**63)})"] if inside else [])
+        head = [f"inside = col < {u.sizes(n)}"] * bool(inside)
+        below = f"tl.where(keys < last, keys, {-(2**63)})"
+        if one:
+            first = [f"col = tl.arange(0, {block})", *head, u.wait, *tile]
+            find = [f"last = tl.max({below}, 0)"]
+        else:
+            first = [u.wait]
+            inner = [f"col = at + tl.arange(0, {block})", *head, *tile, f"best = tl.maximum(best, {below})"]
+            find = [
+                f"best = tl.full(({block},), {-(2**63)}, tl.int64)",
+                f"for at in range(0, {factored(n, u.sizes)}, {block}):\n{indent(chr(10).join(inner), 4)}",
+                "last = tl.max(best, 0)",
+            ]
+        found = [
+            *find,
+            "which = 0x7FFFFFFF - (last & 0x7FFFFFFF)",
+            f"tl.store(y0 + row * {k} + j, tl.load(x0 + base + which))",
+            f"tl.store(y1 + row * {k} + j, which)",
+        ]
+        lines = [
+            "row = tl.program_id(0).to(tl.int64)",
+            f"base = row * {factored(n, u.sizes)}",
+            *first,
+            f"last = tl.full((), {2**63 - 1}, tl.int64)",
+            f"for j in range({k}):\n{indent(chr(10).join(found), 4)}",
+        ]
+        return self.finish(u, lines, NAN_LAST)
+
+
+FOLD = Fold("triton/reduce", ("sum", "mean", "amax", "amin"))
+ARGMAX = Argmax("triton/argmax", ("argmax",))
+CUMSUM = Cumsum("triton/cumsum", ("cumsum",))
+SOFTMAX = Softmax("triton/softmax", ("softmax",))
+TOPK = Topk("triton/topk", ("topk",))

@@ -1,0 +1,204 @@
+"""Rotary embeddings in Triton: tables, the rotation, appends to the KV pool, and all of it in one launch.
+
+The kernels are in `kernels/rope.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule, roofline_us
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Node
+from llmc.ir.types import Type
+from llmc.targets.target import Target
+
+TILE = 256  # elements of the tables that a program makes
+WARP = 256  # elements that a warp holds of each block: 16 bytes a thread of 16-bit floats
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head of `d` elements of which pairs of the first `2 * r` are rotated."""
+
+    d: int
+    r: int
+    interleaved: bool = False
+
+    def constants(self) -> dict[str, Argument]:
+        """The template parameters that describe the head."""
+        rest = self.d - 2 * self.r
+        return {
+            "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": power(self.r), "REST_PADDED": power(rest),
+            "INTERLEAVED": self.interleaved,
+        }  # fmt: skip
+
+
+class HeadKernel(TritonKernel):
+    """A kernel whose programs have `rows` heads each."""
+
+    def heads(self, node: Node) -> tuple[Dim, int]:
+        """Tokens, and heads of each."""
+        raise NotImplementedError
+
+    def dtypes(self, node: Node) -> list[Type]:
+        """Types that must be floats of ours."""
+        return [v.type for v in [*node.operands, *node.results] if v.type.dtype not in ("i32", "i64")]
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node):
+            return why
+        if node.op.name == "rope_append" and len({v.type.dtype for v in node.operands[5:]}) > 1:
+            return "the gains of queries and keys have two dtypes"
+        if bad := next((t for t in self.dtypes(node) if t.dtype not in FLOATS), None):
+            return f"{bad} is not one of {', '.join(FLOATS)}"
+        return None
+
+    def head(self, node: Node) -> Head:
+        """How a head of the node is cut into blocks."""
+        raise NotImplementedError
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        head = self.head(node)
+        rows = max(1, WARP // power(max(head.r, head.d - 2 * head.r)))
+        return [{"rows": rows * warps, "warps": warps} for warps in (1, 4)]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """The traffic, the starts of blocks (about 2 ns each over the whole GPU), and the time that one block takes."""
+        tokens, heads = self.heads(node)
+        blocks = (tokens.subs(env).const or 1) * heads / schedule["rows"]
+        return roofline_us(node, target, env) + blocks * 2e-3 + schedule["rows"] * 2e-3
+
+    def grid(self, u: Unit) -> tuple[Dim, ...]:
+        tokens, heads = self.heads(u.node)
+        return ((tokens * heads).ceildiv(u.schedule["rows"]),)
+
+
+class RopeAppend(HeadKernel):
+    """Head norms, rotation and the append to the pool: each head is read once and written once."""
+
+    def heads(self, node: Node) -> tuple[Dim, int]:
+        return node.operands[0].type.shape[0], int(node.attrs["heads"]) + 2 * int(node.operands[1].type.shape[2])
+
+    def head(self, node: Node) -> Head:
+        r = int(node.operands[3].type.shape[1]) if len(node.operands) > 3 else 0
+        return Head(int(node.operands[1].type.shape[4]), r, node.attrs["interleaved"])
+
+    def code(self, u: Unit) -> Code:
+        n, kv = u.node, u.node.operands[1].type
+        rope, norm = len(n.operands) > 3, len(n.operands) > 5
+        template = Template("rope", "rope_append")
+        call = template.call(
+            qkv_ptr="x0",
+            slots_ptr="x2",
+            cos_ptr="x3" if rope else None,
+            sin_ptr="x4" if rope else None,
+            query_gain_ptr="x5" if norm else None,
+            key_gain_ptr="x6" if norm else None,
+            query_out_ptr="y0",
+            kv_ptr="y1",
+            token_count=u.sizes(n.operands[0].type.shape[0]),
+            HEADS=n.attrs["heads"],
+            KV_HEADS=int(kv.shape[2]),
+            PAGE=int(kv.shape[3]),
+            **self.head(n).constants(),
+            EPS=n.attrs["eps"],
+            ROUND_DTYPE=ELEMENTS[n.attrs["dtype"]][0],
+            ROWS=u.schedule["rows"],
+            GAINS_SETTLED=norm and n.operands[5].weight and n.operands[6].weight,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
+
+
+class Rope(HeadKernel):
+    """The rotation alone."""
+
+    def heads(self, node: Node) -> tuple[Dim, int]:
+        return node.operands[0].type.shape[0], int(node.operands[0].type.shape[1])
+
+    def head(self, node: Node) -> Head:
+        return Head(int(node.result.type.shape[2]), int(node.operands[1].type.shape[1]), node.attrs["interleaved"])
+
+    def code(self, u: Unit) -> Code:
+        tokens, heads = self.heads(u.node)
+        template = Template("rope", "rope")
+        call = template.call(
+            x_ptr="x0",
+            cos_ptr="x1",
+            sin_ptr="x2",
+            out_ptr="y0",
+            token_count=u.sizes(tokens),
+            HEADS=heads,
+            **self.head(u.node).constants(),
+            ROWS=u.schedule["rows"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        """A program has read its heads before it writes them."""
+        return ((0, 0),)
+
+
+class KvAppend(HeadKernel):
+    """Keys and values to their slots of the pool."""
+
+    def heads(self, node: Node) -> tuple[Dim, int]:
+        return node.operands[1].type.shape[0], int(node.operands[1].type.shape[1])
+
+    def head(self, node: Node) -> Head:
+        return Head(int(node.operands[1].type.shape[2]), 0)
+
+    def code(self, u: Unit) -> Code:
+        tokens, heads = self.heads(u.node)
+        page, d = (int(s) for s in u.node.operands[0].type.shape[3:])
+        template = Template("rope", "kv_append")
+        call = template.call(
+            key_ptr="x1",
+            value_ptr="x2",
+            slots_ptr="x3",
+            kv_ptr="y0",
+            token_count=u.sizes(tokens),
+            KV_HEADS=heads,
+            PAGE=page,
+            HEAD_DIM=d,
+            HEAD_DIM_PADDED=power(d),
+            ROWS=u.schedule["rows"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
+
+
+class RopeTables(TritonKernel):
+    """cos and sin of positions times frequencies, with the full reduction of the angle."""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"warps": 4}]
+
+    def code(self, u: Unit) -> Code:
+        cos = u.node.results[0].type
+        total = cos.shape[0] * cos.shape[1]
+        template = Template("rope", "rope_tables")
+        call = template.call(
+            frequencies_ptr="x0",
+            positions_ptr="x1",
+            cos_ptr="y0",
+            sin_ptr="y1",
+            pairs=u.sizes(cos.shape[1]),
+            elements=u.sizes(total),
+            SCALING=u.node.attrs["scaling"],
+            TILE=TILE,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (total.ceildiv(TILE),), template.text(), warps=u.schedule["warps"])
+
+
+ROPE_APPEND = RopeAppend("triton/rope_append", ("rope_append",))
+ROPE = Rope("triton/rope", ("rope",))
+ROPE_TABLES = RopeTables("triton/rope_tables", ("rope_tables",))
+KV_APPEND = KvAppend("triton/kv_append", ("kv_append",))

@@ -1,0 +1,293 @@
+"""Pointwise and last-axis reduction groups in Triton: norms, softmax, casts, `fused`; one generator for all of them.
+
+A program takes some rows. Rows that are reduced are kept in registers while they fit, else read again by every pass;
+without reductions a program takes a block of columns, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from llmc.codegen.backends.triton.tiling import (
+    WIDEST,
+    cost_us,
+    decompose,
+    factored,
+    most_warps,
+    power,
+    tiles,
+    times,
+    wide,
+)
+from llmc.codegen.backends.triton.triton_expr import (
+    constant,
+    convert,
+    dtypes,
+    fold,
+    helpers,
+    loaded,
+    number,
+    statement,
+    stored,
+)
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.emit import indent
+from llmc.codegen.kernel import Schedule
+from llmc.codegen.row_program import RowProgram, expressions, same_layout
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+START = MappingProxyType({"row_sum": "0.0", "row_mean": "0.0", "row_max": 'float("-inf")'})
+
+
+def program(node: Node) -> RowProgram:
+    return RowProgram(node, [fold(e) for e in expressions(node) or []])
+
+
+def reduces(p: RowProgram) -> bool:
+    return any(p.reduction(i) for i in p.dag.below(p.roots))
+
+
+class Rows(TritonKernel):
+    """Any floats, integers and bools. Schedule: `rows` and `cols` of a program's tile, `warps`."""
+
+    def claims(self, node: Node) -> bool:
+        return expressions(node) is not None
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, *INTS, "bool"))
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return same_layout(node)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = program(node)
+        found = _reducing(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
+        return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(found)]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        count = programs(program(node), schedule)
+        return cost_us(node, target, env, count[0] * count[1], schedule["warps"])
+
+    def code(self, u: Unit) -> Code:
+        w = Writer(u, program(u.node))
+        body = w.looped() if w.loops else w.straight()
+        rows, cols = programs(w.p, u.schedule)
+        used = [fn for fn, _ in w.p.dag.nodes]
+        return Code(body, (rows * cols,), helpers(used, u.interpret), u.schedule["warps"])
+
+
+def rowless(p: RowProgram) -> bool:
+    """Whether a result belongs to no row: every program then writes the same to it."""
+    return any(not any(has[:-1]) for has in p.space.has[p.count :])
+
+
+def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
+    """Programs along the rows, and along the columns."""
+    cols = Dim.of(1) if reduces(p) else p.space.row.ceildiv(schedule["cols"])
+    return product(p.space.outer).ceildiv(schedule["rows"]), cols
+
+
+def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
+    """Tiles (rows, cols, warps) that hold whole rows: eight elements a thread at first, at most 32, at least one (see
+    `tiles`)."""
+    n, warp, most = p.space.row.const, target.limits.warp, most_warps(target)
+    if n is None or n > WIDEST:
+        return [(1, 1024, 4), (1, 4096, min(16, most))] if n is None else [(1, WIDEST, most), (1, 4096, min(16, most))]
+    cols = power(n)
+    warps = max(1, min(most, cols // (warp * 8)))
+    counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= most and cols <= 32 * warp * w]
+    one = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]
+    if cols > 512 or product(p.space.outer).const == 1 or rowless(p):
+        return one
+    return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
+
+
+@dataclass
+class Writer:
+    """Prints one node's program. A value is a scalar, a column [rows, 1], a row or a tile: whatever axes it has."""
+
+    u: Unit
+    p: RowProgram
+    names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        values = [*self.u.node.operands, *self.u.node.results]
+        self.totals = [v.type.numel for v in values]
+        self.dtypes = [v.type.dtype for v in values]
+        self.kinds = dtypes(self.p.dag, self.dtypes[: self.p.count])
+        self.rows, self.cols = self.u.schedule["rows"], self.u.schedule["cols"]
+        self.reduces = reduces(self.p)
+        sp = self.p.space
+        self.loops = self.reduces and (sp.row.const is None or sp.row.const > self.cols)
+        self.outer = product(sp.outer)
+        self.row_mask = self.tall and not self.outer.divisible(self.rows)
+        self.col_mask = not sp.row.divisible(self.cols)
+        self.far = not sp.outer and wide(sp.row)
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    def width(self) -> str:
+        return factored(self.p.space.row, self.u.sizes, self.far)
+
+    def coordinates(self) -> list[str]:
+        """The program's rows `row`, the coordinates i0, i1 ... of each, and its columns where no loop walks them."""
+        sp, (rows, cols) = self.p.space, programs(self.p, self.u.schedule)
+        lines, at = [], "tl.program_id(0)"
+        if cols.const != 1 and rows.const != 1:
+            lines.append(f"here = tl.program_id(0) // {self.u.sizes(cols)}")
+            lines.append(f"start = tl.program_id(0) % {self.u.sizes(cols)} * {self.cols}")
+            at = "here"
+        elif cols.const != 1:
+            lines.append(f"start = tl.program_id(0){'.to(tl.int64)' if self.far else ''} * {self.cols}")
+        if sp.outer:
+            tile = f"{at} * {self.rows} + tl.arange(0, {self.rows})[:, None]"
+            lines.append(f"row = {tile if self.tall else at}")
+            lines += decompose("row", sp.outer, self.u.sizes)
+            if self.row_mask:
+                lines.append(f"valid = row < {factored(self.outer, self.u.sizes)}")
+        if not self.loops:
+            lines += self._columns("start + " if cols.const != 1 else "")
+        return lines
+
+    def _columns(self, start: str) -> list[str]:
+        lines = [f"col = {start}tl.arange(0, {self.cols}){'[None, :]' if self.tall else ''}"]
+        return lines + ([f"inside = col < {self.width()}"] if self.col_mask else [])
+
+    @property
+    def tall(self) -> bool:
+        """Whether columns and tiles have two axes."""
+        return self.rows > 1 and bool(self.p.space.outer)
+
+    def place(self, v: int) -> tuple[str, str]:
+        """(offset terms, mask argument) of a value (operands first, then results)."""
+        has, sp = self.p.space.has[v], self.p.space
+        terms = [times(f"i{a}", sp.stride(v, a), self.totals[v], self.u.sizes) for a in range(len(sp.outer)) if has[a]]
+        masks = ["valid"] if self.row_mask and any(has[:-1]) else []
+        if has[-1]:
+            terms.append("col")
+            masks += ["inside"] if self.col_mask else []
+        return "".join(f" + {t}" for t in terms), f", mask={' & '.join(masks)}" if masks else ""
+
+    # -- statements -----------------------------------------------------------------------------------------------
+
+    def load(self, i: int) -> str:
+        """The statement that reads argument node `i`."""
+        k = int(self.p.dag.nodes[i][1][0])
+        offset, mask = self.place(k)
+        where = f"x{k}{offset}"
+        if (
+            self.tall and offset == " + col" and not rowless(self.p)
+        ):  # one vector a thread; as a row it would be spread by way of shared memory
+            where = f"tl.broadcast_to({where}, ({self.rows}, {self.cols}))"
+        self.names[i] = f"a{k}"
+        return f"a{k} = {loaded(f'tl.load({where}{mask})', self.dtypes[k])}"
+
+    def compute(self, i: int) -> list[str]:
+        """The statement of a node that is no argument; a constant is written where it is used."""
+        fn, args = self.p.dag.nodes[i]
+        if fn == "const":
+            self.names[i] = number(args[0])
+            return []
+        if fn.startswith("row_"):
+            (of,) = self.p.dag.operands(i)
+            self.names[i] = convert(self.names[of], self.kinds[of], "f32")
+            return []
+        line = f"t{i} = {statement(self.p.dag, i, self.names, self.kinds)}"
+        self.names[i] = f"t{i}"
+        return [line]
+
+    def inner(self, i: int) -> str:
+        """What reduction `i` folds: its operand, neutral outside the row."""
+        (of,) = self.p.dag.operands(i)
+        value = convert(self.names[of], self.kinds[of], "f32")
+        return f"tl.where(inside, {value}, {START[self.p.dag.nodes[i][0]]})" if self.col_mask else value
+
+    def folded(self, i: int, text: str) -> str:
+        """The statement that folds a tile along the row."""
+        fn, axis = self.p.dag.nodes[i][0], int(self.tall)
+        self.names[i] = f"t{i}"
+        if fn == "row_max":
+            return f"t{i} = largest({text}, {axis}, {self.tall})"
+        keep = ", keep_dims=True" if self.tall else ""
+        return f"t{i} = tl.sum({text}, {axis}{keep}){f' / {self.width()}' if fn == 'row_mean' else ''}"
+
+    def store(self, k: int) -> str:
+        v, root = self.p.count + k, self.p.roots[k]
+        offset, mask = self.place(v)
+        fn, args = self.p.dag.nodes[root]
+        value, kind = self.names[root], self.kinds[root]
+        if fn == "const":
+            value, kind = constant(args[0], self.dtypes[v]), "f32" if self.dtypes[v] in FLOATS else self.dtypes[v]
+        return f"tl.store(y{k}{offset}, {stored(value, kind, self.dtypes[v])}{mask})"
+
+    def weight(self, i: int) -> bool:
+        return self.u.node.operands[int(self.p.dag.nodes[i][1][0])].weight
+
+    # -- bodies ---------------------------------------------------------------------------------------------------
+
+    def straight(self) -> str:
+        """Everything once: weights are loaded before the wait, all else right after it."""
+        needed = self.p.dag.below(self.p.roots)
+        args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]
+        lines = self.coordinates()
+        lines += [self.load(i) for i in args if self.weight(i)]
+        lines.append(self.u.wait)
+        lines += [self.load(i) for i in args if not self.weight(i)]
+        for i in needed:
+            if self.p.reduction(i):
+                lines.append(self.folded(i, self.inner(i)))
+            elif i not in args:
+                lines += self.compute(i)
+        lines += [self.store(k) for k in range(len(self.p.roots))]
+        return "\n".join(x for x in lines if x)
+
+    def looped(self) -> str:
+        """A loop over the row for every level of reductions, and one that stores what varies along the row."""
+        lines = [*self.coordinates(), self.u.wait]
+        for level, targets in enumerate(self.p.passes):
+            lines += self._uniform(level)
+            lines += self._pass(targets, level == len(self.p.passes) - 1)
+        for k, root in enumerate(self.p.roots):
+            if not self.p.space.has[self.p.count + k][-1]:
+                if root not in self.names:
+                    lines += self._uniform(len(self.p.passes))
+                lines.append(self.store(k))
+        return "\n".join(x for x in lines if x)
+
+    def _uniform(self, level: int) -> list[str]:
+        """Statements for everything that is one number a row and known before pass `level`."""
+        lines: list[str] = []
+        for i in self.p.dag.below(self.p.roots):
+            if self.p.varies[i] or i in self.names or self.p.reduction(i) or self.p.level[i] > level:
+                continue
+            lines += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+        return lines
+
+    def _pass(self, targets: Sequence[int], last: bool) -> list[str]:
+        shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
+        known = dict(self.names)
+        inner = self._columns("at + ")
+        for i in self.p.work(targets):
+            inner += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+        folds = [t for t in targets if self.p.reduction(t)]
+        before, after = [], []
+        for t in folds:
+            fn = self.p.dag.nodes[t][0]
+            before.append(f"sum{t} = tl.full({shape}, {START[fn]}, tl.float32)")
+            both = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
+            inner.append(f"sum{t} = {both}")
+        if last:
+            inner += [self.store(k) for k in range(len(self.p.roots)) if self.p.space.has[self.p.count + k][-1]]
+        self.names = known
+        after = [self.folded(t, f"sum{t}") for t in folds]
+        if not folds and not (last and any(self.p.space.has[self.p.count + k][-1] for k in range(len(self.p.roots)))):
+            return []
+        loop = f"for at in range(0, {self.width()}, {self.cols}):"
+        return [*before, loop, indent("\n".join(inner), 4), *after]
+
+
+ROWS = Rows("triton/rows")

@@ -1,0 +1,146 @@
+"""Kernels over device rows in Triton: flat tokens, ids, slots and the commit.
+
+The kernels are in `kernels/row_state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+LANES = 128
+TOKENS = 32  # flat tokens of one program of row_spans and row_begin
+ENTRIES = 256  # entries that it reads at once
+LATENCY_US = 0.6  # of a load whose address another load gives
+
+
+class Integers(TritonKernel):
+    """What the kernels of this file share: 32-bit integers, and a time that no size of a step changes much."""
+
+    chain = 2  # loads that wait for one another
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, ("i32",))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return target.launch_us + self.chain * LATENCY_US
+
+
+class Spans(Integers):
+    """`row_spans`: the flat token axis. Every program sums all rows' counts, so that one launch is enough."""
+
+    function = "row_spans"
+
+    def code(self, u: Unit) -> Code:
+        entries, tokens = u.node.operands[0].type.shape[0], u.node.results[1].type.shape[0]
+        count = entries.const
+        template = Template("row_state", self.function)
+        call = template.call(
+            rows_ptr="x0",
+            counts_ptr="x1",
+            length_ptr="x2",
+            starts_ptr="y0",
+            token_row_ptr="y1",
+            positions_ptr="y2",
+            entry_count=u.sizes(entries),
+            token_count=u.sizes(tokens),
+            **self.lookups(u),
+            TOKENS_PER_PROGRAM=TOKENS,
+            ENTRIES_PER_STEP=ENTRIES if count is None else min(ENTRIES, max(16, power(count))),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (tokens.ceildiv(TOKENS),), template.text())
+
+    def lookups(self, u: Unit) -> dict[str, Argument]:
+        """Arguments that look up more than the axis."""
+        return {}
+
+
+class Begin(Spans):
+    """`row_begin`: the flat token axis, and each token's id and slot."""
+
+    chain = 3
+    function = "row_begin"
+
+    def lookups(self, u: Unit) -> dict[str, Argument]:
+        history, table = (u.node.operands[i].type.shape[1] for i in (3, 4))
+        return {
+            "token_ids_ptr": "x3", "page_table_ptr": "x4", "ids_ptr": "y3", "slots_ptr": "y4",
+            "max_length": u.sizes(history), "table_width": u.sizes(table), "PAGE": u.node.attrs["page"],
+        }  # fmt: skip
+
+
+class OfToken(Integers):
+    """`row_ids` and `row_slots`: a lane a token."""
+
+    def code(self, u: Unit) -> Code:
+        tokens, width = u.node.result.type.shape[0], u.sizes(u.node.operands[0].type.shape[1])
+        table: dict[str, Argument] = {"token_ids_ptr": "x0", "max_length": width}
+        if u.node.op.name == "row_slots":
+            table = {"page_table_ptr": "x0", "table_width": width, "PAGE": u.node.attrs["page"]}
+        template = Template("row_state", u.node.op.name)
+        call = template.call(
+            token_row_ptr="x1",
+            positions_ptr="x2",
+            out_ptr="y0",
+            token_count=u.sizes(tokens),
+            **table,
+            LANES=LANES,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (tokens.ceildiv(LANES),), template.text())
+
+
+class Last(Integers):
+    """`row_last`: a lane an entry."""
+
+    chain = 1
+
+    def code(self, u: Unit) -> Code:
+        entries = u.node.result.type.shape[0]
+        template = Template("row_state", "row_last")
+        call = template.call(
+            starts_ptr="x0",
+            out_ptr="y0",
+            entry_count=u.sizes(entries),
+            LANES=LANES,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (entries.ceildiv(LANES),), template.text())
+
+
+class Commit(Integers):
+    """`row_commit`: a lane an entry; only the last entry of a row writes."""
+
+    def code(self, u: Unit) -> Code:
+        history, _, counts, rows = (v.type.shape for v in u.node.operands[:4])
+        template = Template("row_state", "row_commit")
+        call = template.call(
+            token_ids_ptr="y0",
+            length_ptr="y1",
+            counts_ptr="y2",
+            rows_ptr="x3",
+            starts_ptr="x4",
+            positions_ptr="x5",
+            emit_ptr="x6",
+            sampled_ptr="x7",
+            entry_count=u.sizes(rows[0]),
+            max_length=u.sizes(history[1]),
+            vocab=u.sizes(counts[1]),
+            LANES=LANES,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (rows[0].ceildiv(LANES),), template.text())
+
+
+SPANS = Spans("triton/row_spans", ("row_spans",), "triton")
+BEGIN = Begin("triton/row_begin", ("row_begin",), "triton")
+OF_TOKEN = OfToken("triton/row_tokens", ("row_ids", "row_slots"), "triton")
+LAST = Last("triton/row_last", ("row_last",), "triton")
+COMMIT = Commit("triton/row_commit", ("row_commit",), "triton")

@@ -1,0 +1,257 @@
+"""Sampling kernels: biases, penalties, masks and the draw; a program draws a row, many find its largest logits.
+
+The kernels are in `kernels/sample.py` and `kernels/row_logits.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.logprobs import likeliest_arguments, too_few
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+BLOCK_US = 1.5  # a program of few loads, from start to end
+
+OPERANDS = (
+    "logits_ptr", "rows_ptr", "starts_ptr", "positions_ptr", "floats_ptr", "ints_ptr", "stops_ptr", "seen_ptr",
+    "counts_ptr", "bias_ids_ptr", "biases_ptr", "allowed_ptr",
+)  # fmt: skip
+
+
+def vocabulary(node: Node) -> int:
+    """The columns of the logits."""
+    return int(node.operands[0].type.shape[1])
+
+
+def width(node: Node, operand: int) -> int:
+    """The columns of an operand."""
+    return int(node.operands[operand].type.shape[1])
+
+
+def row_arguments(node: Node) -> dict[str, Argument]:
+    """The template arguments of a node whose operands begin as row_block_max's do."""
+    return {
+        **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
+        "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
+    }  # fmt: skip
+
+
+class Sampling(TritonKernel):
+    """What the kernels of this file share: columns that are numbers, floats and 32-bit integers."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[0].type.shape[1].const is None:
+            return "the vocabulary has no fixed size"
+        return unsupported(node, (*FLOATS, "i32"))
+
+
+def _programs_us(node: Node, ids: int, per: int, target: Target, env: Mapping[str, int]) -> float:
+    """Microseconds of reading the logits with programs of `per` blocks of `ids` ids: traffic, or waves of programs (8
+    at a time on a multiprocessor) that wait for memory a few times, less often for the blocks behind the first."""
+    rows, v = node.operands[0].type.shape[0].subs(env).const or 1, vocabulary(node)
+    nbytes = rows * v * (2 if node.operands[0].type.dtype != "f32" else 4)
+    waves = -(-rows * -(-v // (per * ids)) // (8 * max(1, target.limits.units)))
+    one = BLOCK_US + 0.4 * (per - 1) + ids / 8192
+    return max(nbytes / target.bandwidth * 1e6, waves * one) + target.launch_us
+
+
+class Penalize(Sampling):
+    """row_penalize: a program a block of a row. In place, rows without penalties end at once."""
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((0, 0),) if node.operands[0].type.dtype == "f32" else ()
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"block": 1024, "warps": 4}, {"block": 2048, "warps": 8}]
+
+    def code(self, u: Unit) -> Code:
+        n, block = u.node, u.schedule.get("block", 1024)
+        rows, v = n.operands[0].type.shape
+        template = Template("row_logits", "row_penalize")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            floats_ptr="x2",
+            ints_ptr="x3",
+            seen_ptr="x4",
+            counts_ptr="x5",
+            bias_ids_ptr="x6",
+            biases_ptr="x7",
+            out_ptr="y0",
+            VOCAB=int(v),
+            WORDS=width(n, 4),
+            BIASES=width(n, 6),
+            BLOCK=block,
+            MAY_BE_IN_PLACE=bool(self.inplace(n, u.schedule)),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (v.ceildiv(block), rows), template.text(), u.schedule.get("warps", 4))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return _programs_us(node, schedule["block"], 1, target, env)
+
+
+class Mask(Sampling):
+    """row_mask: one program a row, which writes the masked ids alone where it works in place."""
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((0, 0),)
+
+    def code(self, u: Unit) -> Code:
+        n, stops = u.node, width(u.node, 5)
+        template = Template("row_logits", "row_mask")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            starts_ptr="x2",
+            positions_ptr="x3",
+            ints_ptr="x4",
+            stops_ptr="x5",
+            allowed_ptr="x6",
+            out_ptr="y0",
+            VOCAB=vocabulary(n),
+            WORDS=width(n, 6),
+            STOPS=stops,
+            STOPS_PADDED=power(stops),
+            TILE=4096,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (n.operands[0].type.shape[0],), template.text(), warps=4)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return target.launch_us + BLOCK_US
+
+
+class BlockMax(Sampling):
+    """row_block_max: a program takes `per` blocks of a row."""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"per": per, "warps": 4} for per in (1, 2, 4, 8)]
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        block = node.attrs["block"]
+        return f"blocks of {block} ids" if block != power(block) else super().reject(node, target)
+
+    def code(self, u: Unit) -> Code:
+        n, per = u.node, u.schedule.get("per", 1)
+        rows, blocks = n.results[0].type.shape
+        template = Template("sample", "row_block_max")
+        call = template.call(
+            **row_arguments(n),
+            best_ptr="y0",
+            best_ids_ptr="y1",
+            masses_ptr="y2",
+            BLOCKS=int(blocks),
+            BLOCKS_PER_PROGRAM=per,
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (blocks.ceildiv(per), rows), template.text(), u.schedule.get("warps", 4))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return _programs_us(node, node.attrs["block"], schedule["per"], target, env)
+
+
+class Draws(Sampling):
+    """One program draws a row; `tile` ids at a time where it reads the row."""
+
+    ends_us = 2.0  # of a greedy row
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"tile": 4096, "warps": 16}, {"tile": 4096, "warps": 8}]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Of greedy rows; more warps first, for the others."""
+        rows = node.operands[0].type.shape[0].subs(env).const or 1
+        waves = -(-rows // max(1, target.limits.units))
+        return target.launch_us + waves * (self.ends_us + 0.5 * 16 / schedule["warps"])
+
+    def tiles(self, u: Unit) -> dict[str, Argument]:
+        """The template arguments of a draw."""
+        v = vocabulary(u.node)
+        tile = min(int(u.schedule.get("tile", 4096)), max(16, power(v)))
+        return {"LOG_VOCAB": math.log(v), "TILE": tile, "TILES_PADDED": max(2, power(-(-v // tile)))}
+
+
+class SampleBlocks(Draws):
+    """row_sample_blocks: greedy rows look at the blocks' largest, plain temperatures at one block of logits."""
+
+    def code(self, u: Unit) -> Code:
+        template = Template("sample", "row_sample_blocks")
+        call = template.call(**self.arguments(u), token_ids_ptr="x12", DEPENDENT_LAUNCH=u.pdl)
+        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+
+    def arguments(self, u: Unit) -> dict[str, Argument]:
+        """The template arguments that both kernels have."""
+        blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
+        return {
+            **row_arguments(u.node), "best_ptr": "x13", "best_ids_ptr": "x14", "masses_ptr": "x15", "out_ptr": "y0",
+            "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": power(blocks), **self.tiles(u),
+        }  # fmt: skip
+
+
+class Finish(SampleBlocks):
+    """row_finish: the draw, log-probabilities and the commit of a row by one program."""
+
+    ends_us = 2.5
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return too_few(node) or super().reject(node, target)
+
+    def code(self, u: Unit) -> Code:
+        n, tile = u.node, min(8192, power(vocabulary(u.node)))
+        template = Template("sample", "row_finish")
+        states = {"token_ids_ptr": "y5", "length_ptr": "y6", "counts_ptr": "y7"}  # their next versions, in place
+        likeliest = likeliest_arguments(vocabulary(n), n.attrs["k"], tile)
+        call = template.call(
+            **{**self.arguments(u), **states},
+            emit_ptr="x17",
+            logprob_ptr="y1",
+            rank_ptr="y2",
+            top_ids_ptr="y3",
+            top_logprobs_ptr="y4",
+            entry_count=u.sizes(n.operands[1].type.shape[0]),
+            COUNT=likeliest["COUNT"],
+            COUNT_PADDED=likeliest["COUNT_PADDED"],
+            LOGPROBS_TILE=likeliest["TILE"],
+            LOGPROBS_TILES_PADDED=likeliest["TILES_PADDED"],
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (n.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+
+
+class Sample(Draws):
+    """row_sample: the whole row by one program."""
+
+    ends_us = 12.0
+
+    def code(self, u: Unit) -> Code:
+        template = Template("sample", "row_sample")
+        call = template.call(
+            logits_ptr="x0",
+            rows_ptr="x1",
+            starts_ptr="x2",
+            positions_ptr="x3",
+            token_ids_ptr="x4",
+            floats_ptr="x5",
+            ints_ptr="x6",
+            out_ptr="y0",
+            max_length=u.sizes(u.node.operands[4].type.shape[1]),
+            VOCAB=vocabulary(u.node),
+            **self.tiles(u),
+            DEPENDENT_LAUNCH=u.pdl,
+        )
+        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+
+
+PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
+MASK = Mask("triton/row_mask", ("row_mask",), "triton")
+BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
+SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
+FINISH = Finish("triton/row_finish", ("row_finish",), "triton")
+SAMPLE = Sample("triton/row_sample", ("row_sample",), "triton")

@@ -1,0 +1,302 @@
+"""Kernels that move elements: transpose, slice, reshape, concat, take, gather, iota; they compute no values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.emit import merged
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+Axes = list[tuple[Dim, Dim]]  # (size, elements of the operand between neighbours)
+
+
+def moved(node: Node) -> Dim:
+    """Bytes that a copy of the result reads and writes."""
+    return sum((r.type.nbytes * 2 for r in node.results), D(0))
+
+
+def each(node: Node) -> int:
+    """Elements of a result in 16 bytes."""
+    return 128 // DTYPES[node.results[0].type.dtype].bits
+
+
+class Moving(TritonKernel):
+    """What the kernels here share: a program moves a tile of rows x columns of a space that `space` names."""
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        """Rows and columns."""
+        return D(1), node.results[0].type.numel
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        found = tiles(*self.space(node), target, each(node))
+        return [{"rows": r, "cols": c, "warps": w} for r, c, w in found]
+
+    def programs(self, node: Node, schedule: Schedule) -> Dim:
+        rows, cols = self.space(node)
+        return rows.ceildiv(schedule["rows"]) * cols.ceildiv(schedule["cols"])
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], moved(node))
+
+    def tile(self, u: Unit, rows: Dim, cols: Dim) -> tuple[list[str], str]:
+        """`row` and `col` of this program, [rows, 1] and [1, cols] or a number and [cols], and the name of the tile's
+        part that is there, if any."""
+        r, c = u.schedule["rows"], u.schedule["cols"]
+        blocks, flat = cols.ceildiv(c), rows.const == 1
+        far = flat and wide(cols)
+        row, start = "tl.program_id(0)", ""
+        if flat:
+            start = f"tl.program_id(0){'.to(tl.int64)' if far else ''} * {c} + "
+        elif blocks.const != 1:
+            row, start = f"{row} // {u.sizes(blocks)}", f"{row} % {u.sizes(blocks)} * {c} + "
+        lines = [f"row = {row}"] * (not flat) + [f"col = {start}tl.arange(0, {c})"]
+        if r > 1:
+            lines = [f"row = {row} * {r} + tl.arange(0, {r})[:, None]", f"col = {start}tl.arange(0, {c})[None, :]"]
+        return bounded(lines, u, (rows, r), (cols, c), far)
+
+    def finish(self, u: Unit, lines: list[str]) -> Code:
+        return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), "", u.schedule["warps"])
+
+
+def bounded(lines: list[str], u: Unit, row: tuple[Dim, int], col: tuple[Dim, int], far: bool) -> tuple[list[str], str]:
+    """The lines with `inside` where (size, tile) do not divide, and its name or nothing."""
+    tests = [f"({x} < {factored(n, u.sizes, far)})" for x, (n, t) in (("row", row), ("col", col)) if not n.divisible(t)]
+    return ([*lines, f"inside = {' & '.join(tests)}"], "inside") if tests else (lines, "")
+
+
+def steps(node: Node) -> list[Dim]:
+    """Elements between neighbours along each axis of operand 0."""
+    shape = node.operands[0].type.shape
+    return [product(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def copied(node: Node) -> tuple[Axes, Dim]:
+    """Where the result's elements lie in the operand: merged axes, and the first element."""
+    step, start = steps(node), D(0)
+    if node.op.name == "reshape":
+        return [(node.operands[0].type.numel, D(1))], start
+    if node.op.name == "transpose":
+        step = [step[p] for p in node.attrs["perm"]]
+    else:
+        axis = node.attrs["axis"] % len(step)
+        start = node.attrs["start"] * step[axis]
+        step[axis] = step[axis] * node.attrs["step"]
+    return merged(node.result.type.shape, step), start
+
+
+def crossed(axes: Axes) -> int | None:
+    """The axis along which the operand is contiguous, where that is not the result's last."""
+    if axes[-1][1].const == 1:
+        return None
+    return next((a for a, (_, s) in enumerate(axes) if s.const == 1), None)
+
+
+class Copy(Moving):
+    """Any affine copy. Where operand and result are contiguous along different axes, a tile has one of each, so that
+    both sides are read and written in whole lines."""
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        axes, _ = copied(node)
+        a = crossed(axes)
+        if a is None:
+            return product([n for n, _ in axes[:-1]]), axes[-1][0]
+        return axes[a][0], axes[-1][0]
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        if crossed(copied(node)[0]) is None:
+            return super().schedules(node, target)
+        return [{"rows": n, "cols": n, "warps": 4} for n in (64, 32)]
+
+    def programs(self, node: Node, schedule: Schedule) -> Dim:
+        axes, _ = copied(node)
+        a = crossed(axes)
+        others = [n for i, (n, _) in enumerate(axes[:-1]) if a is not None and i != a]
+        return super().programs(node, schedule) * product(others)
+
+    def code(self, u: Unit) -> Code:
+        axes, start = copied(u.node)
+        a = crossed(axes)
+        total = u.node.operands[0].type.numel
+        if a is None:
+            rows = product([n for n, _ in axes[:-1]])
+            lines, inside = self.tile(u, rows, axes[-1][0])
+            names = decompose("row", [n for n, _ in axes[:-1]], u.sizes)
+            source = [times(f"i{i}", s, total, u.sizes) for i, (_, s) in enumerate(axes[:-1])]
+            target = "col" if not names else f"{times('row', axes[-1][0], u.node.result.type.numel, u.sizes)} + col"
+            lines += names
+        else:
+            lines, inside, source, target = self._crossed(u, axes, a)
+        source.append(times("col", axes[-1][1], total, u.sizes))
+        first = "" if start.const == 0 else f" + {factored(start, u.sizes, wide(total))}"
+        lines += [u.wait, f"v = tl.load(x0{first} + {' + '.join(source)}{masked(inside)})"]
+        return self.finish(u, [*lines, f"tl.store(y0 + {target}, v{masked(inside)})"])
+
+    def _crossed(self, u: Unit, axes: Axes, a: int) -> tuple[list[str], str, list[str], str]:
+        """A program's tile has rows along axis `a` and columns along the last; the other axes have programs."""
+        r, c = u.schedule["rows"], u.schedule["cols"]
+        others = [i for i in range(len(axes) - 1) if i != a]
+        sizes = [*(axes[i][0] for i in others), axes[a][0].ceildiv(r), axes[-1][0].ceildiv(c)]
+        lines = decompose("tl.program_id(0)", sizes, u.sizes, "p")
+        k = len(others)
+        lines += [
+            f"row = p{k} * {r} + tl.arange(0, {r})[:, None]",
+            f"col = p{k + 1} * {c} + tl.arange(0, {c})[None, :]",
+        ]
+        lines, inside = bounded(lines, u, (axes[a][0], r), (axes[-1][0], c), False)
+        total, made = u.node.operands[0].type.numel, u.node.result.type.numel
+        behind = [product([n for n, _ in axes[i + 1 :]]) for i in range(len(axes))]
+        source = [times(f"p{j}", axes[i][1], total, u.sizes) for j, i in enumerate(others)] + ["row"]
+        target = [times(f"p{j}", behind[i], made, u.sizes) for j, i in enumerate(others)]
+        target += [times("row", behind[a], made, u.sizes), "col"]
+        return lines, inside, source, " + ".join(target)
+
+
+class Concat(Moving):
+    """The operands' segments side by side; every operand has programs of its own."""
+
+    def segments(self, node: Node) -> tuple[Dim, list[Dim]]:
+        """Rows, and each operand's elements in one of them."""
+        shape = node.result.type.shape
+        axis = node.attrs["axis"] % len(shape)
+        return product(shape[:axis]), [product(v.type.shape[axis:]) for v in node.operands]
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        rows, parts = self.segments(node)
+        return rows, max(parts, key=lambda d: d.const or 2**62)
+
+    def programs(self, node: Node, schedule: Schedule) -> Dim:
+        rows, parts = self.segments(node)
+        return sum((p.ceildiv(schedule["cols"]) for p in parts), D(0)) * rows.ceildiv(schedule["rows"])
+
+    def code(self, u: Unit) -> Code:
+        rows, parts = self.segments(u.node)
+        r, c = u.schedule["rows"], u.schedule["cols"]
+        far = wide(u.node.result.type.numel)
+        total = factored(sum(parts, D(0)), u.sizes, far)
+        height = rows.ceildiv(r)
+        lines = [u.wait, "at = tl.program_id(0)"]
+        before, shift = D(0), D(0)
+        for i, n in enumerate(parts):
+            blocks = n.ceildiv(c)
+            size = ", ".join(factored(d, u.sizes, far) for d in (rows, n))
+            at = f"at - {factored(before, u.sizes)}" if i else "at"
+            to = f"y0 + {factored(shift, u.sizes, far)}" if i else "y0"
+            call = f"segment(x{i}, {to}, {at}, {u.sizes(blocks)}, {size}, {total}, {r}, {c})"
+            before, shift = before + blocks * height, shift + n
+            test = f"at < {u.sizes(before)}" if i < len(parts) - 1 else ""
+            lines.append(branch(i == 0, test, call))
+        code = self.finish(u, lines)
+        return Code(code.body, code.grid, SEGMENT, code.warps)
+
+
+def branch(first: bool, test: str, call: str) -> str:
+    """One arm of an if: the last has no test, and where it is the only one there is nothing to decide."""
+    if not test:
+        return call if first else f"else:\n    {call}"
+    return f"{'if' if first else 'elif'} {test}:\n    {call}"
+
+
+SEGMENT = '''
+@triton.jit
+def segment(x, y, at, blocks, rows, n, total, R: tl.constexpr, C: tl.constexpr):
+    """Copy tile `at` of x [rows, n] to rows of `total` elements."""
+    row = (at // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    col = (at % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
+    inside = (row < rows) & (col < n)
+    tl.store(y + row * total + col, tl.load(x + row * n + col, mask=inside), mask=inside)
+'''
+
+
+class Indexed(Moving):
+    """What kernels with an index operand share."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[1].type.dtype not in INTS:
+            return f"the index has dtype {node.operands[1].type.dtype}"
+        return unsupported(node)
+
+
+class Take(Indexed):
+    """Rows by index: embeddings and last tokens. The index needs the wait, so nothing is loaded before it."""
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        rows = node.operands[1].type.numel
+        return rows, node.attrs["k"] * D(1) if "k" in node.attrs else product(node.operands[0].type.shape[1:])
+
+    def code(self, u: Unit) -> Code:
+        rows, cols = self.space(u.node)
+        head, inside = self.tile(u, rows, cols)
+        known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
+        one = rows.const == 1
+        at = "x1" if one else "x1 + row"
+        to = "" if one else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
+        lines = [
+            *head,
+            u.wait,
+            f"index = tl.load({at}{masked(known, other='-1')}).to(tl.int64)",
+            f"v = tl.load(x0 + {self.source(u, cols)}{masked(inside, '(index >= 0)', other='0')})",
+            f"tl.store(y0{to} + col, v{masked(inside)})",
+        ]
+        return self.finish(u, lines)
+
+    def source(self, u: Unit, cols: Dim) -> str:
+        return f"index * {factored(cols, u.sizes)} + col"
+
+
+class PackedTake(Take):
+    """Rows by index of a weight in panels."""
+
+    def source(self, u: Unit, cols: Dim) -> str:
+        _, depth, rows, pair = u.node.operands[0].type.shape
+        panel = f"(index // {rows} * {depth} + col // {pair}) * {prod((rows.const or 1, pair.const or 1))}"
+        return f"{panel} + index % {rows} * {pair} + col % {pair}"
+
+
+class Gather(Indexed):
+    """Elements by index along an axis; a negative index counts from the end."""
+
+    def code(self, u: Unit) -> Code:
+        x, idx = (v.type for v in u.node.operands)
+        a = u.node.attrs["axis"] % x.rank
+        inner = product(x.shape[a + 1 :])
+        count = u.sizes(x.shape[a])
+        step = f" * {factored(inner, u.sizes)}" if inner.const != 1 else ""
+        head, inside = self.tile(u, D(1), idx.numel)
+        lines = [
+            *head,
+            u.wait,
+            f"index = tl.load(x1 + col{masked(inside, other='0')}).to(tl.int64)",
+            f"index = tl.where(index < 0, index + {count}, index)",
+            f"outer = col // {factored(idx.shape[a] * inner, u.sizes)}",
+            f"at = (outer * {count} + index){step}" + (f" + col % {factored(inner, u.sizes)}" if step else ""),
+            f"tl.store(y0 + col, tl.load(x0 + at{masked(inside)}){masked(inside)})",
+        ]
+        return self.finish(u, lines)
+
+
+class Iota(Moving):
+    """0, 1, 2, ..."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, *INTS))
+
+    def code(self, u: Unit) -> Code:
+        t = u.node.result.type
+        value = "col.to(tl.float32)" if t.dtype in FLOATS else "col"
+        lines, inside = self.tile(u, D(1), t.shape[0])
+        return self.finish(u, [*lines, u.wait, f"tl.store(y0 + col, {value}.to({element(t)}){masked(inside)})"])
+
+
+COPY = Copy("triton/copy", ("reshape", "transpose", "slice"))
+CONCAT = Concat("triton/concat", ("concat",))
+TAKE = Take("triton/take", ("take",))
+PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take",))
+GATHER = Gather("triton/gather", ("gather",))
+IOTA = Iota("triton/iota", ("iota",))

@@ -1,0 +1,64 @@
+"""Attention of the rows that have one token, in a batch whose longer rows another kernel handles.
+
+The kernel is in `kernels/single_token_attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.decode_attention import Decode, Problem, unfit
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import Code, Unit
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+class Single(Decode):
+    """Writes the outputs of rows of one token into y, which holds those of the other rows; copies these if the result
+    has its own memory."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unfit(node, (0, 1, 6, 7))
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        return (0, 1, 2, 3, 4, 5)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((6, 0),)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """That of as many tokens as there are rows."""
+        rows = node.operands[3].type.shape[0].subs(env).const or 1
+        tokens = node.operands[0].type.shape[0]
+        return super().cost_us(node, schedule, target, {**env, **({str(tokens): rows} if tokens.const is None else {})})
+
+    def code(self, u: Unit) -> Code:
+        n, p = u.node, Problem.of(u.node)
+        count = n.operands[3].type.shape[0]
+        template = Template("single_token_attention", "single_token_attention")
+        call = template.call(
+            query_ptr="x0",
+            kv_ptr="x1",
+            page_table_ptr="x2",
+            rows_ptr="x3",
+            starts_ptr="x4",
+            positions_ptr="x5",
+            longer_ptr="x6",
+            sinks_ptr="x7" if len(n.operands) > 7 else None,
+            out_ptr="y0",
+            row_count=u.sizes(count),
+            token_count=u.sizes(n.operands[0].type.shape[0]),
+            table_width=u.sizes(n.operands[2].type.shape[1]),
+            **p.constants(),
+            QUERY_ROWS=self.rows(p),
+            KEYS_PER_TILE=u.schedule["keys"],
+            INPUTS_SETTLED=u.settled,
+            DEPENDENT_LAUNCH=u.pdl,
+            INTERPRET=u.interpret,
+        )
+        return Code(call, (count, p.g), template.text(), u.schedule["warps"], u.schedule["stages"])
+
+
+SINGLE_TOKEN = Single("triton/single_token_attention", ("paged_attention_single",))

@@ -1,0 +1,177 @@
+"""Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
+
+A template module holds `@triton.jit` functions and constants. It may import names from other template modules, one by
+one and without `as`. Rendering a function yields the definitions that it needs, its own and imported, in an order in
+which Python can execute them. Comments and docstrings are kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+FOLDER = Path(__file__).parent / "kernels"
+PACKAGE = "llmc.codegen.backends.triton.kernels"
+# Text is an expression of the entry function; the others are literals.
+Argument: TypeAlias = "str | int | float | tuple[Argument, ...] | None"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or constant at the top level of a template module.
+
+    `needs` lists the definitions that it refers to, as (module, name). `params` and `optional` name the parameters of
+    a function and those that have defaults.
+    """
+
+    text: str
+    needs: tuple[tuple[str, str], ...]
+    params: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Module:
+    """A template module: its docstring, and its definitions in the order of the file."""
+
+    name: str
+    doc: str
+    definitions: Mapping[str, Definition]
+    imports: tuple[str, ...]  # template modules
+
+
+@dataclass(frozen=True)
+class Template:
+    """The function `function` of the template module `module`."""
+
+    module: str
+    function: str
+
+    def text(self) -> str:
+        """The function and all definitions that it needs, each module under a comment that holds its docstring.
+
+        Raises ValueError if two modules define the same name.
+        """
+        wanted = set(_closure(self.module, self.function))
+        names = sorted(name for _, name in wanted)
+        if twice := [a for a, b in pairwise(names) if a == b]:
+            raise ValueError(f"template {self.module}: two modules define {twice[0]}")
+        parts = []
+        for module in _ordered(self.module):
+            found = [d.text for name, d in module.definitions.items() if (module.name, name) in wanted]
+            if found:
+                parts.append("\n\n\n".join([_heading(module), *found]))
+        return "\n\n\n".join(parts)
+
+    def call(self, **arguments: Argument) -> str:
+        """A call of the function with named arguments, one to a line.
+
+        Raises ValueError if a parameter without a default is missing, or if the function has no such parameter.
+        """
+        definition = load(self.module).definitions[self.function]
+        missing = [p for p in definition.params if p not in arguments and p not in definition.optional]
+        unknown = [a for a in arguments if a not in definition.params]
+        if missing or unknown:
+            raise ValueError(f"{self.module}.{self.function}: missing arguments {missing}, unknown arguments {unknown}")
+        lines = [f"    {p}={literal(arguments[p])},\n" for p in definition.params if p in arguments]
+        return f"{self.function}(\n{''.join(lines)})"
+
+
+def literal(value: Argument) -> str:
+    """An argument as Python text: text as it is, numbers and None as literals, tuples element by element."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} has no literal in Triton")
+    return repr(value)
+
+
+def function(signature: str, doc: str, lines: Sequence[str]) -> str:
+    """The text of a generated Triton function, such as an epilogue that a call of a template hands in."""
+    body = "\n".join(f"    {x}" for x in lines)
+    return f'@triton.jit\ndef {signature}:\n    """{doc}"""\n{body}'
+
+
+@cache
+def load(name: str) -> Module:
+    """The template module `name`, parsed but not imported.
+
+    Raises ValueError at a statement that a template module may not contain.
+    """
+    path = FOLDER / f"{name}.py"
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source, str(path))
+    imported: dict[str, tuple[str, str]] = {}
+    nodes: dict[str, ast.stmt] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{PACKAGE}."):
+            if any(a.asname for a in statement.names):
+                raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
+            imported |= {a.name: (str(statement.module).removeprefix(f"{PACKAGE}."), a.name) for a in statement.names}
+        elif isinstance(statement, ast.FunctionDef):
+            nodes[statement.name] = statement
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            nodes[statement.targets[0].id] = statement
+        elif not isinstance(statement, ast.Import | ast.Expr):
+            raise ValueError(f"{path.name}:{statement.lineno}: a template holds functions, constants and imports")
+    known = {**imported, **{n: (name, n) for n in nodes}}
+    lines = source.splitlines()
+    definitions = {n: _definition(n, node, lines, known) for n, node in nodes.items()}
+    modules = tuple(dict.fromkeys(m for m, _ in imported.values()))
+    return Module(name, ast.get_docstring(tree) or "", MappingProxyType(definitions), modules)
+
+
+def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]]) -> Definition:
+    """One definition, with its decorators and the comment lines directly above it."""
+    first = min(d.lineno for d in (node, *getattr(node, "decorator_list", ())))
+    while first > 1 and lines[first - 2].startswith("#"):
+        first -= 1
+    used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id != name}
+    needs = tuple(known[n] for n in sorted(used & known.keys()))
+    text = "\n".join(lines[first - 1 : node.end_lineno])
+    if not isinstance(node, ast.FunctionDef):
+        return Definition(text, needs)
+    params = tuple(a.arg for a in node.args.args)
+    return Definition(text, needs, params, frozenset(params[len(params) - len(node.args.defaults) :]))
+
+
+def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of a definition and of everything that it needs."""
+    todo, seen = [(module, name)], set()
+    while todo:
+        at = todo.pop()
+        if at not in seen:
+            seen.add(at)
+            yield at
+            todo += load(at[0]).definitions[at[1]].needs
+
+
+def _ordered(name: str) -> list[Module]:
+    """The modules that a module imports, directly or not, before those that import them."""
+    found: dict[str, Module] = {}
+
+    def visit(at: str) -> None:
+        if at in found:
+            return
+        module = load(at)
+        for m in module.imports:
+            visit(m)
+        found[at] = module
+
+    visit(name)
+    return list(found.values())
+
+
+def _heading(module: Module) -> str:
+    """The module's path and docstring as comments."""
+    lines = [f"kernels/{module.name}.py", *module.doc.splitlines()]
+    return "\n".join(f"# {line}".rstrip() for line in lines)

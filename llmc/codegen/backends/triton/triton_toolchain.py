@@ -1,0 +1,194 @@
+"""From Triton text to GPU binaries, without a GPU, through a content-addressed cache; it knows nothing of graphs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.abc
+import importlib.util
+import json
+import linecache
+import multiprocessing
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, MappingProxyType
+from typing import Any
+
+from llmc.codegen.cubin import check_launch
+from llmc.codegen.kernel import Source
+from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
+from llmc.codegen.scratch_dir import scratch
+from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
+from llmc.diagnostics import Diagnostic
+from llmc.targets.target import Target
+
+OPTIONS = ("num_warps", "num_stages")  # Triton ignores names it does not know: so we do not
+BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
+_DIGEST = 32
+_REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
+
+
+@dataclass(frozen=True)
+class TritonToolchain:
+    """Triton for one target. Equal text, parameters, options and version give the same key, and one compilation."""
+
+    target: Target
+    version: str
+    name = "triton"
+
+    @staticmethod
+    def find(target: Target) -> TritonToolchain:
+        """Diagnostic E501 where Triton is not installed."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return TritonToolchain(target, version("triton"))
+        except PackageNotFoundError:
+            cause = f"target {target.name} needs Triton to compile, and it is not installed"
+            raise Diagnostic("E501", cause, _REMEDY) from None
+
+    def key(self, source: Source) -> str:
+        """What the binary is a function of, as 32 hexadecimal digits."""
+        what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+
+    @property
+    def output(self) -> Output:
+        """Python text, a cubin or an hsaco, called as the target's family calls kernels."""
+        return Output("py", BINARY[self.target.family], f"{self.target.family}-1")
+
+    def cached(self, key: str, cache: Path) -> bool:
+        """Whether the cache has an entry for the key."""
+        return entry_path(cache, key).is_file()
+
+    def compile(
+        self,
+        sources: Sequence[tuple[Source, str]],
+        cache: Path,
+        jobs: int = 2,
+        progress: Progress | None = None,
+    ) -> dict[str, Compiled]:
+        """key -> binary for every (source, place in the model), `jobs` processes at a time.
+
+        Raises Diagnostic E502 with the first text that does not compile, E503 if a process is killed, E505 if a CUDA
+        binary takes other parameters than its launches pass.
+        """
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache)
+        todo = {self.key(s): (s, loc) for s, loc in sources}
+        read = {k: c for k in todo if (c := read_entry(entry_path(cache, k))) is not None}
+        out = {k: c for k, c in read.items() if len(c.boxes) == len(todo[k][0].maps)}
+        missing = {k: v for k, v in todo.items() if k not in out}
+        done = len(out)
+        for key, found in self._compile_all(missing, max(1, jobs)):
+            source, loc = todo[key]
+            if isinstance(found, str):
+                kept = cache / f"{key}.failed.py"
+                kept.write_text(source.text)
+                remedy = f"the source is kept at {kept}; report it, or choose another target"
+                cause = f"Triton {self.version} could not compile {source.text.splitlines()[0][2:]}: {found}"
+                raise Diagnostic("E502", cause, remedy, loc=loc)
+            if self.target.family == "cuda":
+                check_launch(source, found.binary, loc, scratch=2)
+            out[key] = found
+            write_entry(entry_path(cache, key), found)
+            done += 1
+            if progress:
+                progress(done, len(todo), source.entry)
+        return out
+
+    def _compile_all(self, missing: Mapping[str, tuple[Source, str]], jobs: int) -> Any:
+        """(key, Compiled or the reason why not) of each, as they end."""
+        if not missing:
+            return
+        family, arch, warp = self.target.family, self.target.arch, self.target.limits.warp
+        work = [(k, s, family, arch, warp) for k, (s, _) in missing.items()]
+        if min(jobs, len(work)) < 2:
+            yield from map(compile_one, work)
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(jobs, len(work)), mp_context=context, initializer=end_with_parent) as pool:
+            try:
+                yield from pool.map(compile_one, work)
+            except BrokenProcessPool:
+                cause = "a process that compiles kernels ended too soon: it was killed, or a script has no main guard"
+                remedy = "free memory and try again; in a script, compile under: if __name__ == '__main__':"
+                raise Diagnostic("E503", cause, remedy) from None
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has, however that ended; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled | str]:
+    """Compile one text in this process; the reason in words where Triton refuses it."""
+    key, source, family, arch, warp = work
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    unknown = [k for k, _ in source.options if k not in OPTIONS]
+    if unknown:
+        return key, f"unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
+    with scratch() as folder, knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(folder)
+        knobs.compilation.disable_line_info = True  # file names would make equal compiles differ
+        try:
+            fn = load_entry(source.text, source.entry)
+            names = fn.arg_names
+            aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
+            ast = ASTSource(fn, dict(zip(names, source.params, strict=True)), {}, aligned)
+            gpu = GPUTarget(family, int(arch.removeprefix("sm_")) if family == "cuda" else arch, warp)
+            options = {"enable_fp_fusion": True, **dict(source.options)}
+            if source.pdl:
+                options["launch_pdl"] = True
+            built = triton.compile(ast, target=gpu, options=options)
+        except Exception as e:  # Triton raises whatever its parts raise; the text is ours, and so is the fault
+            return key, f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
+        meta = built.metadata
+        if getattr(meta, "global_scratch_size", 0):
+            return key, "it needs global scratch memory, which launches do not provide"
+        boxes = tuple((tuple(x["block_size"]), int(x["swizzle"])) for x in getattr(meta, "tensordesc_meta", None) or ())
+        if len(boxes) != len(source.maps):
+            return key, "the target has no tensor maps"
+        return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared, boxes)
+
+
+class _Text(importlib.abc.InspectLoader):
+    """Imports a module from its text; Triton reads the text again, through `linecache`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.text, f"<{fullname}>")
+
+
+def load_entry(text: str, entry: str) -> Any:
+    """The jitted function of a kernel's text, which is ours: it was emitted, not read from an artifact."""
+    name = f"llmc_text_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_loader(name, _Text(text))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
+    spec.loader.exec_module(module)
+    return getattr(module, entry)

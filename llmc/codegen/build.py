@@ -1,0 +1,99 @@
+"""The whole of code generation: from a module whose passes have run to programs and binaries; it writes no file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.program import Program
+
+from llmc.codegen import launch_plan, memory
+from llmc.codegen.backends.cpp.step_unit import step_source
+from llmc.codegen.binary import Binary, locations
+from llmc.codegen.kernel import Kernel, Source
+from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
+from llmc.ir.graph import Module
+from llmc.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Built:
+    """The result of code generation.
+
+    programs: narrowest first, because the executor runs the first one that serves a step; kernels: by hash, the step
+    unit included; memory: the memory plan as data (see `llmc.codegen.memory.report`); toolchains: compiler name ->
+    version of those that were used.
+    """
+
+    programs: tuple[Program, ...]
+    kernels: Mapping[str, Binary]
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    toolchains: Mapping[str, str] = field(default_factory=dict)
+
+
+def build(
+    m: Module,
+    target: Target,
+    cache: Path,
+    kernels: Mapping[str, Kernel],
+    toolchains: Finders,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+) -> Built:
+    """Emit and compile every launched graph of a module that went through `select`, `pack` and `memory`.
+
+    kernels: name -> Kernel; toolchains: language -> function that finds its toolchain (both are in the registry).
+    cache: the folder of compiled kernels. progress(done, of, what) is called after each. Raises Diagnostic E501 (a
+    compiler is missing), E502 (a kernel does not compile), E504 (no toolchain for a language), E433 and E441 (passes
+    missing).
+    """
+    tools = Toolset(target, toolchains)
+    placed = place_graphs(m, target, kernels)
+    found = locations(placed, tools.key)
+    sources = [(s, locs[0] if locs else "") for s, locs in found.values()]
+    unit, entries = step_source(placed, m) if has_step(target) else (None, ())
+    compiled = tools.compile(
+        [*([(unit, "")] if unit else []), *sources], cache, jobs or min(os.cpu_count() or 1, 16), progress
+    )
+    binaries = {k: _binary(k, s, compiled[k], tools.of(s.language).output, locs) for k, (s, locs) in found.items()}
+    steps: list[tuple[str, str] | None] = [None] * len(placed)
+    if unit:
+        key = tools.key(unit)
+        binaries[key] = _binary(key, unit, compiled[key], tools.of(unit.language).output)
+        steps = [(key, entry) for entry in entries]
+    programs = tuple(
+        launch_plan.program(p, m, [_called(binaries[tools.key(s)]) for s in p.emitted.sources], step)
+        for p, step in zip(placed, steps, strict=True)
+    )
+    return Built(programs, binaries, memory.report(m), tools.versions())
+
+
+def has_step(target: Target) -> bool:
+    """Whether the launches of a program are run by a compiled function, the step unit, in place of the runtime."""
+    return target.family == "cpu"
+
+
+def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:
+    names = output.binary, output.source, output.abi
+    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes)
+
+
+def _called(b: Binary) -> launch_plan.Called:
+    return launch_plan.Called(b.hash, b.threads, b.shared, b.boxes)
+
+
+def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list[launch_plan.Placed]:
+    """Every launched graph with its sources and buffers, narrowest first."""
+    done: dict[Any, Source] = {}
+    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
+    emitted = [launch_plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
+    return sorted((launch_plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
+
+
+def _width(p: launch_plan.Placed, m: Module) -> tuple[bool, int]:
+    """Programs for one token a row come first, then those for fewer tokens."""
+    serves = launch_plan.serves_of(p.emitted.graph, m)
+    return "uniform" not in serves, serves.get("T", [0, 0])[1]

@@ -1,1 +1,0 @@
-"""The CPU back end: kernels as generated C++, listed in `llmc.codegen.cpu.table`."""

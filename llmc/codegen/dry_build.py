@@ -1,0 +1,53 @@
+"""Builds programs without compiling kernels, for `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc_runtime.format.program import Program
+
+from llmc.codegen import launch_plan
+from llmc.codegen.backends.cpp.step_unit import step_source
+from llmc.codegen.build import has_step, place_graphs
+from llmc.codegen.kernel import Kernel, Source
+from llmc.codegen.toolchain import Finders, Toolset
+from llmc.ir.graph import Module
+from llmc.targets.target import Target
+
+_NOWHERE = "0" * 32  # placeholder for the key of a binary that does not exist
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The result of a dry build.
+
+    programs: as `build` returns them, except for keys, threads and shared memory of kernels. keys: of all binaries.
+    missing: those that are not in the cache.
+    """
+
+    programs: tuple[Program, ...]
+    keys: frozenset[str]
+    missing: frozenset[str]
+
+
+def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel], toolchains: Finders) -> Sketch:
+    """Emit every launched graph of a module that went through `select`, `pack` and `memory`, and compile nothing.
+
+    Raises Diagnostic E501, E504 and E433 as `build` does.
+    """
+    tools = Toolset(target, toolchains)
+    placed = place_graphs(m, target, kernels)
+    sources = [s for p in placed for s in p.emitted.sources]
+    if has_step(target):
+        sources.append(step_source(placed, m)[0])
+    keyed = {tools.key(s): s for s in sources}
+    missing = frozenset(k for k, s in keyed.items() if cache is None or not tools.cached(s, cache))
+    programs = tuple(launch_plan.program(p, m, [_nowhere(s) for s in p.emitted.sources], None) for p in placed)
+    return Sketch(programs, frozenset(keyed), missing)
+
+
+def _nowhere(s: Source) -> launch_plan.Called:
+    """The launch parameters that are known without a compiled kernel."""
+    return launch_plan.Called(_NOWHERE, boxes=tuple((m.box, 0) for m in s.maps))

@@ -1,0 +1,194 @@
+"""Kernel measurements stored as JSON lines, and their lookup. `llmc.measure.tune` makes the measurements.
+
+A line records the time of one kernel and schedule for one node at given sizes of the step (T tokens, R rows):
+
+    {"target": "cuda+sm_90+pdl", "node": "linear(bf16[R, 64], bf16[96, 64]) -> bf16[R, 96]", "sizes": {"R": 8},
+     "kernel": "triton/gemv", "schedule": {"warps": 4}, "us": 3.1}
+
+A node is identified by its text without names and locations. The shapes of device row tables are omitted from it,
+because they vary with the limits that a model is compiled for. Files are sorted, so that they can be compared as text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llmc.codegen.kernel import Schedule, schedule_text
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Node, Value
+from llmc.ir.text import show_attr
+from llmc.targets.target import Target
+
+SIZES = ("T", "R")  # symbols of a step; the number of KV pages does not affect a launch
+RECORDS = "llmc.targets.records"  # the package with the *.jsonl files that are shipped
+CLOSE = 0.5  # maximum distance of sizes, as a power of two
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+Sizes = tuple[tuple[str, int], ...]
+Way = tuple[str, str]  # kernel, schedule as text
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measurement in microseconds."""
+
+    target: str
+    node: str
+    sizes: Sizes
+    kernel: str
+    schedule: str
+    us: float
+
+    @property
+    def key(self) -> tuple[str, str, Sizes, str, str]:
+        """What identifies the measurement: everything except the time."""
+        return self.target, self.node, self.sizes, self.kernel, self.schedule
+
+    def line(self) -> str:
+        """Return the record as a JSON line."""
+        doc = {
+            "target": self.target, "node": self.node, "sizes": dict(self.sizes), "kernel": self.kernel,
+            "schedule": json.loads(self.schedule), "us": self.us,
+        }  # fmt: skip
+        return json.dumps(doc)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Measurements: (target, node) -> sizes -> (kernel, schedule) -> microseconds. `name` is shown to the user."""
+
+    records: Mapping[tuple[str, str], Mapping[Sizes, Mapping[Way, float]]] = field(default_factory=dict)
+    name: str = ""
+
+    def lookup(
+        self, node: Node, kernel: str, schedule: Schedule, target: Target, env: Mapping[str, int] = NOTHING
+    ) -> float | None:
+        """Return the measured microseconds of a kernel and schedule for a node, at sizes `env`, or None.
+
+        Uses the nearest measured sizes if they are close: at half or twice the rows, the best tile of a product was up
+        to 2.8 times slower than the best one there (bench/cost_rule.py). All candidates of a node are compared at the
+        same sizes. The node must not have a kernel choice yet.
+        """
+        points = self.records.get((machine(target), node_text(node))) if self.records else None
+        if not points:
+            return None
+        sizes = min(points, key=lambda p: (_distance(p, env), p))
+        return points[sizes].get((kernel, schedule_text(schedule))) if _distance(sizes, env) <= CLOSE else None
+
+    def decided(self, measured: int, nodes: int, target: Target) -> str:
+        """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""
+        if not measured:
+            what = f"the measurements of {self.name} hold none of this model's nodes" if self.records else ""
+            return f"kernels are chosen by the cost rule: {what or 'nothing is measured'} for {machine(target)}"
+        rest = ", the others' by the cost rule" if measured < nodes else ""
+        return f"kernels of {measured} of {nodes} nodes are chosen by the measurements of {self.name}{rest}"
+
+    @staticmethod
+    def load(path: Path) -> Tuning:
+        """Load a file; raises Diagnostic E432 if it cannot be read."""
+        return Tuning(_indexed(read(path)), str(path))
+
+    @staticmethod
+    def shipped(target: Target) -> Tuning:
+        """Load the measurements that are shipped for this target; empty if there are none."""
+        found: list[Record] = []
+        names = []
+        for file in sorted(resources.files(RECORDS).iterdir(), key=lambda f: f.name):
+            if file.name.endswith(".jsonl"):
+                mine = [r for r in parse(file.read_text(), file.name) if r.target == machine(target)]
+                found += mine
+                names += [file.name.removesuffix(".jsonl")] * bool(mine)
+        return Tuning(_indexed(found), ", ".join(names))
+
+
+def machine(target: Target) -> str:
+    """Return the instruction set for which measurements are valid, independent of the target's name."""
+    return "+".join([target.family, target.arch, *sorted(target.features)])
+
+
+def node_text(n: Node) -> str:
+    """Return the node's text without names and locations; measurements apply to all nodes with equal texts."""
+    attrs = ", ".join(f"{k}={show_attr(v)}" for k, v in n.attrs.items())
+    results = ", ".join(_type_text(r) for r in n.results)
+    return f"{n.op.name}({', '.join(map(_type_text, n.operands))}){f' {{{attrs}}}' if attrs else ''} -> {results}"
+
+
+def _type_text(v: Value) -> str:
+    table = v.type.state and not any("P" in d.symbols for d in v.type.shape)
+    return f"state {v.type.dtype}" if table else str(v.type)
+
+
+def sizes_of(n: Node, env: Mapping[str, int]) -> Sizes:
+    """Return the sizes of the step on which a node's types depend."""
+    used = {s for v in [*n.operands, *n.results] for d in v.type.shape for s in d.symbols}
+    return tuple((s, env[s]) for s in SIZES if s in used and s in env)
+
+
+def record(
+    node: Node, kernel: str, schedule: Schedule, target: Target, us: float, env: Mapping[str, int] = NOTHING
+) -> Record:
+    """Return a measurement of a node without a choice as a Record."""
+    sizes = sizes_of(node, env)
+    return Record(machine(target), node_text(node), sizes, kernel, schedule_text(schedule), float(f"{us:.4g}"))
+
+
+def read(path: Path) -> list[Record]:
+    """Read the records of a file, in order; raises Diagnostic E432."""
+    try:
+        text = path.read_text()
+    except OSError as e:
+        raise Diagnostic("E432", f"the tuning file {path} cannot be read: {e.strerror}", "name another") from None
+    return parse(text, f"the tuning file {path}")
+
+
+def parse(text: str, what: str) -> list[Record]:
+    """Parse the records of a file's text; raises Diagnostic E432 for a malformed line."""
+    out = []
+    for i, line in enumerate(text.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            out.append(_record(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            remedy = "remove the line, or tune again"
+            raise Diagnostic("E432", f"{what}, line {i + 1}, is not a record: {e}", remedy) from None
+    return out
+
+
+def save(path: Path, new: Iterable[Record]) -> list[Record]:
+    """Merge records into a file, replacing equal keys, and keep it sorted; returns all records of the file."""
+    kept = {r.key: r for r in (read(path) if path.exists() else [])}
+    kept |= {r.key: r for r in new}
+    found = sorted(kept.values(), key=lambda r: r.key)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(f"{r.line()}\n" for r in found))
+    part.replace(path)
+    return found
+
+
+def _record(r: Mapping[str, Any]) -> Record:
+    sizes = tuple((s, int(r["sizes"][s])) for s in SIZES if s in r["sizes"])
+    if set(r["sizes"]) - set(SIZES) or not isinstance(r["schedule"], dict) or not math.isfinite(float(r["us"])):
+        raise ValueError("its sizes, schedule or time are none")
+    return Record(
+        str(r["target"]), str(r["node"]), sizes, str(r["kernel"]), schedule_text(r["schedule"]), float(r["us"])
+    )
+
+
+def _indexed(found: Iterable[Record]) -> dict[tuple[str, str], dict[Sizes, dict[Way, float]]]:
+    out: dict[tuple[str, str], dict[Sizes, dict[Way, float]]] = {}
+    for r in found:
+        out.setdefault((r.target, r.node), {}).setdefault(r.sizes, {})[r.kernel, r.schedule] = r.us
+    return out
+
+
+def _distance(sizes: Sizes, env: Mapping[str, int]) -> float:
+    """The sum of |log2| of the ratios of sizes."""
+    return sum(abs(math.log2(n / env[s])) for s, n in sizes if env.get(s, 0) > 0)

@@ -1,0 +1,123 @@
+"""The aten table: maps each supported aten overload, and the ops of `hooks`, to the function that lowers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc.frontend import aten_math, aten_shape
+from llmc.frontend.aten_math import Row
+from llmc.frontend.lowering import IR_DTYPE, Call
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Value
+
+
+def attention(
+    c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None
+) -> Value:
+    """Lower attention of [1, H, T, D] to the op's [T, H, D], and reshape the result to [1, T, H, E].
+
+    If queries and keys are narrower than values they are padded with zeros, because KV pages store keys and values with
+    the width of a key.
+    """
+
+    def tokens_first(x: Value) -> Value:
+        y = c.transpose(x, (0, 2, 1, 3))
+        return c.reshape(y, y.type.shape[1:])
+
+    def filled(x: Value) -> Value:
+        if lack <= 0:
+            return x
+        zeros = c.broadcast(c.b.constant(0.0, x.type.dtype), (*x.type.shape[:-1], Dim.of(lack)))
+        return c.b.concat(x, zeros, axis=2)
+
+    extra = () if sinks is None else (sinks,)
+    lack = (v.type.shape[-1] - k.type.shape[-1]).const or 0
+    out = c.b.attention(
+        filled(tokens_first(q)),
+        filled(tokens_first(k)),
+        tokens_first(v),
+        c.positions,
+        *extra,
+        layer=layer,
+        scale=scale,
+        causal=True,
+        window=window,
+        softcap=softcap,
+    )
+    return c.reshape(out, c.shape)
+
+
+def moe(
+    c: Call, x: Value, idx: Value, weights: Value, gate_up: Value, down: Value, body: str, *biases: Value | None
+) -> Value:
+    """Lower a mixture of experts; biases that are None are left out."""
+    return c.b.moe(x, idx, weights, gate_up, down, *(b for b in biases if b is not None), body=body)
+
+
+def rope_tables(
+    c: Call, inv_freq: Value, positions: Value, scaling: float, layout: str, dtype: Any
+) -> tuple[Value, ...]:
+    """Lower rotary tables: compute them at half width, then widen them to the model's layout."""
+    flat = c.reshape(positions, (product(positions.type.shape),))
+    tables = c.b.rope_tables(inv_freq, flat, scaling=scaling, dtype=IR_DTYPE[dtype])
+    return tuple(c.reshape(_widen(c, x, layout), c.shape) for x in tables)
+
+
+def _widen(c: Call, x: Value, layout: str) -> Value:
+    if layout == "twice":
+        return c.b.concat(x, x, axis=1)
+    if layout == "pairs":
+        one = c.reshape(x, (*x.type.shape, Dim.of(1)))
+        return c.broadcast(one, (*x.type.shape, Dim.of(2)))
+    return x
+
+
+def complex_(c: Call, real: Value, imaginary: Value) -> Value:
+    """Lower torch.complex: real and imaginary parts become the last axis."""
+    one = (*real.type.shape, Dim.of(1))
+    return c.b.concat(c.reshape(real, one), c.reshape(imaginary, one), axis=len(one) - 1)
+
+
+def complex_mul(c: Call, x: Value, y: Value) -> Value:
+    """Lower a complex product as a rotation of pairs: (a + ib)(d + ie) = (ad - be) + i(bd + ae).
+
+    The result is x * d + turned * e, in which turned holds (-b, a): models write rotations of pairs in this form.
+    """
+    *outer, h, two = c.shape
+    flat, last = (*outer, h * two), len(outer)
+    d, e = (c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], h * two)) for i in (0, 1))
+    x = c.reshape(c.broadcast(x, c.shape), flat)
+    a, b = (c.b.slice(x, axis=last, start=Dim.of(i), stop=h * two, step=2) for i in (0, 1))
+    one = (*outer, h, Dim.of(1))
+    turned = c.b.concat(c.reshape(c.b.neg(b), one), c.reshape(a, one), axis=last + 1)
+    return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(turned, flat), e)), c.shape)
+
+
+def _twice(c: Call, x: Value) -> Value:
+    return c.broadcast(x, (*x.type.shape[:-1], Dim.of(2)))
+
+
+TABLE: Mapping[str, Row] = MappingProxyType(
+    {
+        **aten_math.ROWS,
+        **aten_shape.ROWS,
+        "aten.view_as_real.default": aten_shape.same,
+        "llmc.attention.default": attention,
+        "llmc.moe.default": moe,
+        "llmc.rope_tables.default": rope_tables,
+    }
+)
+
+# Overloads with a complex result. They need entries of their own because a complex tensor has one more axis in IR, so
+# axes counted from the end differ.
+COMPLEX: Mapping[str, Row] = MappingProxyType(
+    {
+        "aten.complex.default": complex_,
+        "aten.view_as_complex.default": aten_shape.same,
+        "aten.mul.Tensor": complex_mul,
+        "aten.unsqueeze.default": aten_shape.view,
+        **dict.fromkeys(("aten.to.device", "aten.to.dtype_layout", "aten.to.dtype"), aten_shape.same),
+    }
+)

@@ -1,0 +1,169 @@
+"""Custom torch ops that stand for attention, experts and rotary tables in a trace, and their registration.
+
+transformers calls them through its attention, mask and experts interfaces. They have shapes but no implementation.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend import expert_activation
+
+GATE = "llmc_gate"  # attribute of an experts module that stores its Gate
+NAME = "llmc"
+
+# Extra arguments that models pass to the attention function and that do not change its result.
+HARMLESS = frozenset(
+    {
+        "position_ids", "use_cache", "cache_position", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "output_router_logits",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MaskTag:
+    """Returned instead of an attention mask, to pass the requested window to the attention hook."""
+
+    window: int = 0
+
+
+@torch.library.custom_op("llmc::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
+) -> Tensor:
+    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E] -> [1,T,H,E]."""
+    raise NotImplementedError("llmc::attention is traced, never run")
+
+
+@attention.register_fake
+def _(q, k, v, layer, scale, window, softcap, sinks=None):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.custom_op("llmc::moe", mutates_args=())
+def moe(
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    body: str,
+    gate_bias: Optional[Tensor] = None,  # noqa: UP045
+    down_bias: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i], biases [e,2i] and [e,d] -> [t,d]."""
+    raise NotImplementedError("llmc::moe is traced, never run")
+
+
+@moe.register_fake
+def _(x, idx, weights, gate_up, down, body, gate_bias=None, down_bias=None):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmc::rope_tables", mutates_args=())
+def rope_tables(
+    inv_freq: Tensor, positions: Tensor, scaling: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """inv_freq [h], positions [1,T] -> cos and sin, each [1,T,h] (layout "half") or [1,T,2h] ("twice", "pairs")."""
+    raise NotImplementedError("llmc::rope_tables is traced, never run")
+
+
+@rope_tables.register_fake
+def _(inv_freq, positions, scaling, layout, dtype):  # type: ignore[no-untyped-def]
+    width = inv_freq.shape[0] * (1 if layout == "half" else 2)
+    return tuple(inv_freq.new_empty((*positions.shape, width), dtype=dtype) for _ in range(2))
+
+
+def register() -> None:
+    """Register the hooks with transformers under the name "llmc". Repeated calls are harmless."""
+    AttentionInterface.register(NAME, _attention_hook)
+    AttentionMaskInterface.register(NAME, _mask_hook)
+    ExpertsInterface.register(NAME, _experts_hook)
+
+
+def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
+    if kw.get("use_vmap"):
+        raise Diagnostic("E305", "the model asks for an attention mask of its own", _OTHER)
+    if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
+        raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
+    return MaskTag(int(kw.get("local_size") or 0))
+
+
+_OTHER = "only causal attention, with or without a sliding window, is supported"
+
+
+def _attention_hook(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
+    name, mask = type(module).__name__, attention_mask
+    if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
+        raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
+    check_causal(name, is_causal is not False and getattr(module, "is_causal", True) is not False, mask)
+    # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
+    window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise Diagnostic("E305", f"{name} does not say which layer it is (layer_idx)", _OTHER)
+    out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux)
+    return out, None
+
+
+def check_causal(name: str, causal: bool, mask: Any) -> None:
+    """Raise Diagnostic E305 if an attention is not causal or passes its own mask."""
+    if not causal or isinstance(mask, Tensor):
+        raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
+
+
+def read_gates(model: torch.nn.Module) -> None:
+    """Store the Gate of every experts module on the module, before tracing; raises Diagnostic E305."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_apply_gate"):
+            try:
+                setattr(module, GATE, expert_activation.read(module))
+            except Diagnostic as e:
+                raise Diagnostic(e.code, e.cause, e.remedy, loc=path) from e
+
+
+def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Call the moe op with weights as [experts, out, in] and gate rows first, rearranged by ordinary ops on weights."""
+    if not getattr(module, "has_gate", True):
+        raise Diagnostic(
+            "E305",
+            f"{type(module).__name__}: experts without a gate are not supported",
+            "supported: experts with gate_up_proj and down_proj",
+        )
+    gate = getattr(module, GATE)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    if gate.interleaved:
+        gate_up, *turned = (None if w is None else torch.cat((w[:, ::2], w[:, 1::2]), 1) for w in (gate_up, biases[0]))
+        biases = (turned[0], biases[1])
+    return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, gate.body, *biases)

@@ -1,0 +1,51 @@
+"""Rejects absurd sizes in a config before building such a model exhausts time or memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.safetensors_reader import TensorFiles
+
+MOST_LAYERS, MOST = 1000, 65536
+_COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # vocabularies may be counted per layer
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
+
+
+def check_sizes(config: Any) -> None:
+    """Raise Diagnostic E302 if layers, heads, experts or head width exceed any real model, or a value is not finite."""
+    layers = int(config.num_hidden_layers)
+    if not 1 <= layers <= MOST_LAYERS:
+        raise _wrong("num_hidden_layers", layers, f"1 to {MOST_LAYERS} layers can be compiled")
+    for key, value in config.to_dict().items():
+        if _COUNTED.match(key) and isinstance(value, int) and value > MOST:
+            raise _wrong(key, value, f"at most {MOST} make sense")
+        for x in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(x, float) and not math.isfinite(x):
+                raise _wrong(key, value, "a number is wanted")
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads > 0 and config.hidden_size // heads > MOST:
+        raise _wrong("hidden_size", config.hidden_size, f"its {heads} heads would be wider than {MOST}")
+
+
+def check_layers(folder: Path, layers: int) -> None:
+    """Raise Diagnostic E323 if the checkpoint has far fewer layers than the config, before a long trace.
+
+    Damaged checkpoints and a few missing layers are reported in detail later, by `Checkpoint`.
+    """
+    try:
+        files = TensorFiles(folder)
+    except Diagnostic:
+        return
+    found = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
+    files.close()
+    if found and layers > 8 * max(found) + 8:  # a model that reuses its layers may count every pass
+        cause = f"config.json counts {layers} layers; the checkpoint holds tensors of {max(found)}"
+        raise Diagnostic("E323", cause, "fetch the whole checkpoint; config.json and weights must be of one model")
+
+
+def _wrong(key: str, value: Any, why: str) -> Diagnostic:
+    return Diagnostic("E302", f"config.json: {key} is {value}; {why}", "correct config.json")

@@ -1,0 +1,109 @@
+"""Extracts the activation between the two products of an MoE expert by tracing the model's own code.
+
+The result is one scalar expression of gate and up, and the order in which gate_up stores the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.aten_table import TABLE
+from llmc.frontend.lowering import Call, Sizes, Unsupported
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.ir.ops import OPS
+from llmc.ir.ops.moe import gate
+from llmc.ir.scalar import E, arg, expr, substitute
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import tensor
+
+INNER = 3  # columns of gate and of up in the traced example
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An expert's activation: an expression of the gate a0 and up a1, and the column order of gate_up.
+
+    If `interleaved`, gate and up columns alternate, starting with a gate; otherwise all gates precede all ups.
+    """
+
+    body: str
+    interleaved: bool
+
+
+def read(module: Any) -> Gate:
+    """Trace `_apply_gate` of an experts module; raises Diagnostic E305 if it is not an elementwise function."""
+    try:
+        with torch.device("cpu"):
+            traced = make_fx(lambda x: module._apply_gate(x), pre_dispatch=True)(torch.zeros(1, 2 * INNER))
+        graph = _lowered(traced.graph)
+        turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
+        if len(turns) != 1:
+            raise Unsupported("it takes gate and up in no known order")
+        body = str(_expression(graph))
+        gate(body)
+        return Gate(body, turns.pop())
+    except (Unsupported, Mismatch, KeyError, TypeError) as e:
+        raise Diagnostic(
+            "E305",
+            f"{type(module).__name__}: its experts' gate is no single expression: {e}",
+            "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it",
+        ) from e
+
+
+def _lowered(traced: Any) -> Graph:
+    """Lower the traced function to IR with the aten table."""
+    g = Graph("gate")
+    env: dict[Any, Any] = {}
+    x = g.input("x", tensor("f32", 1, 2 * INNER))
+    for n in traced.nodes:
+        if n.op == "placeholder":
+            env[n] = x
+        elif n.op == "output":
+            g.outputs = [env[n.args[0]]]
+        elif n.target.__name__ == "getitem":
+            env[n] = env[n.args[0]][n.args[1]]
+        else:
+            env[n] = _call(g, n, env)
+    return g
+
+
+def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
+    fakes = n.meta["val"] if isinstance(n.meta["val"], list | tuple) else [n.meta["val"]]
+    call = Call(Builder(g, OPS), tuple(Sizes({}).type(f) for f in fakes), next(iter(g.inputs)))
+    given = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
+    row = TABLE.get(str(n.target))
+    if row is None:
+        raise Unsupported(f"{n.target} has no row in the aten table")
+    return row(call, *given[0], **given[1])
+
+
+def _expression(g: Graph) -> E:
+    """The output as a scalar expression: slices of the input are its arguments, all other ops are pointwise."""
+    done: dict[Value, E] = {}
+    for n in g.nodes:
+        done[n.result] = _part(n) if n.op.name == "slice" else _of(n, done)
+    return done[g.outputs[0]]
+
+
+def _of(n: Node, done: dict[Value, E]) -> E:
+    if n.op.name == "constant":
+        return expr(n.attrs["value"])
+    if n.op.name == "cast":
+        return done[n.operands[0]]
+    if n.op.scalar is None:
+        raise Unsupported(f"{n.op.name} is not pointwise")
+    return substitute(n.op.scalar(n.attrs), [done[v] for v in n.operands])
+
+
+def _part(n: Node) -> E:
+    """Whether a slice of the input's last axis is the gate (argument 0) or up (argument 1)."""
+    start, step, width = n.attrs["start"].const, n.attrs["step"], n.result.type.shape[-1].const
+    starts = {1: (0, INNER), 2: (0, 1)}.get(step, ())
+    if n.operands[0].node is not None or width != INNER or start not in starts:
+        raise Unsupported(f"columns {n.attrs['start']}, {step} apart, {width} of {2 * INNER}, are neither gate nor up")
+    return arg(starts.index(start))

@@ -1,0 +1,145 @@
+"""Attention hooks for model families that do not use transformers' AttentionInterface.
+
+While such a model is traced, our attention replaces the `_flash_attention_forward` that its flash class calls, or its
+method `_attn`. The tables below list the families.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from llmc.frontend import attention_interface
+
+# Families whose flash class computes the same as their eager class. (gpt_neo's ignores the windows of local layers.)
+FAMILIES = frozenset({"falcon", "gptj"})
+
+
+@dataclass(frozen=True)
+class Method:
+    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window."""
+
+    owner: str
+    scale: float | None = None
+    window: Callable[[Any], int] = lambda module: 0
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "codegen": Method("CodeGenAttention"),
+        "gpt_neo": Method("GPTNeoSelfAttention", 1.0, lambda m: m.attention_type == "local" and m.config.window_size),
+        "gpt_neox_japanese": Method("GPTNeoXJapaneseAttention"),
+    }
+)
+
+CALL = "_flash_attention_forward"
+
+
+@contextmanager
+def taken_in(model_type: str) -> Iterator[None]:
+    """Within this context, models of an older family are traced with our attention. Others are unaffected."""
+    if model_type not in FAMILIES and model_type not in METHODS:
+        yield
+        return
+    module: Any = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    tables = (v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES"))
+    classes: dict[str, Any] = next(tables, {})
+    with _flash(module, classes) if model_type in FAMILIES else _method(module, classes, METHODS[model_type]):
+        yield
+
+
+@contextmanager
+def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[None]:
+    """Within this context, our attention replaces the class's `_attn`."""
+
+    def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
+        """q, k, v [1,H,T,D] -> [1,H,T,D]."""
+        attention_interface.check_causal(method.owner, True, attention_mask)
+        scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
+        q, k = query.to(value.dtype), key.to(value.dtype)
+        out = torch.ops.llmc.attention(q, k, value, 0, scale, int(method.window(self)), 0.0, None)
+        return out.transpose(1, 2), None
+
+    owner = getattr(module, method.owner)
+    before = owner._attn
+    with ExitStack() as stack:
+        if classes:
+            stack.enter_context(replaced(classes, attention_interface.NAME, classes["eager"]))
+        owner._attn = attn
+        stack.callback(setattr, owner, "_attn", before)
+        yield
+
+
+@contextmanager
+def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
+    """Within this context, the flash class is selected, and it calls our attention."""
+    asked = torch.is_autocast_enabled  # raises for the meta device, on which nothing is autocast
+    with (
+        replaced(classes, attention_interface.NAME, classes["flash_attention_2"]),
+        replaced(vars(module), CALL, _attention),
+        replaced(vars(torch), "is_autocast_enabled", lambda device=None: device != "meta" and asked(device or "cuda")),
+        _Slices(),
+    ):
+        yield
+
+
+class _Slices(TorchFunctionMode):
+    """Replace x[..., [k], :] by x[..., k:k+1, :]. The former makes an index tensor, which has no values on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(slice(*_span(i[0])) if _is_one(i) else i for i in args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_one(index: Any) -> bool:
+    return isinstance(index, list) and len(index) == 1 and type(index[0]) is int
+
+
+def _span(k: int) -> tuple[int, int | None]:
+    return k, None if k == -1 else k + 1
+
+
+@contextmanager
+def replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Within this context, an entry of a namespace or table has another value."""
+    absent = object()
+    before = names.get(name, absent)
+    names[name] = value
+    try:
+        yield
+    finally:
+        if before is absent:
+            del names[name]
+        else:
+            names[name] = before
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    query_length: int,
+    is_causal: bool = True,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **extra: Any,
+) -> Tensor:
+    """q, k, v [1,T,H,D] -> [1,T,H,D]. The layer is unknown here; `convert` numbers layers afterwards."""
+    attention_interface.check_causal(CALL, is_causal, attention_mask)
+    window = (
+        attention_mask.window if isinstance(attention_mask, attention_interface.MaskTag) else int(sliding_window or 0)
+    )
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.ops.llmc.attention(q, k, v, 0, float(scale), window, float(softcap or 0), None)

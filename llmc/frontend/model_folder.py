@@ -1,0 +1,172 @@
+"""Reads the JSON files of a Hugging Face folder and checks that it can be compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.json_fields import too_much
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend import unsupported
+
+MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
+MOST_SMALL = 256 << 20  # limit of a file that is copied into the artifact
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+    "config.json",
+)
+
+TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
+
+# Architectures whose logits tests/models compares with those of transformers; others may work, too.
+TESTED = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "gpt_neox", "stablelm", "granite",
+    "smollm3", "starcoder2", "cohere", "glm4", "gemma", "gemma3_text", "gemma3", "phi", "opt", "olmo", "glm",
+    "nemotron", "persimmon", "ernie4_5", "hunyuan_v1_dense", "helium", "seed_oss", "arcee", "apertus", "ministral3",
+    "cohere2", "exaone4", "olmo3", "gpt_bigcode", "biogpt", "mixtral", "granitemoe", "phimoe", "olmoe", "diffllama",
+    "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite", "afmoe", "gemma4_text", "gpt_oss", "qwen3_moe", "cwm",
+    "gemma4_unified_text", "granite_swa", "hrm_text", "hyperclovax", "jais2", "ministral", "modernbert-decoder",
+    "nanochat", "vaultgemma", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mimo_v2_flash",
+    "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu", "deepseek_v2",
+    "falcon", "gptj", "granitemoehybrid", "gpt-sw3", "gpt_neo", "gpt_neox_japanese", "codegen", "bitnet",
+)  # fmt: skip
+
+KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model folder with its parsed config.json and generation_config.json (empty if there is none)."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """The model type in config.json."""
+        return str(self.config["model_type"])
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """The existing files that an artifact contains verbatim."""
+        return tuple(p for name in small_files(self.folder) if (p := self.folder / name).is_file())
+
+
+def open_source(path: str | Path) -> Source:
+    """Read a local model folder; raises Diagnostic E301-E304 or E307 if it is missing, unreadable or unsupported."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.exists():
+            raise unsupported.refuse_file(folder)
+        raise Diagnostic(
+            "E301",
+            f"model folder {str(path)!r} does not exist",
+            "give a local Hugging Face folder (config.json, tokenizer.json, *.safetensors), or a hub id: owner/name",
+        )
+    names = {p.name for p in folder.iterdir()}
+    if "config.json" not in names:
+        raise unsupported.refuse_without_config(names, str(folder))
+    check_files(folder)
+    config = read_json(folder / "config.json")
+    if "adapter_config.json" in names and not any(n in names for n in (unsupported.SINGLE, unsupported.INDEX)):
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "not named")
+        raise unsupported.refuse_adapter(str(folder), base)
+    generation = folder / "generation_config.json"
+    source = Source(
+        folder,
+        MappingProxyType(config),
+        MappingProxyType(read_json(generation) if generation.is_file() else {}),
+    )
+    _check(source)
+    return source
+
+
+def small_files(folder: Path) -> tuple[str, ...]:
+    """Return the possible names of small files: a fixed list, and the folder's additional chat templates."""
+    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATES}/{p.name}" for p in (folder / TEMPLATES).glob("*.jinja")))
+
+
+def check_files(folder: Path) -> None:
+    """Raise Diagnostic E308 if a small file is not a regular file, is too large, or links out of the folder.
+
+    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files beside its
+    snapshots, in blobs/, which is allowed. Weights may be anywhere: only bytes of their tensors are copied.
+    """
+    inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))
+    for name in small_files(folder):
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        target = Path(os.path.realpath(path))
+        if not is_regular(path):
+            raise Diagnostic("E308", f"{path} is no plain file ({target})", "fetch the file again")
+        if (size := path.stat().st_size) > MOST_SMALL:
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MOST_SMALL}", "fetch the file again")
+        if not any(target.is_relative_to(root) for root in inside):
+            cause = f"{path} is a link to {target}, outside of the folder"
+            raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise Diagnostic E320 if a folder has no safetensors weights. Called before anything is traced."""
+    names = {p.name for p in folder.iterdir()}
+    if unsupported.SINGLE not in names and unsupported.INDEX not in names:
+        raise unsupported.refuse_weights(names, str(folder))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
+    if not is_regular(path):
+        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
+        raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, over the cap of {MOST_BYTES}")
+        data = path.read_bytes()
+        if (why := too_much(data, MOST_BYTES, MOST_VALUES)) is not None:
+            raise ValueError(why)
+        value = json.loads(data.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "fetch the file again") from None
+    if not isinstance(value, dict):
+        raise Diagnostic("E302", f"{path} holds a {type(value).__name__}, not a JSON object", "fetch the file again")
+    return value
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a path leads to a regular file; reading from a pipe or a device might block forever."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _check(source: Source) -> None:
+    config = source.config
+    name = config.get("model_type")
+    if not isinstance(name, str) or not name:
+        raise Diagnostic(
+            "E303",
+            f"{source.folder / 'config.json'} names no model_type",
+            f"add the architecture's name, for example one of {', '.join(TESTED[:8])}",
+        )
+    unsupported.check_config(config, str(source.folder))

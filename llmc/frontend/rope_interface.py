@@ -1,0 +1,140 @@
+"""Rotary embeddings in the trace: each rope module becomes one op, and its frequencies a computed buffer."""
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llmc.diagnostics import Diagnostic
+
+Plan = tuple[str, float, str, torch.dtype | None]  # buffer, scaling, layout, dtype of tables (None: x's)
+
+KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+
+# How a module arranges h frequencies in the columns of its tables.
+LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
+    {
+        "half": lambda a: a,
+        "twice": lambda a: torch.cat((a, a), -1),
+        "pairs": lambda a: a.repeat_interleave(2, -1),
+    }
+)
+COMPLEX = "complex"  # one complex table cos + i sin of half width
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Raise Diagnostic E306 if the parsed config.json names a rope type that transformers does not have."""
+    for name in _rope_types(config.get("rope_scaling")) + _rope_types(config.get("rope_parameters")):
+        if name not in KNOWN:
+            raise Diagnostic("E306", f"config.json: rope type {name!r} is unknown", f"known types: {', '.join(KNOWN)}")
+
+
+def _rope_types(entry: Any) -> list[str]:
+    if not isinstance(entry, dict):
+        return []
+    found = [str(t) for k in ("rope_type", "type") if (t := entry.get(k)) is not None]
+    for value in entry.values():
+        found += _rope_types(value)
+    # "su" and "mrope" are older names, which transformers itself maps to longrope and default.
+    return [{"su": "longrope", "mrope": "default"}.get(t, t) for t in found]
+
+
+def rope_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield (path, module) for the model's rotary embedding modules."""
+    for name, m in model.named_modules():
+        if "RotaryEmbedding" in type(m).__name__ and hasattr(m, "rope_type"):
+            yield name, m
+
+
+def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
+    """Replace the forward of each rope module by `llmc::rope_tables`; returns the frequencies by buffer name.
+
+    longrope has two sets of frequencies, and transformers chooses by the longest sequence of a batch. Here the choice
+    is made once: the short set if `max_positions` fits the original length, else the long one. dynamic equals default
+    up to the config's max_position_embeddings. Beyond that, frequencies would change while a sequence grows and no
+    longer match the keys in the cache, so that raises Diagnostic E306.
+    """
+    computed: dict[str, Tensor] = {}
+    for path, module in rope_modules(model):
+        kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+        plans = {}
+        for layer_type, kind in kinds.items():
+            prefix = f"{layer_type}_" if layer_type else ""
+            freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
+            computed[f"{path}.{prefix}inv_freq"] = freq
+            scaling = float(getattr(module, f"{prefix}attention_scaling"))
+            layout, dtype = _layout(module, prefix, layer_type, freq, path)
+            plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
+        module.forward = _forward(module, plans)
+    return computed
+
+
+def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable[..., Any]:
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        name, scaling, layout, dtype = plans[layer_type]
+        if layout == COMPLEX:
+            freq = getattr(module, name)
+            return torch.complex(*torch.ops.llmc.rope_tables(freq, position_ids, scaling, "half", torch.float32))
+        return torch.ops.llmc.rope_tables(getattr(module, name), position_ids, scaling, layout, dtype or x.dtype)
+
+    return forward
+
+
+def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
+    """The frequencies of a rope module, fixed for `max_positions`; raises Diagnostic E306."""
+    extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
+    if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
+        raise Diagnostic(
+            "E306",
+            f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were asked for",
+            f"compile for at most {limit} positions",
+        )
+    if kind not in KNOWN:
+        raise Diagnostic("E306", f"rope type {kind!r} is unknown", f"known types: {', '.join(KNOWN)}")
+    if kind == "longrope":
+        return ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=max_positions, **extra)[0]
+    with torch.device("cpu"):  # let the module compute them, from whichever config entry it uses
+        return getattr(type(module)(module.config), f"{prefix}inv_freq")
+
+
+def _layout(
+    module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor, path: str
+) -> tuple[str, torch.dtype | None]:
+    """Run the module's forward on a few positions to find its layout, and the dtype of its tables (None: that of x)."""
+    try:
+        tables, low = _probe(module, prefix, layer_type, freq)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions of one axis
+        tables = low = None
+    angles = torch.arange(4)[None, :, None].float() * freq
+    scaling = float(getattr(module, f"{prefix}attention_scaling"))
+    if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
+        if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
+            return COMPLEX, None
+    for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
+        (cos, sin), a = tables, spread(angles)
+        if a.shape == cos.shape and torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
+            return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype
+    raise Diagnostic(
+        "E306",
+        f"{path}: {type(module).__name__} makes rotary tables of a kind that is not known",
+        "add its order to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
+        "llmc/frontend/aten_table.py",
+    )
+
+
+def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:
+    """Return the tables of the module's own forward for positions 0 .. 3, called with float32 and with bfloat16."""
+    probe = copy.copy(module)
+    probe._buffers = dict(module._buffers)
+    for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
+        if name in probe._buffers:
+            probe._buffers[name] = freq
+    positions = torch.arange(4)[None]
+    args = (layer_type,) if layer_type else ()
+    with torch.no_grad(), torch.device("cpu"):
+        low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
+        return type(module).forward(probe, torch.zeros(1), positions, *args), low

@@ -1,0 +1,64 @@
+"""Checks the tokenizer files of a model folder before anything is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format import tokenizer_files
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.model_folder import TEMPLATES
+
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+TEMPLATE = "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
+# Tokenizer files that the runtime does not read; transformers reads them and saves most as tokenizer.json.
+FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.json",
+         "vocab.txt")  # fmt: skip
+SAVE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+
+
+def without_tokenizer(folder: Path) -> str:
+    """Return a note about a folder without tokenizer.json, and its remedy; "" if the file exists."""
+    if (folder / TOKENIZER).exists():
+        return ""
+    other = next((f"only {n}" for n in FORMS if (folder / n).exists()), "")
+    remedy = f"; {SAVE} makes one" if other else "; copy it from the model's repository"
+    return f"the folder has no {TOKENIZER}{other and ', ' + other}: requests must be token ids{remedy}"
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise Diagnostic E309 if an existing tokenizer or template is unreadable; having none is not an error."""
+    path = folder / TOKENIZER
+    try:
+        if path.exists():
+            _open(path)
+        for name in BESIDE:
+            path = folder / name
+            if path.exists():
+                _check(tokenizer_files.document(path))
+        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))):
+            if path.exists():
+                tokenizer_files.plain_bytes(path, tokenizer_files.MOST_CONFIG).decode("utf-8")
+    except BaseException as e:
+        if not isinstance(e, Exception) and not tokenizer_files.is_panic(e):
+            raise
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise Diagnostic("E309", f"{path} cannot be read: {why}", "fetch the file again, or remove it") from e
+
+
+def _open(path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    data = tokenizer_files.plain_bytes(path, tokenizer_files.MOST_BYTES)
+    tokenizer_files.check_charsmaps(data)
+    tokenizer_files.check_growth(Tokenizer.from_buffer(data))
+
+
+def _check(found: Any) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, found {type(found).__name__}")
+    template = found.get("chat_template")
+    if template and not isinstance(template, str | dict | list):
+        raise ValueError(f"its chat_template is a {type(template).__name__}, not a text")

@@ -1,0 +1,227 @@
+"""Traces a Hugging Face folder: returns the IR graph and facts from its config. Weights are not read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.config_limits import check_layers, check_sizes
+from llmc.frontend.model_folder import Source, open_source
+from llmc.frontend.truncate import first_layers
+from llmc.ir.graph import Module
+from llmc.ir.types import Type
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FLOATS = ("f32", "bf16", "f16")
+
+LARGEST = 1 << 53  # largest integer that every JSON parser represents exactly
+# Sampling defaults that a request may override; other keys of generation_config.json concern only transformers.
+GENERATION_KEYS = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a model that the compiler needs after tracing.
+
+    dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. windows: sliding window of each
+    attention layer (0: none). heads: (query heads, key heads, key width, value width) of each. generation: sampling
+    defaults. layers: (compiled, total) if only the first layers were compiled.
+    """
+
+    model_type: str
+    architecture: str
+    dtype: str
+    stored_dtype: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    generation: Mapping[str, Any]
+    windows: tuple[int, ...]
+    heads: tuple[tuple[int, int, int, int], ...]
+    layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """A weight input of the graph, with the path and class of the module that owns it."""
+
+    name: str
+    type: Type
+    module: str
+    module_class: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model.
+
+    weights: all weight inputs of @main by name. buffers: those that are computed instead of stored (float32 arrays).
+    tied: state-dict name -> the name used in its place. model: the transformers module on the meta device, kept for its
+    loading rules.
+    """
+
+    source: Source
+    module: Module
+    facts: Facts
+    weights: Mapping[str, WeightInfo]
+    buffers: Mapping[str, np.ndarray]
+    tied: Mapping[str, str]
+    model: Any
+
+
+def trace(
+    path: str | Path,
+    dtype: str | None = None,
+    max_positions: int | None = None,
+    max_tokens: int = 131072,
+    max_rows: int = 1024,
+    layers: int | None = None,
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> Traced:
+    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
+
+    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
+    in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
+    bounds of T and R. layers: trace only the first layers.
+    """
+    from llmc.frontend import check_token_mixing, convert, export
+
+    source = open_source(path)
+    config = export.load_config(source)
+    cut = None
+    if layers is not None:
+        with export.quiet():
+            config, total = first_layers(config, layers)
+        cut = (layers, total)
+    text = config.get_text_config()
+    check_sizes(text)
+    check_layers(source.folder, int(text.num_hidden_layers))
+    stored = _stored_dtype(source, config)
+    dtype = dtype or instead.get(stored, stored)
+    if dtype not in FLOATS:
+        raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
+    limit = _limit(text)
+    if max_positions is not None and max_positions > limit and _rope(text).get("rope_type") != "dynamic":
+        raise Diagnostic(
+            "E305",
+            f"{max_positions} positions were asked for; {source.model_type}'s config allows {limit}",
+            f"use at most {limit}",
+        )
+    longest = max_positions or limit
+    if longest < 2:
+        raise Diagnostic("E305", f"a sequence of {longest} token has no room for an answer", "use at least 2")
+    exported = export.export_model(config, dtype, longest, max_tokens, max_rows)
+    converted = convert.convert(exported)
+    check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
+    return Traced(
+        source,
+        converted.module,
+        replace(
+            _facts(source, text, converted.module, type(exported.model).__name__, dtype, stored, longest), layers=cut
+        ),
+        MappingProxyType(_weights(converted.module, exported.model)),
+        exported.buffers,
+        MappingProxyType(dict(converted.tied)),
+        exported.model,
+    )
+
+
+def _stored_dtype(source: Source, config: Any) -> str:
+    """The dtype named in config.json, else the most common dtype of the stored tensors, else f32."""
+    names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+    for part in (config, config.get_text_config()):
+        if said := names.get(str(part.dtype).removeprefix("torch.")):
+            return said
+    from llmc.frontend.safetensors_reader import STORED, TensorFiles
+
+    if not any(source.folder.glob("*.safetensors")):
+        return "f32"
+    files = TensorFiles(source.folder)
+    held = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
+    files.close()
+    common = held.most_common(1)[0][0] if held else "f32"
+    return common if common in FLOATS else "f32"
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _limit(config: Any) -> int:
+    """The longest sequence that the config supports, including the stretch of a scaled rotary embedding.
+
+    `dynamic` scaling is excluded: its frequencies would change while a sequence grows, see `rope.patch`.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit:
+        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
+    rope = _rope(config)
+    stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "yarn") else 1.0
+    return max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
+
+
+def _weights(module: Module, model: Any) -> dict[str, WeightInfo]:
+    out = {}
+    for v in module.graphs["main"].inputs:
+        if v.weight:
+            path = v.name.rpartition(".")[0]
+            out[v.name] = WeightInfo(v.name, v.type, path, type(model.get_submodule(path)).__name__)
+    return out
+
+
+def _facts(
+    source: Source, config: Any, module: Module, architecture: str, dtype: str, stored: str, longest: int
+) -> Facts:
+    found = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
+    layers = sorted(found, key=lambda n: n.attrs["layer"])
+    eos = _ids(source, config, "eos_token_id")
+    return Facts(
+        model_type=source.model_type,
+        architecture=architecture,
+        dtype=dtype,
+        stored_dtype=stored,
+        vocab_size=int(config.vocab_size),
+        max_positions=longest,
+        eos_token_ids=eos,
+        bos_token_id=next(iter(_ids(source, config, "bos_token_id")), None),
+        pad_token_id=next(iter(_ids(source, config, "pad_token_id")), None),
+        generation=MappingProxyType(_generation(source)),
+        windows=tuple(n.attrs["window"] for n in layers),
+        heads=tuple(_heads(n) for n in layers),
+    )
+
+
+def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
+    """Token ids of a role from generation_config.json, else from config.json. Each may hold one id, several or null."""
+    value = source.generation.get(key)
+    value = getattr(config, key, None) if value is None or value == [] else value
+    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")
+    return tuple(i for i in ids if i >= 0)
+
+
+def _generation(source: Source) -> dict[str, Any]:
+    found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
+    for key, value in found.items():
+        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
+            told = repr(value)[:40]
+            raise Diagnostic("E302", f"generation_config.json: {key} is {told}, not a number", "correct the file")
+    return found
+
+
+def _heads(n: Any) -> tuple[int, int, int, int]:
+    """(query heads, key heads, key width, value width) of an attention node."""
+    q, k, v = (x.type.shape for x in n.operands[:3])
+    return int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)

@@ -1,0 +1,243 @@
+"""Times candidate kernels for a node on this machine, by programs with many copies of the node over distinct memory.
+
+The copies' weights, activations and pages exceed the caches several times, so that each is read from memory as in a
+model. Buffers hold random values: timings on zeros would mislead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from llmc_runtime.device.device import Artifact, Device, Memory
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import Limits, Source, TargetInfo
+from llmc_runtime.format.program import Buffer, Program
+
+from llmc import __version__
+from llmc.artifact.write import KernelBinary, Parts, write_artifact
+from llmc.codegen.build import Built, build
+from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.scratch_dir import scratch
+from llmc.codegen.select import depends_on
+from llmc.codegen.tuning_records import sizes_of
+from llmc.extension import Registry
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.measure.operands import Scene, bound_of, named, noise, values
+from llmc.passes.base import Ctx
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
+from llmc.targets.target import Target
+
+PASSES = "pack, lift-weights, memory"
+SPREAD = 4  # multiple of the last-level cache
+LEAST_SPREAD = 96 << 20
+MOST_COPIES, MOST_BYTES = 48, 4 << 30
+ALIGN = 4096
+ROUNDS = 5
+ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
+_TILE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel and schedule for `node` of `graph`, at the sizes `env`."""
+
+    node: Node
+    graph: Graph
+    env: Mapping[str, int]
+    kernel: Kernel
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A candidate's program, its sizes, the offset of each buffer, and the total bytes."""
+
+    program: Program
+    candidate: Candidate
+    env: Mapping[str, int]
+    places: Mapping[str, int]
+    nbytes: int
+
+
+def node_bytes(n: Node, env: Mapping[str, int]) -> int:
+    """Return the bytes of all operands and results."""
+    return sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results])
+
+
+def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
+    """Return the number of copies that exceed the caches several times, within bounds."""
+    each = max(1, node_bytes(n, env))
+    wanted = max(SPREAD * target.limits.l2, LEAST_SPREAD)
+    return max(2, min(MOST_COPIES, -(-wanted // each), MOST_BYTES // each))
+
+
+def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
+    """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set."""
+    m = Module({}, dict(symbols))
+    for i, c in enumerate(found):
+        g = m.graphs[f"c{i}"] = Graph(f"c{i}")
+        g.ranges = dict(c.graph.ranges)
+        weights, _ = depends_on(c.graph)
+        shared: dict[Value, Value] = {}
+        for k in range(copies_of(c.node, c.env, target)):
+            _copy(g, c, weights, shared, k)
+    return m
+
+
+def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
+    """Add the k-th copy of the node. Copies share integer tables; a new version of one goes to the next copy."""
+    own: dict[Value, Value] = {}
+    for (name, _), v in zip(named(c.node), c.node.operands, strict=True):
+        if v in own or v in shared:
+            continue
+        table = DTYPES[v.type.dtype].kind != "f"
+        made = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not table)
+        (shared if table else own)[v] = made
+    inputs = [own.get(v) or shared[v] for v in c.node.operands]
+    new = g.add(c.node.op, inputs, c.node.attrs)
+    new.choice = {"kernel": c.kernel.name, **c.schedule}
+    slots = [s.name for s in new.op.operands]
+    for r, written in zip([r for r in new.results if r.type.state], new.op.writes, strict=True):
+        v = c.node.operands[slots.index(written)]
+        if v in shared:
+            shared[v] = r
+    g.outputs += [r for r in new.results if not r.type.state]
+
+
+class Timer:
+    """Compiles and runs candidates. `jobs`: parallel compilations. `context`: tokens of each row in the KV cache."""
+
+    def __init__(
+        self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int
+    ) -> None:
+        self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
+        self.context, self.page = context, page
+        self.rng = np.random.default_rng(0)
+        self.tile = noise(_TILE, self.rng)
+
+    def reach(self) -> None:
+        """Raise LlmcError if this machine lacks the target's device, without compiling anything."""
+        with scratch() as folder:
+            open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
+
+    def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
+        """Return the time of one launch of each candidate.
+
+        Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
+        """
+        built = self._build(found, symbols)
+        with scratch() as folder:
+            artifact = self._artifact(built, folder / "tune.llmc")
+            device = open_device(artifact, None)
+            try:
+                device.load(artifact)
+                by_name = {p.name: p for p in built.programs}
+                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(found)]
+                memory = device.alloc(max(p.nbytes for p in placed))  # candidates take turns with the same memory
+                return [self._time(device, memory, p) for p in placed]
+            finally:
+                device.close()
+
+    def _build(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
+        m = module_of(found, symbols, self.target)
+        ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
+        run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
+        self.cache.mkdir(parents=True, exist_ok=True)
+        return build(m, self.target, self.cache, self.registry.kernels, self.registry.toolchains, jobs=self.jobs)
+
+    def _artifact(self, built: Built, path: Path) -> Artifact:
+        t = self.target
+        kernels = [
+            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
+            for k in built.kernels.values()
+        ]
+        parts = Parts(
+            compiler=f"llmc {__version__}", source=Source("tune", "tune"),
+            target=TargetInfo(t.name, t.arch, tuple(sorted(t.features))), limits=Limits(1, 1, 1), vocab_size=1,
+            eos_token_ids=(), page_size=self.page, states=(), kernels=kernels, programs=(), weights=0,
+        )  # fmt: skip
+        write_artifact(path, parts)
+        folder = Folder(path)
+        return Artifact(folder, folder.manifest(), built.programs, {})
+
+    def _placed(self, program: Program, c: Candidate) -> Placed:
+        """Lay out the buffers of a candidate's program, and set the sizes that it runs with."""
+        low, high = program.symbols.get("P", (1, 1))
+        need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
+        env = {**c.env, "P": max(low, min(high, need))}
+        env = {s: env[s] for s in program.symbols}
+        return Placed(program, c, env, *_places(program, env, () if self.target.family == "cpu" else _pairs(c)))
+
+    def _time(self, device: Device, memory: Memory, p: Placed) -> float:
+        """The median time of a launch in microseconds, over ROUNDS rounds of equal length."""
+        device.repeat(memory.part(0, p.nbytes), self.tile, 0)
+        self._fill(device, memory, p)
+        symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
+        addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
+        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are exactly this large
+        run = device.bind(replace(p.program, uniform=True, symbols=symbols_of), addresses, symbols)
+        device.prepare(run)
+
+        def seconds(times: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(times):
+                run()
+            device.wait(device.mark())
+            return time.perf_counter() - begin
+
+        seconds(1)
+        wanted = ROUND_SECONDS[self.target.family]
+        times = max(1, min(200, round(wanted / max(seconds(1), 1e-6))))
+        found = statistics.median(seconds(times) for _ in range(ROUNDS))
+        return found / times / len(p.program.launches) * 1e6
+
+    def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
+        """Write plausible integers to the integer inputs and states."""
+        c, env = p.candidate, p.env
+        rows = c.env.get("R", 1)
+        tokens = dict(sizes_of(c.node, c.env)).get("T", rows)
+        scene = Scene(rows, max(tokens, rows), self.context, env.get("P", 1), self.page, bound_of(c.node, env))
+        for b in p.program.buffers:
+            if b.alias is None and b.kind in ("input", "state"):
+                name = b.name.split(".")[1]
+                data = values(name, b.dtype, tuple(d(env) for d in b.shape), scene, self.rng)
+                if data is not None and data.size:
+                    device.write(memory, p.places[b.name], np.ascontiguousarray(data))
+
+
+def _pairs(c: Candidate) -> list[tuple[int, int]]:
+    """(operand, result) argument pairs that may share memory if the kernel works in place, as they do in a model."""
+    count = len(c.node.operands)
+    return [(i, count + r) for i, r in c.kernel.inplace(c.node, c.schedule)]
+
+
+def _places(
+    program: Program, env: Mapping[str, int], pairs: Sequence[tuple[int, int]] = ()
+) -> tuple[dict[str, int], int]:
+    """Offset of each buffer of a program in one allocation, and its size; each pair of arguments shares an offset."""
+    at = -(-program.arena_bytes // ALIGN) * ALIGN
+    places: dict[str, int] = {}
+    by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
+    for b in program.buffers:
+        if b.kind == "arena":
+            places[b.name] = b.offset
+        elif b.alias is None:
+            places[b.name] = at
+            at += -(-max(1, b.bytes(env)) // ALIGN) * ALIGN
+    for b in program.buffers:
+        root = b
+        while root.alias is not None:
+            root = by_name[root.alias]
+        places[b.name] = places[root.name]
+    for launch in program.launches:
+        for i, r in pairs:
+            places[program.buffers[launch.args[r]].name] = places[program.buffers[launch.args[i]].name]
+    return places, at

@@ -1,0 +1,276 @@
+"""`llmc tune`: measures the schedules that kernels offer for a model's nodes, and stores the times.
+
+Nodes are ordered by their potential gain, estimated as number of launches times roofline time, because a time limit
+ends the work. Every batch is saved as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+
+from llmc.codegen.kernel import roofline_us
+from llmc.codegen.scratch_dir import scratch
+from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
+from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
+from llmc.diagnostics import Diagnostic
+from llmc.extension import Registry, load
+from llmc.ir.graph import Graph, Module, Node
+from llmc.ir.text import parse as parse_text
+from llmc.measure.operands import unknown_operand
+from llmc.measure.timing import Candidate, Timer
+from llmc.targets.target import Target
+from llmc.targets.target_names import parse as parse_target
+
+BATCH = 96  # candidates compiled together
+OF_ONE = ("E502", "E503")  # environment errors that a single kernel may cause
+SCHEDULES = 32  # maximum schedules per node, the most promising first
+RIVALS = 4  # maximum schedules of other kernels to measure for comparison with named kernels
+
+
+@dataclass(frozen=True)
+class Work:
+    """A node with several possible kernels or schedules (`ways`, most promising first) and its number of launches."""
+
+    node: Node
+    graph: Graph
+    env: Mapping[str, int]
+    launches: int
+    floor_us: float
+    ways: tuple[Offer, ...]
+
+
+@dataclass
+class Tuned:
+    """The outcome of a tuning run: counts of nodes and measurements, failures, and nodes not reached in time."""
+
+    output: str
+    nodes: int = 0
+    measured: int = 0
+    left: int = 0
+    seconds: float = 0.0
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the summary as text."""
+        lines = [f"{self.measured} measurements of {self.nodes} nodes in {self.seconds:.0f} s: {self.output}"]
+        lines += [f"{self.left} nodes were not reached; a larger --limit measures them"] if self.left else []
+        lines += [f"not measured: {s}" for s in self.skipped]
+        return "\n".join([*lines, *(f"failed: {f}" for f in self.failed)])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a tuning run.
+
+    limit: seconds after which no new batch starts. context: tokens that each row has in the KV cache. every: also time
+    nodes with a single candidate. target: the artifact's expected target, if any. cache: folder for kernels. jobs:
+    parallel compilations. say: called with a progress line per batch. kernels: measure only these (and a few others if
+    none is measured yet); empty for all.
+    """
+
+    limit: float = 600.0
+    context: int = 1024
+    every: bool = False
+    target: str = ""
+    cache: Path | None = None
+    jobs: int | None = None
+    say: Callable[[str], None] = print
+    kernels: tuple[str, ...] = ()
+
+
+def tune(
+    source: Path, output: Path, settings: Settings, options: Any = None, registry: Registry | None = None
+) -> Tuned:
+    """Measure the nodes of an artifact, or of a Hugging Face folder compiled with `options`, into the file `output`.
+
+    Raises LlmcError E101 to E104, Diagnostic E433 if there is nothing to measure, E5xx like a compile, and E110 and
+    E115 to E117 if this machine lacks the target's device.
+    """
+    known = registry or load()
+    if unknown := next((k for k in settings.kernels if k not in known.kernels), None):
+        raise Diagnostic("E433", f"there is no kernel {unknown!r}", f"one of: {', '.join(known.kernels)}")
+    with scratch() as folder:
+        kept = settings.cache or folder
+        path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)
+        m, target, page = before_select(path, known, settings.target)
+        timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
+        timer.reach()
+        tuned = Tuned(str(output))
+        held = Tuning.load(output) if output.exists() else Tuning()
+        work = works(m, known, target, tuned, settings.every, settings.kernels, held)
+        if settings.kernels and not work:
+            cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
+            raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
+        _measure(work, m, timer, output, settings, tuned)
+    return tuned
+
+
+def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Module, Target, int]:
+    """Return an artifact's module as it was before kernel selection, its target, and the tokens per KV page."""
+    manifest = Folder(path).manifest()
+    name = manifest.target.name
+    if target and target.partition("+")[0] != name.partition("+")[0]:
+        remedy = f"leave --target out, or compile for {target}"
+        raise Diagnostic("E433", f"{path} was compiled for {name}, not for {target}", remedy)
+    stages = sorted((path / "ir").glob("*.llir"))
+    at = next((i for i, p in enumerate(stages) if p.stem.partition("-")[2] == "select"), 0)
+    if not at:
+        raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
+    m = parse_text(stages[at - 1].read_text(), registry.opset())
+    return m, parse_target(name, registry.targets), manifest.kv.page_size
+
+
+def works(
+    m: Module,
+    registry: Registry,
+    target: Target,
+    told: Tuned,
+    every: bool = False,
+    kernels: Sequence[str] = (),
+    held: Tuning | None = None,
+) -> list[Work]:
+    """Return the distinct nodes with several candidates (or all nodes), by decreasing potential gain.
+
+    If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
+    `held`, the measurements so far, lacks for comparison.
+    """
+    found: dict[tuple[str, Sizes], Work] = {}
+    for g in launched_graphs(m):
+        weights, _ = depends_on(g)
+        for n in g.nodes:
+            if all(r in weights for r in n.results):
+                continue
+            env = typical(m, g, n)
+            key = (node_text(n), sizes_of(n, env))
+            if key in found:
+                found[key] = replace(found[key], launches=found[key].launches + 1)
+                continue
+            offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
+            ways = offered if every or len(offered) > 1 else []
+            if kernels:
+                points = (held or Tuning()).records.get((machine(target), key[0]), {})
+                ways = _named(ways, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(ways[:SCHEDULES]))
+    some = [w for w in found.values() if w.ways]
+    for w in some:
+        if name := unknown_operand(w.node):
+            told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+    some = [w for w in some if unknown_operand(w.node) is None]
+    return sorted(some, key=lambda w: -w.launches * w.floor_us)
+
+
+def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str]) -> list[Offer]:
+    """The schedules of the named kernels, with a few of other kernels if none of those is measured yet.
+
+    Without a measured alternative, a named kernel would be selected however slow it is.
+    """
+    mine = [o for o in offered if o.kernel.name in kernels]
+    others = [o for o in offered if o.kernel.name not in kernels]
+    rivals = others[:RIVALS] if mine and not measured - set(kernels) else []
+    return sorted([*mine, *rivals], key=lambda o: o.us)
+
+
+def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
+    """Group nodes into batches of candidates; the candidates of one node stay together."""
+    held: list[Work] = []
+    for w in work:
+        if held and sum(len(x.ways) for x in held) + len(w.ways) > BATCH:
+            yield held
+            held = []
+        held.append(w)
+    if held:
+        yield held
+
+
+def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
+    """Measure and save batch by batch until the time limit."""
+    begin = time.monotonic()
+    save(output, [])  # report an unwritable file before the work
+    for some in batches(work):
+        if time.monotonic() - begin >= settings.limit:
+            tuned.left += len(some)
+            continue
+        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.ways]
+        times = _times(timer, candidates, m, tuned)
+        found = [
+            record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
+            for c, us in zip(candidates, times, strict=True)
+            if us is not None
+        ]
+        save(output, found)
+        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(found)
+        tuned.seconds = time.monotonic() - begin
+        settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
+
+
+def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+    """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
+
+    Raises LlmcError if the machine is the cause, since all other candidates would fail, too.
+    """
+    try:
+        return list(timer.microseconds(found, m.symbols))
+    except LlmcError as e:
+        if e.of_environment and e.code not in OF_ONE:
+            raise
+        if len(found) == 1:
+            c = found[0]
+            tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")
+            return [None]
+    half = len(found) // 2
+    return [*_times(timer, found[:half], m, tuned), *_times(timer, found[half:], m, tuned)]
+
+
+def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
+    """Compile the model without weights, after checking that this machine has the target's device."""
+    from llmc.driver import Options, compile_model
+
+    settled = replace(options or Options(), weights="none", reuse=False)
+    target = parse_target(settled.target, registry.targets)
+    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
+    out = scratch / "model.llmc"
+    compile_model(str(model), out, settled)
+    return out
+
+
+def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return the fastest candidate of every node at every size, with the time of the second best."""
+    groups: dict[tuple[str, str, Sizes], list[Record]] = {}
+    for r in found:
+        groups.setdefault((r.target, r.node, r.sizes), []).append(r)
+    out = []
+    for (target, node, sizes), some in groups.items():
+        best, *rest = sorted(some, key=lambda r: r.us)
+        out.append(
+            {
+                "target": target, "node": node, "sizes": dict(sizes), "kernel": best.kernel,
+                "schedule": best.schedule, "us": best.us, "next_us": rest[0].us if rest else None,
+                "measured": len(some),
+            }
+        )  # fmt: skip
+    return out
+
+
+def show(path: Path) -> list[dict[str, Any]]:
+    """Return the choices of a tuning file."""
+    return choices(read(path))
+
+
+def render(found: Sequence[Mapping[str, Any]]) -> str:
+    """Format choices as a table, in the file's order."""
+    head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
+    rows = [head]
+    for c in found:
+        sizes = " ".join(f"{k}={v}" for k, v in c["sizes"].items()) or "-"
+        after = "" if c["next_us"] is None else f"{c['next_us']:.4g}"
+        rows.append((sizes, f"{c['us']:.4g}", after, str(c["measured"]), c["kernel"], c["schedule"], c["node"]))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(head) - 1)]
+    return "\n".join("  ".join([*(x.ljust(w) for x, w in zip(r, widths)), r[-1]]) for r in rows)

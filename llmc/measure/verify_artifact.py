@@ -1,0 +1,118 @@
+"""`llmc verify`: checks an artifact's hashes and kernels on this machine, and records or compares its canary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.exec import canary as canaries
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.load_executor import load_executor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.manifest import Manifest
+
+from llmc.artifact.amend import put_file
+
+THREADS = 4
+
+
+def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> dict[str, Any]:
+    """Check the artifact; in the result, "ok" is the verdict and "problems" lists the failures.
+
+    record: run the artifact and write its canary, replacing an existing one. canary: compare with the recorded one. If
+    the machine lacks the artifact's device, only the files are checked and "not_opened" says why; with `record` or
+    `canary`, LlmcError E110 or E115 to E117 is raised instead. An unreadable manifest raises LlmcError E101 to E104.
+    """
+    begin = time.monotonic()
+    folder = Folder(path)
+    manifest = folder.manifest()
+    problems = check_files(folder, manifest)
+    found: dict[str, Any] = {
+        "artifact": str(path),
+        "digest": manifest.digest,
+        "files": len(manifest.files) + len(manifest.weights.files),
+        "bytes": sum(i.bytes for i in manifest.files.values()) + sum(w.bytes for w in manifest.weights.files),
+        "canary": {"state": "recorded" if canaries.NAME in manifest.files else "absent"},
+    }
+    if not problems:
+        try:
+            found["canary"] |= _run(path, manifest, record, canary, problems)
+        except LlmcError as error:
+            if not error.of_environment:
+                problems.append(error)
+            elif record or canary:
+                raise
+            else:
+                found["not_opened"] = f"LLMC-{error.code}: {error.cause}"
+    found["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
+    found["ok"] = not problems
+    found["digest"] = Folder(path).manifest().digest if found["ok"] else manifest.digest
+    found["seconds"] = round(time.monotonic() - begin, 3)
+    return found
+
+
+def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
+    """Return the errors in names, sizes and hashes."""
+    problems = list(folder.sizes(manifest))
+    if problems:
+        return problems
+    problems += folder.check_small(manifest.files)
+    for file in manifest.weights.files:
+        problems += folder.check_weights(file, folder.map(file.file), THREADS)
+    return problems
+
+
+def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:
+    """Load the artifact, and record or compare the canary; a failed comparison is appended to `problems`."""
+    if manifest.weights.mode == "none":
+        if record or canary:
+            raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+        return {}
+    if canary and not record and canaries.NAME not in manifest.files:
+        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a machine that you trust")
+    executor = load_executor(path)
+    try:
+        if record:
+            return _record(path, executor)
+        return _compare(executor, problems) if canary else {}
+    finally:
+        executor.close()
+
+
+def _record(path: Path, executor: Executor) -> dict[str, Any]:
+    recorded = canaries.record(executor)
+    put_file(path, canaries.NAME, recorded.dump())
+    told = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
+    return {"state": "recorded", **told, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
+
+
+def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
+    recorded = canaries.Canary.load(executor.artifact.read(canaries.NAME))
+    verdict = canaries.check(executor, recorded)
+    failed = canaries.failure(verdict, recorded, executor)
+    problems += [failed] if failed else []
+    state, devices = "failed" if failed else "passed", {"device": dict(executor.device.describe())}
+    recorded_on = {"recorded_on": dict(recorded.device), "tolerance": recorded.tolerance}
+    return {"state": state, **vars(verdict), "problems": list(verdict.problems), **devices, **recorded_on}
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Format the data of `verify_artifact` as text."""
+    canary, problems = found["canary"], found["problems"]
+    words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
+    told = words[canary["state"]]
+    if "checked" in canary:
+        told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
+        told += f" of {canary['tolerance']:g} allowed)"
+    elif "prompts" in canary:
+        told += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
+    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
+    lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
+    if "not_opened" in found:
+        lines.append(f"every hash is right; it was not opened on this machine: {found['not_opened']}")
+    many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
+    return "\n".join(lines)

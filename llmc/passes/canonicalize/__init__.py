@@ -1,0 +1,1 @@
+"""Passes that simplify a graph: canonical forms, common subexpressions, dead code."""

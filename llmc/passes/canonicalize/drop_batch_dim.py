@@ -1,0 +1,110 @@
+"""Removal of the unit batch axis: a traced graph computes on [1, T, ...]; values become [T, ...]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.passes.analysis import is_pointwise
+from llmc.passes.base import Ctx
+from llmc.passes.rewrite import sweep
+
+FIRST_ONLY = ("cast", "rms_norm", "layer_norm", "linear", "topk")
+ALONG_AXIS = ("sum", "mean", "amax", "amin", "argmax", "softmax", "cumsum", "slice")
+
+
+def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
+    """Rebuild the nodes whose results are [1, ...] without that axis; return the number of rebuilt nodes that compute.
+
+    Every rebuilt value is followed by a reshape to its old shape, for readers that still need the axis. The reshape is
+    removed once all of its readers are rebuilt, too.
+    """
+    without: dict[Value, Value] = {}  # value [1, ...] -> the same value without the axis
+    done = 0
+    for n in list(g.nodes):
+        if not all(r.type.rank >= 2 and r.type.shape[0].const == 1 and not r.type.state for r in n.results):
+            continue
+        if n.op.name == "reshape" and n.operands[0].type.shape == n.result.type.shape[1:]:
+            without[n.result] = n.operands[0]
+            continue
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        plan = _Plan(b, without).of(n)
+        if plan is None or not ctx.allows(n):
+            continue
+        if not ctx.spend():
+            break
+        _rebuild(g, n, b, plan, without)
+        done += n.op.name not in ("reshape", "broadcast")
+    for v in without:
+        if v.node is not None:
+            sweep(g, v.node)
+    return done
+
+
+def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str, Any]], without: dict) -> None:
+    """Replace a node by the planned one, followed by a reshape to the old shape."""
+    operands, attrs = plan
+    new = g.add(n.op, operands, attrs, before=n, loc=n.loc, names=[r.name for r in n.results])
+    for old, r in zip(n.results, new.results, strict=True):
+        assert r.type.shape == old.type.shape[1:], f"{n.op.name}: {old.type} became {r.type}"
+        back = b.reshape(r, shape=old.type.shape)
+        g.replace(old, back)
+        without[back] = r
+    g.erase(n)
+
+
+class _Plan:
+    """How one node is rebuilt: (operands, attributes), or None if the op depends on the axis."""
+
+    def __init__(self, b: Builder, without: Mapping[Value, Value]) -> None:
+        self.b, self.without = b, without
+
+    def of(self, n: Node) -> tuple[list[Value], Mapping[str, Any]] | None:
+        """Return the operands and attributes of the rebuilt node, or None."""
+        name, rank = n.op.name, n.results[0].type.rank
+        if is_pointwise(n):
+            return [self.drop(v) if v.type.rank == rank else v for v in n.operands], n.attrs
+        if name in FIRST_ONLY:
+            if rank < 3 and name != "cast":
+                return None
+            return [self.drop(n.operands[0]), *n.operands[1:]], n.attrs
+        if name in ALONG_AXIS or name == "gather":
+            axis = n.attrs["axis"]
+            if n.operands[0].type.rank < 3 or axis % n.operands[0].type.rank == 0:
+                return None
+            return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - (axis > 0)}
+        rule = getattr(self, f"of_{name}", None)
+        return rule(n) if rule else None
+
+    def drop(self, v: Value) -> Value:
+        if v in self.without:
+            return self.without[v]
+        return self.b.reshape(v, shape=v.type.shape[1:])
+
+    def of_reshape(self, n: Node) -> Any:
+        v = n.operands[0]
+        return [self.without.get(v, v)], {"shape": n.attrs["shape"][1:]}
+
+    def of_broadcast(self, n: Node) -> Any:
+        v = n.operands[0]
+        return [self.drop(v) if v.type.rank == n.result.type.rank else v], {"shape": n.attrs["shape"][1:]}
+
+    def of_transpose(self, n: Node) -> Any:
+        perm = n.attrs["perm"]
+        if perm[0] != 0:
+            return None
+        return [self.drop(n.operands[0])], {"perm": tuple(q - 1 for q in perm[1:])}
+
+    def of_concat(self, n: Node) -> Any:
+        axis = n.attrs["axis"]
+        if axis % n.result.type.rank == 0:
+            return None
+        return [self.drop(v) for v in n.operands], {"axis": axis - (axis > 0)}
+
+    def of_matmul(self, n: Node) -> Any:
+        return ([self.drop(v) for v in n.operands], n.attrs) if n.result.type.rank >= 3 else None
+
+    def of_take(self, n: Node) -> Any:
+        x, idx = n.operands
+        return ([x, self.drop(idx)], n.attrs) if idx.type.rank >= 2 else None

@@ -1,0 +1,1 @@
+"""Passes that replace groups of nodes with one node."""

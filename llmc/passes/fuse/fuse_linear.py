@@ -1,0 +1,223 @@
+"""Fusion of matrix products with slices, epilogues and sibling products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.scalar import E, arg, parse_expr, substitute
+from llmc.passes.analysis import const_value, is_pointwise, rounds_little, weight_only
+from llmc.passes.base import Ctx, Pass
+
+PRODUCTS = ("linear", "linear_map")
+
+
+@dataclass(frozen=True)
+class FuseLinear(Pass):
+    """Fuse matrix products with their neighbours.
+
+    A product that is read only through slices is split. A pointwise reader (bias, activation, residual, gate times up)
+    becomes the product's epilogue. Products of one operand are merged by concatenating their weights. parts: maximum
+    number of row blocks that an epilogue may join. siblings: whether to merge products, which requires slicing the
+    result.
+    """
+
+    name: ClassVar[str] = "fuse-linear"
+    parts: int = 2
+    siblings: bool = True
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        done = 0
+        for g in m.graphs.values():
+            known = weight_only(g)
+            done += sum(_split(g, n, known, ctx) for n in list(g.nodes) if n.op.name == "linear")
+            done += sum(_absorb(g, n, self.parts, ctx) for n in list(g.nodes) if is_pointwise(n) or n.op.name == "cast")
+            done += _join_siblings(g, ctx) if self.siblings else 0
+        return done
+
+
+def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
+    """A linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
+    y, (x, w) = n.result, n.operands
+    users = list(dict.fromkeys(y.uses))
+    if not users or any(y is o for o in g.outputs) or w not in known or not ctx.allows(n):
+        return False
+    last = y.type.rank - 1
+    if any(u.op.name != "slice" or u.attrs["axis"] % y.type.rank != last or u.attrs["step"] != 1 for u in users):
+        return False
+    if any(w.type.format is not None and _cuts_block(u, w) for u in users):
+        ctx.miss("split", n, "a slice would cut a block of the quantised weight")
+        return False
+    if not ctx.spend():
+        return False
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    made: dict[tuple[Dim, Dim], Value] = {}
+    for u in users:
+        span = (u.attrs["start"], u.attrs["stop"])
+        if span not in made:
+            made[span] = b.linear(x, b.slice(w, axis=0, start=span[0], stop=span[1]))
+        g.replace(u.result, made[span])
+        g.erase(u)
+    g.erase(n)
+    return True
+
+
+def _cuts_block(u: Node, w: Value) -> bool:
+    rows = w.type.format.block[0] if w.type.format else 1
+    return rows == 0 or not (u.attrs["start"].divisible(rows) and u.attrs["stop"].divisible(rows))
+
+
+def _is_float(v: Value) -> bool:
+    return DTYPES[v.type.dtype].kind == "f"
+
+
+def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
+    """Make pointwise `n` the epilogue of a product that only `n` reads; the product moves to the place of `n`."""
+    y = n.results[0]
+    if not _is_float(y) or not all(map(_is_float, n.operands)) or not ctx.allows(n):
+        return False
+    if n.op.name == "cast" and not rounds_little(n):
+        return False
+    found = [v for v in dict.fromkeys(n.operands) if _only_reader(g, v, n)]
+    products = [v for v in found if v.type.shape == y.type.shape]
+    if not products:
+        for v in found:
+            ctx.miss("epilogue", n, f"the product has shape {v.type}, the result {y.type}")
+        return False
+    group = _together(products, limit)
+    if not ctx.spend():
+        return False
+    _emit(g, n, group, ctx)
+    return True
+
+
+def _only_reader(g: Graph, v: Value, n: Node) -> bool:
+    made = v.node is not None and v.node.op.name in PRODUCTS
+    return made and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
+
+
+def _together(products: Sequence[Value], limit: int) -> list[Value]:
+    """The first product, and later ones with the same operand and weight type, up to `limit` parts."""
+    first = products[0].node
+    assert first is not None
+    group, used = [products[0]], _parts(first)
+    for v in products[1:]:
+        node = v.node
+        assert node is not None
+        same = node.operands[0] is first.operands[0] and _alike(node.operands[1], first.operands[1])
+        if same and used + _parts(node) <= limit:
+            group.append(v)
+            used += _parts(node)
+    return group
+
+
+def _alike(a: Value, b: Value) -> bool:
+    return a.type.dtype == b.type.dtype and a.type.format == b.type.format and a.type.shape[1:] == b.type.shape[1:]
+
+
+def _parts(n: Node) -> int:
+    return int(n.attrs.get("parts", 1))
+
+
+def _body(n: Node) -> E:
+    return parse_expr(n.attrs["body"]) if n.op.name == "linear_map" else arg(0)
+
+
+def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
+    """Build the fused product in the place of `n`."""
+    nodes = [v.node for v in group if v.node is not None]
+    parts = sum(map(_parts, nodes))
+    extras: list[Value] = []
+    exprs: dict[Value, E] = {}
+    at = 0
+    for v, p in zip(group, nodes, strict=True):
+        accs = [arg(at + i) for i in range(_parts(p))]
+        exprs[v] = substitute(_body(p), [*accs, *(_extra(e, extras, parts) for e in p.operands[2:])])
+        at += _parts(p)
+    for v in n.operands:
+        if v not in exprs:
+            value = const_value(v)
+            exprs[v] = _extra(v, extras, parts) if value is None else E("const", (value,))
+    scalar = n.op.scalar(n.attrs) if n.op.scalar else arg(0)  # a cast is the identity
+    body = substitute(scalar, [exprs[v] for v in n.operands])
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    weights = [p.operands[1] for p in nodes]
+    w = weights[0] if len(weights) == 1 else b.concat(*weights, axis=0)
+    x, dtype = nodes[0].operands[0], n.results[0].type.dtype
+    out = b.linear_map(x, w, *extras, parts=parts, body=str(body), dtype="" if dtype == x.type.dtype else dtype)
+    out.name = n.results[0].name
+    g.replace(n.results[0], out)
+    g.erase(n)
+    for p in nodes:
+        g.erase(p)
+
+
+def _extra(v: Value, extras: list[Value], parts: int) -> E:
+    if v not in extras:
+        extras.append(v)
+    return arg(parts + extras.index(v))
+
+
+def _join_siblings(g: Graph, ctx: Ctx) -> int:
+    """Products of one operand with equal epilogues over weights -> one product and slices of its result."""
+    known = weight_only(g)
+    groups: dict[object, list[Node]] = {}
+    for n in g.nodes:
+        if n.op.name in PRODUCTS and _joinable(n, known) and ctx.allows(n):
+            x, w = n.operands[:2]
+            key = (x, w.type.dtype, w.type.format, n.results[0].type.dtype, str(_body(n)), len(n.operands))
+            groups.setdefault(key, []).append(n)
+    done = 0
+    for nodes in groups.values():
+        if len(nodes) > 1 and ctx.spend():
+            _join(g, nodes, ctx)
+            done += 1
+    return done
+
+
+def _joinable(n: Node, known: set[Value]) -> bool:
+    """Whether concatenating weights is valid: one part, and all extras are weight vectors over the last axis."""
+    columns = n.results[0].type.shape[-1:]
+    return (
+        _parts(n) == 1
+        and all(e in known for e in n.operands[1:])
+        and all(e.type.shape == columns for e in n.operands[2:])
+    )
+
+
+def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
+    """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
+    made: dict[Node, None] = {}
+    work = [v.node for v in values if v.node is not None]
+    while work:
+        n = work.pop()
+        made[n] = None
+        work += [v.node for v in n.operands if v.node is not None and v.node not in made]
+    behind = False
+    for n in g.nodes:
+        behind = behind or n is before
+        if behind and n in made:
+            g.move_before(n, before)
+
+
+def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
+    """Replace sibling products by one product over concatenated weights, and slices of its result."""
+    first = nodes[0]
+    _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
+    b = Builder(g, ctx.opset, before=first, loc=first.loc)
+    columns = [b.concat(*(n.operands[i] for n in nodes), axis=0) for i in range(1, len(first.operands))]
+    out = b.emit(first.op, [first.operands[0], *columns], first.attrs)
+    start = Dim.of(0)
+    for n in nodes:
+        stop = start + n.results[0].type.shape[-1]
+        part = Builder(g, ctx.opset, before=first, loc=n.loc).slice(out, axis=out.type.rank - 1, start=start, stop=stop)
+        part.name = n.results[0].name
+        g.replace(n.results[0], part)
+        start = stop
+    for n in nodes:
+        g.erase(n)

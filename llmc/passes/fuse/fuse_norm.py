@@ -1,0 +1,113 @@
+"""Recognizes RMS and layer norms that a model writes out in elementary ops, with casts in any place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Module, Value
+from llmc.passes.analysis import core, made_by
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import Match, Op, Pat, Rewrite, apply, const, shared, through
+
+p = Pat()
+
+_INVERSE = p.rsqrt(p.add(through(p.mean(p.square(p.x), axis=p.axis, keepdim=True)), const("eps")))
+_NORMED = p.mul(p.x, through(_INVERSE))
+_CENTRED = shared(p.sub(p.x, through(shared(p.mean(p.x, axis=p.axis, keepdim=True)))))
+_SPREAD = p.rsqrt(p.add(through(p.mean(p.square(through(_CENTRED)), axis=p.axis2, keepdim=True)), const("eps")))
+_CENTRED_NORMED = p.mul(through(_CENTRED), through(_SPREAD))
+
+
+def _weighted(inner: Op) -> Op:
+    return p.mul(p.w, through(inner))
+
+
+def _over_last(m: Match, *weights: str) -> str | None:
+    """None if the norm is over the last axis and its weights are vectors of that size, else the reason."""
+    x = m["x"].type
+    for key in ("axis", "axis2"):
+        axis = m.get(key)
+        if axis is not None and axis % x.rank != x.rank - 1:
+            return f"it averages over axis {axis} of {x}, not over the last"
+    for w in weights:
+        if m[w].type.shape != x.shape[-1:]:
+            return f"the operand {w} is {m[w].type}, not a vector of {x.shape[-1]}"
+    return None
+
+
+def _source(x: Value, dtype: str) -> Value:
+    """The operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
+    v = x
+    while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in ("bf16", "f16", "f32"):
+        v = n.operands[0]
+    return v if v.type.dtype == dtype else x
+
+
+def _finish(b: Any, m: Match, y: Value) -> Value:
+    dtype = m.root.result.type.dtype
+    return y if y.type.dtype == dtype else b.cast(y, dtype=dtype)
+
+
+def _rms(b: Any, m: Match) -> Value:
+    x = _source(m["x"], m.root.result.type.dtype)
+    return _finish(b, m, b.rms_norm(x, core(m["w"]), eps=m["eps"]))
+
+
+def _layer(b: Any, m: Match) -> Value:
+    x, w = _source(m["x"], m.root.result.type.dtype), core(m["w"])
+    zero = b.broadcast(b.constant(0.0, w.type.dtype), shape=w.type.shape)
+    return _finish(b, m, b.layer_norm(x, w, zero, eps=m["eps"]))
+
+
+def _bias(b: Any, m: Match) -> Value:
+    x = _source(m["x"], m.root.result.type.dtype)
+    return _finish(b, m, b.layer_norm(x, m["w"], core(m["bias"]), eps=m["eps"]))
+
+
+def _rounds_once(m: Match) -> str | None:
+    """cast(norm(x)) -> norm(cast(x)) if x is cast exactly: the norm computes in float32 anyway."""
+    x, dtype = m["x"], m.root.result.type.dtype
+    if _source(x, dtype) is not x:
+        return None
+    return f"its operand is {x.type.dtype} and its result {dtype}"
+
+
+RULES = (
+    Rewrite("layer-norm", _weighted(_CENTRED_NORMED), _layer, lambda m: _over_last(m, "w"), near=4),
+    Rewrite("rms-norm", _weighted(_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
+    Rewrite(
+        "layer-norm-bias",
+        p.add(through(p.layer_norm(p.x, p.w, const(0.0), eps=p.eps)), p.bias),
+        _bias,
+        lambda m: _over_last(m, "bias"),
+        near=3,
+    ),
+    Rewrite(
+        "rms-norm-cast",
+        p.cast(p.rms_norm(p.x, p.w, eps=p.eps)),
+        lambda b, m: b.rms_norm(_source(m["x"], m.root.result.type.dtype), m["w"], eps=m["eps"]),
+        _rounds_once,
+    ),
+    Rewrite(
+        "layer-norm-cast",
+        p.cast(p.layer_norm(p.x, p.w, p.b, eps=p.eps)),
+        lambda b, m: b.layer_norm(_source(m["x"], m.root.result.type.dtype), m["w"], m["b"], eps=m["eps"]),
+        _rounds_once,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FuseNorm(Pass):
+    """Replace norms written in elementary ops by the ops rms_norm and layer_norm.
+
+    RMS norms are those of Zhang and Sennrich 2019 (arXiv 1910.07467), layer norms of Ba et al. 2016 (arXiv 1607.06450).
+    A gain that is computed from weights remains an expression.
+    """
+
+    name: ClassVar[str] = "fuse-norm"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(apply(g, RULES, ctx) for g in m.graphs.values())

@@ -1,0 +1,182 @@
+"""Fuses everything between a layer's QKV product and its attention into one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.passes.analysis import made_by
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import alive, sweep
+
+RULE = "rope-append"
+
+
+class Unfit(Exception):
+    """The pattern does not match; the message says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads sliced from a product, then normalized, then rotated. A missing step is None; `last` is the final value."""
+
+    cut: Node
+    norm: Node | None
+    rope: Node | None
+    last: Value
+
+    @property
+    def product(self) -> Value:
+        """The product from which the heads are sliced."""
+        return self.cut.operands[0]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes of the steps that exist, in order."""
+        return [n for n in (self.cut, self.norm, self.rope) if n is not None]
+
+
+@dataclass(frozen=True)
+class FuseQkv(Pass):
+    """Fuse head norms, rotation and the append to the KV pool into rope_append.
+
+    Applies if queries, keys and values are slices of one product. Runs after fuse-linear and fuse-norm; layers that do
+    not match keep their ops.
+    """
+
+    name: ClassVar[str] = "fuse-qkv"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self.append(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "kv_append")
+
+    def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+        """Rewrite one kv_append, or record why the pattern does not match."""
+        if not ctx.allows(n):
+            return False
+        try:
+            q, k, v = _parts(g, n)
+            operands, attrs = _operands(n, q, k)
+            before = _place(g, n, q, operands)
+        except Unfit as why:
+            ctx.miss(RULE, n, str(why))
+            return False
+        if not ctx.spend():
+            return False
+        queries, appended = Builder(g, ctx.opset, before=before, loc=n.loc).rope_append(*operands, **attrs)
+        for old, new in ((q.last, queries), (n.result, appended)):
+            new.name = old.name
+            g.replace(old, new)
+        for end in (n, q.last.node, k.last.node, v.last.node):
+            if end is not None and alive(g, end):
+                sweep(g, end)
+        return True
+
+
+def _back(v: Value, what: str) -> Part:
+    """Follow keys or values from the append back to the slice they come from."""
+    last = v
+    rope = made_by(v, "rope")
+    v = rope.operands[0] if rope else v
+    norm = made_by(v, "rms_norm")
+    v = norm.operands[0] if norm else v
+    shaped = made_by(v, "reshape")
+    cut = made_by(shaped.operands[0], "slice") if shaped else None
+    if shaped is None or cut is None:
+        found = (shaped.operands[0] if shaped else v).node
+        raise Unfit(f"{what} are made by {found.op.name if found else 'the caller'}, not cut out of a product")
+    if cut.attrs["axis"] % 2 != 1 or cut.result.type.rank != 2 or cut.attrs["step"] != 1:
+        raise Unfit(f"{what} are not consecutive columns")
+    return Part(cut, norm, rope, last)
+
+
+def _forth(g: Graph, cut: Node) -> Part:
+    """Follow the slice of the queries through reshape, norm and rotation."""
+    v, norm, rope = _reader(g, cut.result, "reshape"), None, None
+    if v is None or v.type.rank != 3:
+        raise Unfit("queries are not seen as heads")
+    if (found := _reader(g, v, "rms_norm")) is not None:
+        v, norm = found, found.node
+    if (found := _reader(g, v, "rope")) is not None:
+        v, rope = found, found.node
+    return Part(cut, norm, rope, v)
+
+
+def _reader(g: Graph, v: Value, op: str) -> Value | None:
+    """The result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
+    if len(v.uses) != 1 or any(v is o for o in g.outputs) or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
+        return None
+    return v.uses[0].result
+
+
+def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
+    """Queries, keys and values of a kv_append; raises Unfit if they do not match rope_append."""
+    kv, keys, values, _ = n.operands
+    k, v = _back(keys, "keys"), _back(values, "values")
+    if v.norm or v.rope:
+        raise Unfit(f"values go through {(v.rope or v.norm or n).op.name}")
+    y = k.product
+    if v.product is not y:
+        raise Unfit("keys and values are cut out of two products")
+    first = [u for u in y.uses if u.op.name == "slice" and u.attrs["start"] == 0 and u.attrs["axis"] % 2 == 1]
+    if len(first) != 1 or first[0] in (k.cut, v.cut):
+        raise Unfit("no queries are cut out of the product in front of keys and values")
+    q = _forth(g, first[0])
+    spans = [(p.cut.attrs["start"], p.cut.attrs["stop"]) for p in (q, k, v)]
+    if [a for a, _ in spans] != [0, spans[0][1], spans[1][1]] or spans[2][1] != y.type.shape[1]:
+        raise Unfit(f"{', '.join(f'{a}..{b}' for a, b in spans)} of {y.type.shape[1]} are not queries, keys, values")
+    if q.last.type.shape[2] != kv.type.shape[4]:
+        raise Unfit(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
+    _same(q, k)
+    _only_here(g, n, [*k.nodes, *v.nodes])
+    return q, k, v
+
+
+def _same(q: Part, k: Part) -> None:
+    """Raise Unfit unless queries and keys are normalized and rotated in the same way."""
+    for what, a, b in (("normed", q.norm, k.norm), ("rotated", q.rope, k.rope)):
+        if (a is None) != (b is None):
+            raise Unfit(f"{'keys' if a is None else 'queries'} alone are {what}")
+        if a is not None and b is not None and a.attrs != b.attrs:
+            raise Unfit(f"queries and keys are {what} by different attributes")
+    if q.rope and k.rope and q.rope.operands[1:] != k.rope.operands[1:]:
+        raise Unfit("queries and keys are rotated by different tables")
+    if q.norm and not q.rope:
+        raise Unfit("heads are normed and not rotated")
+
+
+def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
+    """Raise Unfit if a node to be replaced has readers elsewhere."""
+    for part in nodes:
+        v = part.result
+        while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
+            v = v.uses[0].result
+        if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or any(v is o for o in g.outputs):
+            raise Unfit(f"the result of {part.op.name} is read elsewhere, too")
+
+
+def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
+    """The first of the append and the queries' readers; raises Unfit if an operand is computed only later."""
+    ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
+    for other in g.nodes:
+        if other in ends:
+            break
+        made.discard(other)
+    if made:
+        raise Unfit(f"queries are read before {made.pop().op.name} is there")
+    return other
+
+
+def _operands(n: Node, q: Part, k: Part) -> tuple[list[Value], dict[str, Any]]:
+    """Operands and attributes of the rope_append."""
+    kv, _, _, slots = n.operands
+    operands, attrs = [k.product, kv, slots], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
+    if q.rope and k.rope:
+        operands += q.rope.operands[1:]
+        attrs["interleaved"] = q.rope.attrs["interleaved"]
+    if q.norm and k.norm:
+        operands += [q.norm.operands[1], k.norm.operands[1]]
+        attrs["eps"] = q.norm.attrs["eps"]
+    return operands, attrs

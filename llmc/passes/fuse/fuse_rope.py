@@ -1,0 +1,233 @@
+"""Recognizes rotary embeddings written in elementary ops: in halves, in pairs, and of a part of each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Module, Value
+from llmc.passes.analysis import core, drop_ones, made_by, squeezed
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.canonicalize.shape_rules import MOVES
+from llmc.passes.canonicalize.sink_rules import SINKS
+from llmc.passes.fuse.rope_tables import TABLES
+from llmc.passes.rewrite import Match, Misses, Pat, Rewrite, apply, either
+
+p = Pat()
+
+_ROTATED_HALF = p.concat(
+    p.neg(p.slice(p.y, axis=p.axis1, start=p.mid, stop=p.end, step=1)),
+    p.slice(p.y, axis=p.axis2, start=p.begin, stop=p.mid, step=1),
+    axis=p.axis3,
+)
+_ROTATED_PAIRS = p.reshape(
+    p.concat(
+        p.reshape(p.neg(p.slice(p.y, axis=p.axis1, start=p.odd, stop=p.end1, step=2))),
+        p.reshape(p.slice(p.y, axis=p.axis2, start=p.begin, stop=p.end2, step=2)),
+        axis=p.axis3,
+    )
+)
+_HALVES = p.concat(
+    p.sub(p.mul(p.a, p.c), p.mul(p.b, p.s)),
+    p.add(p.mul(p.b, p.c), p.mul(p.a, p.s)),
+    axis=p.axis,
+)
+
+
+class Table(NamedTuple):
+    """A cos or sin operand: the narrow table [t, h], and how its columns are spread (half, pairs, plain)."""
+
+    value: Value
+    spread: str
+
+
+def table(v: Value) -> Table:
+    """Analyse a cos or sin operand."""
+    dtype = v.type.dtype
+    while n := made_by(v, "cast", "reshape", "broadcast"):
+        same = n.op.name == "cast" or drop_ones(n.operands[0].type.shape) == drop_ones(v.type.shape)
+        if not same or (n.op.name == "cast" and n.operands[0].type.dtype not in ("f32", "bf16", "f16", dtype)):
+            break
+        v = n.operands[0]
+    n = made_by(v, "concat")
+    if n and len(n.operands) == 2 and core(n.operands[0]) is core(n.operands[1]):
+        if n.attrs["axis"] % v.type.rank == v.type.rank - 1:
+            return Table(n.operands[0], "half")
+    wide = made_by(n.operands[0], "broadcast") if (n := made_by(v, "reshape")) else None
+    if wide and wide.result.type.shape[-1] == 2 and wide.operands[0].type.shape[-1] == 1:
+        return Table(squeezed(wide.operands[0]), "pairs")
+    return Table(v, "plain")
+
+
+def _narrow(m: Match, spread: str) -> str | None:
+    """None if both tables are [t, h] with this spread, else the reason."""
+    for key in ("c", "s"):
+        got = table(m[key])
+        if got.spread != spread:
+            return f"the table {m[key]} is not spread as {spread}"
+        if len(drop_ones(got.value.type.shape)) != 2:
+            return f"the table {got.value.type} has more than a row a token"
+    return None
+
+
+def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
+    for key in keys:
+        want = (rank or m["x"].type.rank) - 1
+        if m[key] % (want + 1) != want:
+            return f"it works along axis {m[key]}, not the last"
+    return None
+
+
+def _layout(m: Match, x: Value) -> str | None:
+    """None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
+    if _tokens_axis(m["c"], x) is None or _tokens_axis(m["s"], x) is None:
+        return f"a table {m['c'].type} over {x.type} does not say which axis is the tokens'"
+    return None
+
+
+def _tokens_axis(c: Value, x: Value) -> int | None:
+    """The axis of x along which the table's rows run, 0 or 1; None if ambiguous."""
+    if x.type.rank == 2 and c.type.rank == 2:
+        return 0
+    if x.type.rank != 3 or c.type.rank > 3:
+        return None
+    shape = [*[Dim.of(1)] * (3 - c.type.rank), *c.type.shape]
+    if shape[0] == 1 and shape[1] == x.type.shape[1]:
+        return 1
+    return 0 if shape[1] == 1 and shape[0] == x.type.shape[0] else None
+
+
+def _offset(m: Match) -> Dim | None:
+    """The offset of x in y, the value whose parts are swapped; 0 if x is y, None if x is not a slice of y."""
+    if core(m["x"]) is core(m["y"]):
+        return Dim.of(0)
+    n = made_by(m["x"], "slice")
+    if n is None or n.operands[0] is not m["y"] or n.attrs["step"] != 1:
+        return None
+    at: Dim = n.attrs["start"]
+    return at if n.attrs["axis"] % n.result.type.rank == n.result.type.rank - 1 else None
+
+
+def _is_half(m: Match) -> str | None:
+    """None if the match rotates the two halves of x, else the reason."""
+    size, at = m["x"].type.shape[-1], _offset(m)
+    if at is None:
+        return "what it swaps is not what it scales"
+    begin, mid, end = (m[k] - at for k in ("begin", "mid", "end"))
+    if begin != 0 or end != size or mid * 2 != size:
+        return f"it swaps {begin}..{mid} and {mid}..{end} of {size}, not halves"
+    axes = _last(m, "axis1", "axis2", "axis3")
+    return axes or _narrow(m, "half") or _layout(m, m["x"])
+
+
+def _is_pairs(m: Match) -> str | None:
+    """None if the match rotates adjacent pairs of x, else the reason."""
+    size, at = m["x"].type.shape[-1], _offset(m)
+    if at is None:
+        return "what it swaps is not what it scales"
+    odd, even = (m["end1"] - m["odd"]).ceildiv(2), (m["end2"] - m["begin"]).ceildiv(2)
+    if m["begin"] != at or m["odd"] != at + 1 or odd * 2 != size or even * 2 != size:
+        return f"it does not swap every pair of {size}"
+    axes = _last(m, "axis1", "axis2") or _last(m, "axis3", rank=m["x"].type.rank + 1)
+    return axes or _narrow(m, "pairs") or _layout(m, m["x"])
+
+
+def _is_halves(m: Match) -> str | None:
+    """None if the match rotates two slices that are the halves of one value, else the reason."""
+    parts = [made_by(m[k], "slice") for k in ("a", "b")]
+    if parts[0] is None or parts[1] is None or parts[0].operands[0] is not parts[1].operands[0]:
+        return "its two halves are not slices of one value"
+    x = parts[0].operands[0]
+    last, spans = x.type.rank - 1, [(n.attrs["start"], n.attrs["stop"], n.attrs["step"]) for n in parts if n]
+    if m["axis"] % x.type.rank != last or any(n.attrs["axis"] % x.type.rank != last for n in parts if n):
+        return "it does not split the last axis"
+    size = x.type.shape[-1]
+    if spans[0][0] != 0 or spans[0][1:] != (spans[1][0], 1) or spans[1][1:] != (size, 1) or spans[0][1] * 2 != size:
+        return f"it does not split {size} in halves"
+    return _narrow(m, "plain") or _layout(m, x)
+
+
+def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
+    """Apply rope to x in the op's layout, and convert back to the layout of the root."""
+    dtype = m.root.result.type.dtype
+    if x.type.dtype != dtype:
+        x = b.cast(x, dtype=dtype)
+    tokens = _tokens_axis(m["c"], x)
+    y = b.reshape(x, shape=(x.type.shape[0], Dim.of(1), x.type.shape[1])) if x.type.rank == 2 else x
+    y = b.transpose(y, perm=(1, 0, 2)) if tokens == 1 else y
+    y = b.rope(y, _flat(b, m["c"]), _flat(b, m["s"]), interleaved=interleaved)
+    y = b.transpose(y, perm=(1, 0, 2)) if tokens == 1 else y
+    return b.reshape(y, shape=x.type.shape) if x.type.rank == 2 else y
+
+
+def _flat(b: Any, v: Value) -> Value:
+    """The narrow table [t, h], in the dtype of the model's table."""
+    t = table(v).value
+    shape = drop_ones(t.type.shape)
+    t = t if t.type.shape == shape else b.reshape(t, shape=shape)
+    return t if t.type.dtype == v.type.dtype else b.cast(t, dtype=v.type.dtype)
+
+
+_HEAD = p.slice(p.x, axis=p.axis1, start=p.begin, stop=p.mid, step=1)
+_TAIL = p.slice(p.x, axis=p.axis2, start=p.mid, stop=p.end, step=1)
+_PLAIN = p.rope(_HEAD, p.c, p.s, interleaved=p.pairs)
+_TURNED = p.transpose(p.rope(p.transpose(_HEAD, perm=(1, 0, 2)), p.c, p.s, interleaved=p.pairs), perm=(1, 0, 2))
+
+
+def _is_partial(m: Match) -> str | None:
+    if m["c"].type.shape[-1] * 2 != m["mid"] - m["begin"]:
+        return f"{m['begin']}..{m['mid']} is sliced and {m['c'].type.shape[-1] * 2} of it rotated"
+    return _last(m, "axis1", "axis2", "axis3")
+
+
+def _partial(b: Any, m: Match) -> Value:
+    turned = m.root.operands[0].node is not None and m.root.operands[0].node.op.name == "transpose"
+    x = m["x"]
+    if m["begin"] != 0 or m["end"] != x.type.shape[-1]:
+        x = b.slice(x, axis=x.type.rank - 1, start=m["begin"], stop=m["end"])
+    x = b.transpose(x, perm=(1, 0, 2)) if turned else x
+    y = b.rope(x, m["c"], m["s"], interleaved=m["pairs"])
+    return b.transpose(y, perm=(1, 0, 2)) if turned else y
+
+
+RULES = (
+    Rewrite(
+        "rope", p.add(p.mul(p.x, p.c), p.mul(_ROTATED_HALF, p.s)), lambda b, m: _emit(b, m, m["x"], False), _is_half,
+        near=4,
+    ),
+    Rewrite(
+        "rope-interleaved", p.add(p.mul(p.x, p.c), p.mul(_ROTATED_PAIRS, p.s)),
+        lambda b, m: _emit(b, m, m["x"], True), _is_pairs, near=5,
+    ),
+    Rewrite("rope-halves", _HALVES, lambda b, m: _emit(b, m, m["a"].node.operands[0], False), _is_halves, near=4),
+    Rewrite("rope-partial", p.concat(either(_PLAIN, _TURNED), _TAIL, axis=p.axis3), _partial, _is_partial, near=3),
+    Rewrite(
+        "rope-cast",
+        p.cast(p.rope(p.cast(p.x), p.c, p.s, interleaved=p.pairs), dtype=p.dtype),
+        lambda b, m: b.rope(m["x"], m["c"], m["s"], interleaved=m["pairs"]),
+        lambda m: None if m["x"].type.dtype == m["dtype"] else f"it turns {m['x'].type.dtype} into {m['dtype']}",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FuseRope(Pass):
+    """Replace rotary embeddings and their tables written in elementary ops by rope and rope_tables.
+
+    See Su et al. 2021, arXiv 2104.09864. Covers partial rotation, both orders of pairs, and computation in float32.
+    """
+
+    name: ClassVar[str] = "fuse-rope"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self.graph(g, ctx) for g in m.graphs.values())
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Fuse the rotations as written; then sink transposes, and join partial rotations with the rest of the head."""
+        misses = Misses()
+        done = apply(g, (*TABLES, *RULES, *MOVES), ctx, misses)
+        done += apply(g, (*RULES, *MOVES, *SINKS), ctx, misses)
+        misses.tell(g, ctx)
+        return done

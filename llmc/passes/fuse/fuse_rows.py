@@ -1,0 +1,47 @@
+"""Fuses what a step reads of its rows before the first layer into one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+
+@dataclass(frozen=True)
+class FuseRows(Pass):
+    """Fuse row_spans with the row_ids and row_slots of its tokens into row_begin, if their states are inputs."""
+
+    name: ClassVar[str] = "fuse-rows"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(_fuse(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_spans")
+
+
+def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
+    ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
+    if ids is None or slots is None:
+        ctx.miss("fuse-rows", spans, f"no {'row_ids' if ids is None else 'row_slots'} of an input reads it")
+        return 0
+    if not ctx.allows(spans) or not ctx.spend():
+        return 0
+    b = Builder(g, ctx.opset, before=spans, loc=spans.loc)
+    states = (ids.operands[0], slots.operands[0])
+    new = b.row_begin(*spans.operands, *states, tokens=spans.attrs["tokens"], page=slots.attrs["page"])
+    substitute(g, ids, new[3:4], "fuse-rows")
+    substitute(g, slots, new[4:], "fuse-rows")
+    if spans.prev is not None or g.nodes.head is spans:
+        substitute(g, spans, new[:3], "fuse-rows")
+    return 1
+
+
+def _reader(spans: Node, op: str) -> Node | None:
+    """The `op` that reads the tokens of `spans` and a state that is a graph input, or None."""
+    _, token_row, positions = spans.results
+    for n in token_row.uses:
+        if n.op.name == op and n.operands[1:] == [token_row, positions] and n.operands[0].node is None:
+            return n
+    return None

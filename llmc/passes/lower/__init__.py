@@ -1,0 +1,1 @@
+"""Passes that turn the traced model into entry points for serving."""

@@ -1,0 +1,157 @@
+"""Turns a prompt graph into a serving step: paged attention, device rows as inputs, and sampling at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc_runtime.format.row_abi import BIASES, STOPS, TOP_LOGPROBS
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type, state, tensor
+from llmc.passes.base import Ctx, Pass
+
+PAGES_MAX = 1 << 30
+_CAUSAL = "take a causal model: its tokens see themselves and earlier ones"
+ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class PageAttention(Pass):
+    """Turn @main(tokens, positions, last) -> logits into a step over device rows.
+
+    Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
+    sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
+    tokens: maximum tokens per step (0: the bound of T).
+    """
+
+    name: ClassVar[str] = "page-attention"
+    rows: int = 16
+    max_len: int = 2048
+    page: int = 16
+    tokens: int = 0
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self._graph(m, g, ctx) for g in list(m.graphs.values()))
+
+    def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
+        inputs = {v.name: v for v in g.inputs}
+        if not {"tokens", "positions", "last"} <= inputs.keys():
+            return 0
+        if not ctx.spend():
+            return 0
+        _check(g)
+        m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
+        m.symbols["R"] = (1, self.rows)
+        m.symbols["P"] = (1, PAGES_MAX)
+        rows = _Rows(g, self, ctx.opset)
+        for name in ("tokens", "positions", "last"):
+            g.replace(inputs[name], rows.replacement[name])
+            g.inputs.remove(inputs[name])
+        pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
+        rows.sample(pools)
+        return 1 + len(pools)
+
+
+def _check(g: Graph) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output."""
+    layers: set[int] = set()
+    for n in g.nodes:
+        if n.op.name != "attention":
+            continue
+        if not n.attrs["causal"]:
+            raise Diagnostic("E435", "attention that looks ahead cannot be served token by token", _CAUSAL, node=n)
+        if n.attrs["layer"] in layers:
+            raise Diagnostic(
+                "E435", f"two attention nodes say they are layer {n.attrs['layer']}", "number them from 0", node=n
+            )
+        layers.add(n.attrs["layer"])
+    if len(g.outputs) != 1:
+        raise Diagnostic(
+            "E435", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "return the logits alone"
+        )
+
+
+class _Rows:
+    """The row states of one graph, and the values that every step derives from them."""
+
+    def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef]):
+        self.g, self.options, self.ops = g, options, ops
+        vocab = g.outputs[0].type.shape[-1]
+        kept = list(g.inputs)
+        g.inputs.clear()
+        self.rows, self.qlens, self.emit = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens", "emit"))
+        n, length = options.rows, options.max_len
+        self.tokens = g.input("row.tokens", state("i32", n, length))
+        self.length = g.input("row.length", state("i32", n))
+        self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
+        self.fparams = g.input("row.fparams", state("f32", n, 8))
+        self.iparams = g.input("row.iparams", state("i32", n, 8))
+        self.stops = g.input("row.stops", state("i32", n, STOPS))
+        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
+        self.counts = g.input("row.counts", state("i32", n, vocab))
+        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
+        self.biases = g.input("row.biases", state("f32", n, BIASES))
+        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+        g.inputs += kept
+        b = Builder(g, ops, before=g.nodes.head)
+        self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
+        self.slots = b.row_slots(self.pages, token_row, self.positions, page=options.page)
+        self.replacement = {
+            "tokens": b.row_ids(self.tokens, token_row, self.positions),
+            "positions": self.positions,
+            "last": b.row_last(self.starts),
+        }
+
+    def attention(self, n: Node) -> Value:
+        """Replace one attention node; return the newest version of its layer's pool."""
+        q, k, v, _, *sinks = n.operands
+        wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
+        if narrow > wide:
+            raise Diagnostic(
+                "E435", f"values are wider than keys ({narrow} against {wide})", "pad the keys first", node=n
+            )
+        b = Builder(self.g, self.ops, before=n, loc=n.loc)
+        if narrow < wide:
+            v = _pad(b, v, wide)
+        pool = Type(k.type.dtype, (D("P"), D(2), k.type.shape[1], D(self.options.page), D(wide)), True)
+        kv = self.g.input(f"kv.{n.attrs['layer']}", pool)
+        newest: Value = b.kv_append(kv, k, v, self.slots)
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        out = b.paged_attention(q, newest, self.pages, self.rows, self.starts, self.positions, *sinks, **attrs)
+        if narrow < wide:
+            out = b.slice(out, axis=2, start=0, stop=narrow)
+        self.g.replace(n.result, out)
+        self.g.erase(n)
+        return newest
+
+    def sample(self, pools: list[Value]) -> None:
+        """Replace the logits by the step's outputs: ids and log-probabilities, then the new versions of all states."""
+        b = Builder(self.g, self.ops, loc="sample")
+        (logits,) = self.g.outputs
+        vocab = logits.type.shape[-1]
+        if logits.type.rank != 2:
+            logits = b.reshape(logits, shape=[D("R"), vocab])
+        params, where = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
+        x = b.row_penalize(logits, self.rows, *params, self.seen, self.counts, self.bias_ids, self.biases)
+        x = b.row_mask(x, *where, self.iparams, self.stops, self.allowed)
+        ids = b.row_sample(x, *where, self.tokens, *params)
+        top = min(TOP_LOGPROBS, int(vocab))
+        answers = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
+        for v, name in zip(answers, ANSWERS, strict=True):
+            v.name = name
+        operands = (self.tokens, self.length, self.counts, *where, self.emit, ids)
+        self.g.outputs = [*answers, *b.row_commit(*operands), *pools]
+
+
+def _pad(b: Builder, v: Value, width: int) -> Value:
+    """Append zeros to the last axis, so that values fit a pool with the width of the keys."""
+    t, heads, narrow = v.type.shape
+    zero = b.broadcast(b.constant(0.0, v.type.dtype), shape=[t, heads, D(width) - narrow])
+    out: Value = b.concat(v, zero, axis=2)
+    return out

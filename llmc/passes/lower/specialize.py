@@ -1,0 +1,84 @@
+"""Entry points: one graph per kind of call, each with the symbol ranges that distinguish its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Module, Value
+from llmc.passes.analysis import made_by, same_type
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+
+@dataclass(frozen=True)
+class Specialize(Pass):
+    """Make @step (any number of tokens per row) and @decode (one token per row: T equals R) from @main.
+
+    decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16, and more. step: the same for
+    tokens. A range of a single number replaces the symbol by that number.
+    """
+
+    decode: tuple[int, ...] = ()
+    step: tuple[int, ...] = ()
+    name: ClassVar[str] = "specialize"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        g = m.graphs.get("main")
+        if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
+            return 0
+        del m.graphs["main"]
+        count = 0
+        for name, bounds in ranges("step", m.symbols["T"], self.step):
+            m.graphs[name] = clone = substituted(g, name, {})
+            clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
+            count += 1
+        for name, bounds in ranges("decode", m.symbols["R"], self.decode):
+            rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
+            m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
+            clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
+            count += 1 + _one_token_a_row(clone)
+        return count
+
+
+def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (graph name, bounds) for the parts of a symbol's range that end at `ends`; the last has the plain name."""
+    low, high = bounds
+    for end in sorted(e for e in set(ends) if low <= e < high):
+        yield f"{name}_{end}", (low, end)
+        low = end + 1
+    yield name, (low, high)
+
+
+def _one_token_a_row(g: Graph) -> int:
+    """Remove selections of each row's last token where every row has only one."""
+    done = 0
+    for n in g.nodes:
+        if n.op.name != "take" or not made_by(n.operands[1], "row_last"):
+            continue
+        if same_type(n.operands[0].type, n.result.type):
+            substitute(g, n, [n.operands[0]], "one-token-a-row")
+            done += 1
+    return done
+
+
+def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
+    """Copy a graph with symbols replaced by sizes in types and attributes; result types are inferred again."""
+    out = Graph(name)
+    values: dict[Value, Value] = {v: out.input(v.name, v.type.subs(env), v.weight) for v in g.inputs}
+    for n in g.nodes:
+        attrs = {k: _subs(v, env) for k, v in n.attrs.items()}
+        new = out.add(n.op, [values[v] for v in n.operands], attrs, loc=n.loc, names=[r.name for r in n.results])
+        new.choice = dict(n.choice)
+        values |= dict(zip(n.results, new.results, strict=True))
+    out.outputs = [values[v] for v in g.outputs]
+    return out
+
+
+def _subs(value: Any, env: Mapping[str, Dim]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_subs(v, env) for v in value)
+    return value.subs(env) if isinstance(value, Dim) else value

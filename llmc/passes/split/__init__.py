@@ -1,0 +1,1 @@
+"""Passes that split one node into several for more parallelism."""

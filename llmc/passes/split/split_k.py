@@ -1,0 +1,70 @@
+"""Split-k: divides the depth of products that would have too few tiles to occupy a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+TILE = 128  # tokens, and weight rows, of a large tile
+LEAST = 1024  # minimum columns of a part
+CROWD = 1.1  # maximum waves of tiles; slightly more than one does no harm
+WIDE = ("bf16", "f16")
+
+
+@dataclass(frozen=True)
+class SplitK(Pass):
+    """Split linear, and linear_map with one part, along the depth into linear_split and linear_combine.
+
+    Applies in graphs of more than `above` tokens if the product's tiles would leave multiprocessors idle. With fewer
+    tokens the product is bound by reading weights, which narrow tiles do well. splits: number of parts (0: the largest
+    power of two whose tiles run in one wave).
+    """
+
+    name: ClassVar[str] = "split-k"
+    splits: int = 0
+    above: int = 128
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        done = 0
+        for g in m.graphs.values():
+            found = [n for n in list(g.nodes) if n.op.name in ("linear", "linear_map") and n.attrs.get("parts", 1) == 1]
+            done += sum(self.split(g, n, self.most(m, g, n), ctx) for n in found)
+        return done
+
+    def most(self, m: Module, g: Graph, n: Node) -> int:
+        """Return the maximum number of tokens of a product."""
+        tokens = 1
+        for d in n.operands[0].type.shape[:-1]:
+            tokens *= d.bounds(m.bounds(g))[1]
+        return tokens
+
+    def split(self, g: Graph, n: Node, tokens: int, ctx: Ctx) -> bool:
+        """Rewrite one node if it pays; return whether it did."""
+        x, w, *extras = n.operands
+        rows, depth = (d.const for d in w.type.shape)
+        if tokens <= self.above or not rows or not depth or w.type.format or not ctx.allows(n):
+            return False
+        parts = self.splits or self.choose(n, tokens, rows, depth, ctx)
+        if parts < 2 or depth % parts or not x.type.dtype == w.type.dtype in WIDE or not ctx.spend():
+            return False
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        body, dtype = n.attrs.get("body", "a0"), n.result.type.dtype
+        partial = b.linear_split(x, w, splits=parts)
+        substitute(g, n, [b.linear_combine(partial, *extras, dtype=dtype, body=body)], self.name)
+        return True
+
+    def choose(self, n: Node, tokens: int, rows: int, depth: int, ctx: Ctx) -> int:
+        """Return the largest power of two whose tiles run in about one wave, with parts of at least LEAST columns."""
+        units = ctx.target.limits.units if ctx.target else 0
+        if not units:
+            ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
+            return 1
+        blocks, parts = -(-tokens // TILE) * -(-rows // TILE), 1
+        while 2 * parts * blocks <= CROWD * units and depth % (2 * parts) == 0 and depth // (2 * parts) >= LEAST:
+            parts *= 2
+        return parts

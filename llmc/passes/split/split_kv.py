@@ -1,0 +1,63 @@
+"""Flash-decoding: splits decode attention along the keys, so that a few long rows occupy a whole GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.dim import Bounds
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+MOST = 64  # maximum number of parts, all read at once by the combining program
+
+
+@dataclass(frozen=True)
+class SplitKv(Pass):
+    """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
+
+    The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
+    do not split, 0: a power of two that gives every multiprocessor about `fill` programs).
+    """
+
+    name: ClassVar[str] = "split-kv"
+    splits: int = 0
+    fill: float = 1.5
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
+        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in found)
+
+    def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
+        """Rewrite one node if it pays; return whether it did."""
+        q, kv, pages, rows, _, positions, *sinks = n.operands
+        if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
+            return False
+        parts = self.splits or self.choose(n, bounds, ctx)
+        if parts < 2 or not ctx.spend():
+            return False
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, splits=parts, **attrs)
+        substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
+        return True
+
+    def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
+        """Choose the number of parts.
+
+        Unsplit, there are rows x key heads programs; rows are estimated as the geometric mean of their bounds.
+        """
+        units = ctx.target.limits.units if ctx.target else 0
+        if not units:
+            ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
+            return 1
+        low, high = n.operands[3].type.shape[0].bounds(bounds)
+        programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
+        table = n.operands[2].type.shape[1].const or MOST
+        parts = min(self.fill * units / programs, MOST, table)
+        if parts >= 2:
+            return 1 << int(math.log2(parts))
+        return min(2, table) if programs < 2 * units else 1  # unsplit rows are slow if too few hide latency

@@ -1,0 +1,39 @@
+"""Splits a mixture of experts into three ops over (token, expert) pairs sorted by expert, one launch each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+
+@dataclass(frozen=True)
+class SplitMoe(Pass):
+    """Replace moe by moe_route, moe_up, moe_down and the sum over a token's experts."""
+
+    name: ClassVar[str] = "split-moe"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self.split(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "moe")
+
+    def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+        """Rewrite one node, or record why it cannot be split; return whether it was."""
+        x, idx, weights, gate_up, down, *biases = n.operands
+        k, experts = idx.type.shape[1].const, down.type.shape[0].const
+        if not ctx.allows(n):
+            return False
+        if k is None or experts is None:
+            ctx.miss(self.name, n, "the number of experts is not constant")
+            return False
+        if not ctx.spend():
+            return False
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        order, starts = b.moe_route(idx, experts=experts)
+        h = b.moe_up(x, order, starts, gate_up, *biases[:1], k=k, body=n.attrs["body"])
+        y = b.sum(b.moe_down(h, order, starts, down, weights, *biases[1:]), axis=1)
+        substitute(g, n, [y if x.type.dtype == "f32" else b.cast(y, dtype=x.type.dtype)], self.name)
+        return True

@@ -1,0 +1,75 @@
+"""Splits sampling into two launches: per-block maxima by many programs, then one small program per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import Match, Pat, Rewrite, apply, substitute
+
+p = Pat()
+
+_STEP, _PARAMS = (p.rows, p.starts, p.positions), (p.fparams, p.iparams)
+_PENALIZED = p.row_penalize(p.logits, p.rows, *_PARAMS, p.seen, p.counts, p.bias_ids, p.biases)
+_MASKED = p.row_mask(_PENALIZED, *_STEP, p.iparams, p.stops, p.allowed)
+_DRAWN = p.row_sample(_MASKED, *_STEP, p.tokens, *_PARAMS)
+_OPERANDS = (
+    "logits", "rows", "starts", "positions", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases",
+    "allowed",
+)  # fmt: skip
+
+
+def _fixed(m: Match) -> str | None:
+    v = m["logits"].type.shape[1]
+    return None if v.const is not None else f"the vocabulary {v} has no fixed size"
+
+
+@dataclass(frozen=True)
+class SplitSample(Pass):
+    """Split sampling into row_block_max and row_finish.
+
+    First row_penalize, row_mask and row_sample become row_block_max and row_sample_blocks, so that penalized logits are
+    never written and greedy rows read the raw logits once. Then row_sample_blocks and the row_logprobs and row_commit
+    that read its ids become row_finish. block: ids per block, a power of two.
+    """
+
+    name: ClassVar[str] = "split-sample"
+    block: int = 1024
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        rule = Rewrite("split-sample", _DRAWN, self._build, _fixed, near=2)
+        done = sum(apply(g, (rule,), ctx) for g in m.graphs.values())
+        drawn = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_sample_blocks"]
+        return done + sum(_finish(g, n, ctx) for g, n in drawn)
+
+    def _build(self, b: Any, m: Match) -> Value:
+        operands = [m[name] for name in _OPERANDS]
+        found = b.row_block_max(*operands, block=self.block)
+        out: Value = b.row_sample_blocks(*operands, m["tokens"], *found, block=self.block)
+        return out
+
+
+def _finish(g: Graph, n: Node, ctx: Ctx) -> int:
+    """Merge a row_sample_blocks with row_logprobs and row_commit, if these alone read it, with the same operands."""
+    readers = {r.op.name: r for r in n.result.uses}
+    if set(readers) != {"row_logprobs", "row_commit"} or len(n.result.uses) != 2:
+        ctx.miss("row-finish", n, "its ids are not read by row_logprobs and row_commit alone")
+        return 0
+    told, commit = readers["row_logprobs"], readers["row_commit"]
+    logits, rows, starts, positions, _, iparams, _, _, counts, _, _, _, tokens = n.operands[:13]
+    length, emit = commit.operands[1], commit.operands[6]
+    same = told.operands == [logits, n.result, rows, iparams]
+    if not same or commit.operands != [tokens, length, counts, rows, starts, positions, emit, n.result]:
+        ctx.miss("row-finish", n, "row_logprobs and row_commit are not of the rows that it draws")
+        return 0
+    if not ctx.allows(n) or not ctx.spend():
+        return 0
+    b = Builder(g, ctx.opset, before=commit, loc=n.loc)
+    new = b.row_finish(*n.operands, length, emit, block=n.attrs["block"], k=told.attrs["k"])
+    substitute(g, commit, new[5:], "row-finish")
+    substitute(g, told, new[1:5], "row-finish")
+    substitute(g, n, new[:1], "row-finish")
+    return 1

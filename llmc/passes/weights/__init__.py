@@ -1,0 +1,1 @@
+"""Passes over expressions of weights: folding them, and moving them to the weights graph."""

@@ -1,0 +1,109 @@
+"""Moves computations that depend only on weights to the graph @weights, which is evaluated at compile time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.passes.analysis import weight_only
+from llmc.passes.base import Ctx, Pass
+
+
+@dataclass(frozen=True)
+class LiftWeights(Pass):
+    """Move weight-only nodes of every entry point to @weights, merging equal ones.
+
+    Entry points read its outputs by name. A weight that is used unchanged passes through.
+    """
+
+    name: ClassVar[str] = "lift-weights"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        entries = [g for g in m.graphs.values() if g.name != "weights"]
+        if not any(v.weight for g in entries for v in g.inputs) or "weights" in m.graphs or not ctx.spend():
+            return 0
+        lifted = _Lifted(Graph("weights"))
+        done = sum(_lift(g, lifted) for g in entries)
+        m.graphs["weights"] = lifted.graph
+        return done + 1
+
+
+class _Lifted:
+    """@weights under construction: equal nodes are merged, and every output has a unique name."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.inputs: dict[str, Value] = {}
+        self.nodes: dict[Any, Node] = {}
+        self.names: dict[Value, str] = {}
+        self.taken: set[str] = set()
+
+    def take(self, v: Value, done: dict[Value, Value]) -> Value:
+        """Copy `v` of an entry point, with everything it depends on, and return the copy."""
+        if v not in done:
+            if v.node is None:
+                done[v] = self.inputs.get(v.name) or self._input(v)
+            else:
+                self._node(v.node, done)
+        return done[v]
+
+    def _input(self, v: Value) -> Value:
+        self.inputs[v.name] = self.graph.input(v.name, v.type, weight=True)
+        return self.inputs[v.name]
+
+    def _node(self, n: Node, done: dict[Value, Value]) -> None:
+        operands = [self.take(v, done) for v in n.operands]
+        key = (n.op.name, tuple(map(id, operands)), repr(n.attrs))
+        if key not in self.nodes:
+            self.nodes[key] = self.graph.add(n.op, operands, n.attrs, loc=n.loc)
+        done.update(zip(n.results, self.nodes[key].results, strict=True))
+
+    def output(self, v: Value, inner: Value) -> str:
+        """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""
+        if inner not in self.names:
+            base = inner.name if inner.node is None else f"{_origin(v)}.{v.node.op.name}" if v.node else inner.name
+            name, n = base, 1
+            while name in self.taken or (inner.node is not None and name in self.inputs):
+                n += 1
+                name = f"{base}.{n}"
+            self.taken.add(name)
+            self.names[inner] = inner.name = name
+            self.graph.outputs.append(inner)
+        return self.names[inner]
+
+
+def _origin(v: Value) -> str:
+    """The name of the first weight that a value depends on."""
+    while v.node is not None:
+        v = next((o for o in v.node.operands if _has_weight(o)), v.node.operands[0])
+    return v.name
+
+
+def _has_weight(v: Value) -> bool:
+    return v.weight if v.node is None else any(map(_has_weight, v.node.operands))
+
+
+def _lift(g: Graph, lifted: _Lifted) -> int:
+    """Move the weight-only nodes of one entry point; return how many there were."""
+    known = weight_only(g)
+    inside = [n for n in g.nodes if n.results[0] in known]
+    read = [v for v in known if any(u.results[0] not in known for u in v.uses) or any(v is o for o in g.outputs)]
+    order = {v: i for i, v in enumerate([*g.inputs, *(r for n in g.nodes for r in n.results)])}
+    done: dict[Value, Value] = {}
+    read_as: dict[str, Value] = {}  # equal nodes share one output and one name
+    inputs = [v for v in g.inputs if not v.weight]
+    for v in sorted(read, key=order.__getitem__):
+        name = lifted.output(v, lifted.take(v, done))
+        new = read_as.setdefault(name, Value(v.type, name, weight=True))
+        outside = [u for u in v.uses if u.results[0] not in known]
+        for user in set(outside):
+            user.operands = [new if o is v else o for o in user.operands]
+        new.uses += outside
+        v.uses = [u for u in v.uses if u.results[0] in known]
+        g.outputs = [new if o is v else o for o in g.outputs]
+    g.inputs = [*inputs, *read_as.values()]
+    for n in reversed(inside):
+        g.erase(n)
+    return len(inside)

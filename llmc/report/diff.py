@@ -1,0 +1,181 @@
+"""`llmc diff`: compares two artifacts or two stages of the IR, as data and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+
+from llmc.artifact.cost_report import memory
+from llmc.artifact.inspect import size_text
+from llmc.report.formatting import us_text
+from llmc.report.graph_diff import compare_graphs
+from llmc.report.ir_lines import Stage, stage
+from llmc.report.open_artifact import Opened, open_to_look
+from llmc.report.weights_diff import compare_weights
+
+Rows = list[dict[str, Any]]
+
+
+def diff(a: str, b: str) -> dict[str, Any]:
+    """Compare two artifacts, or two stages (`ARTIFACT:STAGE` or an .llir file).
+
+    The result's "same" says whether there is no difference. Artifacts give "about", "memory" and "time" ({"what", "a",
+    "b"}), "kernels" ({"entry", "a", "b"}: keys that only one side has), "weights", and, for their last stages, "graphs"
+    and "choices" (see `compare_graphs`). Stages give only "about", "graphs" and "choices". Raises LlmcError E101 to
+    E108, and E129 if the two cannot be compared.
+    """
+    left, right = _open(a), _open(b)
+    if isinstance(left, Opened) and isinstance(right, Opened):
+        found = _artifacts(left, right)
+    elif isinstance(left, Opened) or isinstance(right, Opened):
+        text, artifact = (b, a) if isinstance(left, Opened) else (a, b)
+        cause = f"{artifact} is an artifact, {text} is a stage"
+        raise LlmcError("E129", cause, f"name a stage of both: {artifact}:memory, for example")
+    else:
+        found = {"about": _rows(left.head, right.head), **compare_graphs(left.graphs, right.graphs)}
+    return {"a": a, "b": b, "same": not any(found.values()), **found}
+
+
+def _open(name: str) -> Opened | Stage:
+    """Open an artifact, a stage of one (ARTIFACT:STAGE), or an .llir file."""
+    path = Path(name)
+    if path.suffix == ".llir":
+        return stage(path.read_text(), name)
+    if path.is_dir() or ":" not in name:
+        return open_to_look(path)
+    folder, _, wanted = name.rpartition(":")
+    opened = open_to_look(Path(folder))
+    stages = opened.stages
+    numbered = {file.removeprefix("ir/").removesuffix(".llir"): file for file in stages.values()}
+    file = stages.get(wanted) or numbered.get(wanted)
+    if file is None:
+        remedy = f"it has: {', '.join(stages)}" if stages else "compile the model again"
+        raise LlmcError("E129", f"{folder} has no stage {wanted!r}", remedy)
+    return stage(opened.text(file), f"{folder}/{file}")
+
+
+def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
+    last = [stage(x.text(f), f).graphs for x in (a, b) for f in list(x.stages.values())[-1:]]
+    compared = compare_graphs(*last) if len(last) == 2 else {"graphs": [], "choices": []}
+    return {
+        "about": _rows(_about(a), _about(b)),
+        **compared,
+        "kernels": _kernels(a, b),
+        "memory": _rows(_memory(a), _memory(b)),
+        "time": _rows(_time(a), _time(b)),
+        "weights": compare_weights(a, b),
+    }
+
+
+def _about(a: Opened) -> dict[str, Any]:
+    """The facts about an artifact that are compared by name."""
+    m = a.manifest
+    told = a.reports.get("compile", {})
+    source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}
+    files = {f"source file {n}": h[:16] for n, h in m.source.files.items()}
+    options = {f"option {k}": v for k, v in told.get("options", {}).items()}
+    versions = {f"version of {k}": v for k, v in told.get("versions", {}).items()}
+    target = {"target": m.target.name, "arch": m.target.arch, "features": " ".join(m.target.features)}
+    limits = dict(vars(m.limits)) | {"page_size": m.kv.page_size, "vocab_size": m.vocab_size}
+    tokens = {"eos_token_ids": list(m.eos_token_ids), **{f"generation {k}": v for k, v in m.generation.items()}}
+    texts = {f"file {n}": i.sha256[:16] for n, i in m.files.items() if n.startswith("tokenizer/")}
+    canary = {"canary": m.files["canary.json"].sha256[:16] if "canary.json" in m.files else None}
+    weights = {"weights": m.weights.mode, "seed": m.weights.seed, "compiler": m.compiler}
+    return {**source, **files, **target, **limits, **tokens, **options, **versions, **weights, **texts, **canary}
+
+
+def _memory(a: Opened) -> dict[str, int]:
+    found = memory(a.programs, a.manifest.states, sum(w.bytes for w in a.manifest.weights.files))
+    arenas = {f"arena of {n}": v for n, v in found["arena_bytes"].items()}
+    states = {f"state {n}": v for n, v in found["state_bytes"].items()}
+    return {"weights": found["weights_bytes"], "a KV page": found["kv_bytes_per_page"], **states, **arenas}
+
+
+def _time(a: Opened) -> dict[str, float]:
+    told = a.predictions().get("programs", {})
+    return {f"{n} ({_at(p['sizes'])})": p["us"] for n, p in told.items()}
+
+
+def _at(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{s}={n}" for s, n in sizes.items() if s != "P")
+
+
+def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
+    names = dict.fromkeys(chain(a, b))
+    return [{"what": n, "a": a.get(n), "b": b.get(n)} for n in names if a.get(n) != b.get(n)]
+
+
+def _kernels(a: Opened, b: Opened) -> Rows:
+    """Kernels that only one side has, grouped by entry; a kernel's key is a hash of its text and compiler."""
+    ours, theirs = ({k.hash: k.entry for k in x.manifest.kernels} for x in (a, b))
+    left = {k: e for k, e in ours.items() if k not in theirs}
+    right = {k: e for k, e in theirs.items() if k not in ours}
+    entries = dict.fromkeys([*left.values(), *right.values()])
+    return [
+        {"entry": e, "a": [k for k in left if left[k] == e], "b": [k for k in right if right[k] == e]} for e in entries
+    ]
+
+
+def render(found: Mapping[str, Any], most: int = 60) -> str:
+    """Format the data of `diff`, at most `most` lines per section. Lines start with "-" for A and "+" for B."""
+    if found["same"]:
+        return f"{found['a']} and {found['b']} are the same"
+    out = [f"--- {found['a']}", f"+++ {found['b']}"]
+    for name, lines in (
+        ("about", _pairs(found.get("about", ()), str)),
+        ("graphs", _graph_lines(found["graphs"])),
+        ("choices", _choice_lines(found["choices"])),
+        ("kernels", [f"  {r['entry']}: {_count(r['a'], '-')} {_count(r['b'], '+')}" for r in found.get("kernels", ())]),
+        ("memory", _pairs(found.get("memory", ()), lambda n: "none" if n is None else size_text(n))),
+        ("predicted time", _pairs(found.get("time", ()), lambda us: "none" if us is None else us_text(us))),
+        ("weights", _weight_lines(found.get("weights", ()))),
+    ):
+        out += [f"{name}:", *lines[:most]] if lines else []
+        out += [f"  ... and {len(lines) - most} lines more (--all, --json)"] if len(lines) > most else []
+    return "\n".join(out)
+
+
+def _pairs(rows: Sequence[Mapping[str, Any]], show: Any) -> list[str]:
+    return [f"  {r['what']}: {show(r['a'])} -> {show(r['b'])}" for r in rows]
+
+
+def _graph_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Graphs with equal changes are printed once."""
+    alike: dict[str, list[str]] = {}
+    told: dict[str, list[str]] = {}
+    for r in rows:
+        key = json.dumps({k: v for k, v in r.items() if k != "graph"})
+        alike.setdefault(key, []).append(r["graph"])
+        told[key] = _graph(r)
+    return [line for key, names in alike.items() for line in (f"  @{', @'.join(names)}", *told[key])]
+
+
+def _graph(r: Mapping[str, Any]) -> list[str]:
+    if "only" in r:
+        return [f"    {'-' if r['only'] == 'a' else '+'} the whole graph"]
+    lines = [
+        f"    {'-' if c['side'] == 'a' else '+'} {c['count']} x {c['node']}" + (f"  // {c['loc']}" if c["loc"] else "")
+        for c in r["changes"]
+    ]
+    return lines + ([f"    {r['wiring']}"] if r["wiring"] else [])
+
+
+def _choice_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    out = []
+    for r in rows:
+        where = f"  // {r['loc']}" if r["loc"] else ""
+        out += [f"  @{r['graph']}: {r['count']} x {r['node']}{where}", f"    - {r['a']}", f"    + {r['b']}"]
+    return out
+
+
+def _count(keys: Sequence[str], sign: str) -> str:
+    return f"{sign}{len(keys)}" + (f" ({', '.join(k[:8] for k in keys[:3])})" if keys else "")
+
+
+def _weight_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"  {r['count']} x {r['name']}: {r['how']}" for r in rows]

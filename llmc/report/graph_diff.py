@@ -1,0 +1,97 @@
+"""Compares graphs given as text: added and removed nodes, kernel choices and wiring. Names of values are ignored."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from llmc.passes.pass_report import pattern
+from llmc.report.ir_lines import GraphText, Line
+
+_ARENA = re.compile(r",? ?arena=\[[^\]]*\]")
+
+
+def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> dict[str, Any]:
+    """Return {"graphs", "choices"}: lists of rows, empty if the graphs differ at most in value names and arena places.
+
+    A row of "graphs" is {"graph", "only": "a" or "b"} or {"graph", "changes": [{"side", "count", "node", "loc"}],
+    "wiring": text}; a row of "choices" is {"graph", "node", "loc", "count", "a", "b"}.
+    """
+    rows: list[dict[str, Any]] = []
+    choices: list[dict[str, Any]] = []
+    for name in dict.fromkeys([*a, *b]):
+        if name not in a or name not in b:
+            rows.append({"graph": name, "only": "a" if name in a else "b"})
+            continue
+        changes, pairs = _align(a[name], b[name])
+        wiring = "" if changes else _wiring(a[name], b[name])
+        if changes or wiring:
+            rows.append({"graph": name, "changes": changes, "wiring": wiring})
+        choices += [{"graph": name, **row} for row in _choices(pairs)]
+    return {"graphs": rows, "choices": choices}
+
+
+def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple[Line, Line]]]:
+    """Rows for what only one side has, and the pairs of corresponding nodes."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    only_a, only_b = Counter(a.inputs), Counter(b.inputs)
+    for side, found in (("a", only_a - only_b), ("b", only_b - only_a)):
+        counts.update((side, f"input {pattern_name(x)}", "") for x in found.elements())
+    left, right = [(n.what, n.loc) for n in a.nodes], [(n.what, n.loc) for n in b.nodes]
+    pairs: list[tuple[Line, Line]] = []
+    for kind, i0, i1, j0, j1 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        if kind == "equal":
+            pairs += zip(a.nodes[i0:i1], b.nodes[j0:j1], strict=True)
+            continue
+        counts.update(("a", what, pattern(loc)) for what, loc in left[i0:i1])
+        counts.update(("b", what, pattern(loc)) for what, loc in right[j0:j1])
+    rows = [{"side": s, "count": n, "node": what, "loc": loc} for (s, what, loc), n in _settled(counts).items()]
+    order = {loc: i for i, loc in enumerate(dict.fromkeys(r["loc"] for r in rows))}
+    return sorted(rows, key=lambda r: (order[r["loc"]], r["side"])), pairs
+
+
+def _settled(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
+    """Remove what both sides have: nodes that only moved in the order."""
+    out = {}
+    for (side, what, loc), n in counts.items():
+        other = counts[("b" if side == "a" else "a"), what, loc]
+        if n > other:
+            out[side, what, loc] = n - other
+    return out
+
+
+def pattern_name(text: str) -> str:
+    """Return a value's name and type with the numbers in its path replaced by stars."""
+    name, _, kind = text.partition(": ")
+    return f"{pattern(name.removeprefix('%'))}: {kind}"
+
+
+def _wiring(a: GraphText, b: GraphText) -> str:
+    """Describe the first node or output that reads different values, for graphs with the same nodes."""
+    if [(n.what, n.loc) for n in a.nodes] != [(n.what, n.loc) for n in b.nodes]:
+        return "the same nodes in another order"
+    ours, theirs = _numbered(a), _numbered(b)
+    for x, y in zip(a.nodes, b.nodes, strict=True):
+        left, right = [ours.get(v, v) for v in x.operands], [theirs.get(v, v) for v in y.operands]
+        if left != right:
+            return f"{x.op} at {x.loc or '?'} reads {', '.join(left)} and {', '.join(right)}"
+    left, right = [ours.get(v, v) for v in a.outputs], [theirs.get(v, v) for v in b.outputs]
+    return "" if left == right else "the outputs are other values"
+
+
+def _numbered(g: GraphText) -> dict[str, str]:
+    """Results numbered in order; inputs keep their names."""
+    found = (r for n in g.nodes for r in n.results)
+    return {r: f"#{i}" for i, r in enumerate(found)}
+
+
+def _choices(pairs: Sequence[tuple[Line, Line]]) -> list[dict[str, Any]]:
+    rows: Counter[tuple[str, str, str, str]] = Counter()
+    for x, y in pairs:
+        left, right = _ARENA.sub("", x.choice), _ARENA.sub("", y.choice)
+        if left != right:
+            rows[x.what, pattern(x.loc), left, right] += 1
+    return [{"node": w, "loc": loc, "count": n, "a": a, "b": b} for (w, loc, a, b), n in rows.items()]

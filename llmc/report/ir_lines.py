@@ -1,0 +1,97 @@
+"""Splits IR text into lines and fields without using op declarations, so that unknown ops can be read, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc_runtime.format.json_fields import damaged
+
+_GRAPH = re.compile(r"graph @([\w.-]+)\(")
+_NODE = re.compile(r"  (?P<results>%.*?) = (?P<op>\w+)\((?P<operands>[^)]*)\)(?P<rest>.*)")
+_INPUT = re.compile(r"(%[^\s:,()]+): ([^%]+?)(?:,\s*$|\).*$|,\s*(?=%))")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node: op, operands, results, attributes, types and location; `choice` is its kernel and arena, or ""."""
+
+    op: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    attributes: str
+    choice: str
+    types: str
+    loc: str
+
+    @property
+    def what(self) -> str:
+        """The node without value names and without its kernel choice."""
+        return f"{self.op}{f' {{{self.attributes}}}' if self.attributes else ''} : {self.types}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module: its symbols and formats by name, and its graphs."""
+
+    head: Mapping[str, str]
+    graphs: Mapping[str, GraphText]
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """A graph: inputs as "name: type" (and "where: ranges", if it has any), nodes, and returned values."""
+
+    name: str
+    inputs: tuple[str, ...]
+    nodes: tuple[Line, ...]
+    outputs: tuple[str, ...]
+
+
+def stage(text: str, where: str) -> Stage:
+    """Parse a module's text; raises LlmcError E103 for a malformed line."""
+    lines = (line.split(maxsplit=2) for line in text.partition("graph @")[0].splitlines())
+    head = {" ".join(words[:2]): words[2] for words in lines if len(words) == 3 and words[0] in ("sym", "format")}
+    return Stage(head, {g.name: g for g in _graphs(text, where)})
+
+
+def _graphs(text: str, where: str) -> Iterator[GraphText]:
+    for block in re.split(r"^(?=graph @)", text, flags=re.M):
+        if not (head := _GRAPH.match(block)):
+            continue
+        lines = block.splitlines()
+        at = next((i for i, line in enumerate(lines) if line.endswith("{")), None)
+        if at is None:
+            raise damaged(where, f"graph @{head[1]} has no end")
+        inputs = [f"{n}: {t.strip()}" for line in lines[: at + 1] for n, t in _INPUT.findall(line)]
+        _, found, ranges = lines[at].removesuffix("{").partition(") where ")
+        inputs += [f"where: {ranges.strip()}"] if found else []
+        nodes: list[Line] = []
+        outputs: tuple[str, ...] = ()
+        for line in lines[at + 1 :]:
+            if line.startswith("  return"):
+                outputs = tuple(x.strip() for x in line[8:].split(","))
+            elif line.startswith("  %"):
+                nodes.append(_line(line, where))
+        yield GraphText(head[1], tuple(inputs), tuple(nodes), outputs)
+
+
+def _line(line: str, where: str) -> Line:
+    m = _NODE.fullmatch(line)
+    if not m:
+        raise damaged(where, f"cannot read {line.strip()[:80]!r}")
+    rest, _, loc = m["rest"].partition("  // ")
+    braces, _, types = rest.rpartition(" : ")
+    attributes, choice = _choice(braces.strip().removeprefix("{").removesuffix("}"))
+    return Line(m["op"], _names(m["operands"]), _names(m["results"]), attributes, choice, types.strip(), loc)
+
+
+def _choice(braces: str) -> tuple[str, str]:
+    """Split (attributes, choice): what `select` and `memory` wrote comes last, from the kernel or arena on."""
+    at = re.search(r'(?:^|, )(?=kernel="|arena=\[)', braces)
+    return (braces, "") if at is None else (braces[: at.start()], braces[at.end() :])
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(x.strip() for x in text.split(",") if x.strip())

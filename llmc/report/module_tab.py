@@ -1,0 +1,120 @@
+"""The model's modules as a tree: weights, traced ops, launches and predicted time. Equal siblings are merged."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc.report.formatting import count_text, many, runs
+from llmc.report.html import Html, code, dim, fold, join, table
+
+_WEIGHT = re.compile(r"%([^\s:%]+): weight ([\w.]+)\[([\d, ]*)\]")
+_NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
+
+
+@dataclass
+class Part:
+    """A module. `weights`: (name, dtype, shape). `ops`: traced in it. `time`: column -> (launches, microseconds)."""
+
+    name: str
+    weights: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    ops: Counter[str] = field(default_factory=Counter)
+    time: dict[str, tuple[int, float]] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def at(self, path: str) -> Part:
+        """Return the module at a path below this one, creating it if necessary."""
+        here = self
+        for name in filter(None, path.split(".")):
+            here = here.parts.setdefault(name, Part(name))
+        return here
+
+    def params(self) -> int:
+        """Return the number of parameters in the module and below."""
+        return sum(_numel(s) for _, _, s in self.weights) + sum(p.params() for p in self.parts.values())
+
+    def total(self, column: str) -> tuple[int, float]:
+        """Return (launches, microseconds) of the module and below."""
+        n, us = self.time.get(column, (0, 0.0))
+        for p in self.parts.values():
+            n, us = n + p.total(column)[0], us + p.total(column)[1]
+        return n, us
+
+    def form(self) -> Any:
+        """Return a key that is equal for modules that differ at most in their own names."""
+        time = {k: (n, round(us, 2)) for k, (n, us) in self.time.items()}
+        parts = [(name, p.form()) for name, p in self.parts.items()]
+        return repr((sorted(self.weights), sorted(self.ops.items()), sorted(time.items()), parts))
+
+
+def _numel(shape: Iterable[int]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def tree(traced: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> Part:
+    """Build the tree from the first IR text. `launches`: column -> predicted launches with "loc" and "us"."""
+    root = Part("")
+    for name, dtype, shape in _WEIGHT.findall(traced):
+        path, _, last = name.rpartition(".")
+        size = tuple(int(n) for n in shape.split(",") if n.strip())
+        root.at(path).weights.append((last, dtype, size))
+    for op, loc in _NODE.findall(traced):
+        root.at(loc).ops[op] += 1
+    for column, found in launches.items():
+        for x in found:
+            part = root.at(x["loc"])
+            n, us = part.time.get(column, (0, 0.0))
+            part.time[column] = n + 1, us + x["us"]
+    return root
+
+
+def alike(parts: Iterable[Part]) -> list[list[Part]]:
+    """Group equal modules with numeric names, such as layers; others form groups of their own."""
+    groups: dict[Any, list[Part]] = {}
+    for p in parts:
+        key = p.form() if p.name.isdigit() else (p.name,)
+        groups.setdefault(key, []).append(p)
+    return list(groups.values())
+
+
+def section(root: Part, columns: Sequence[str]) -> Html:
+    """Return the tree as HTML; `columns` are the programs whose launches are shown."""
+    own = _own(root, columns)
+    inner = [_part(group, columns, 0) for group in alike(root.parts.values())]
+    rest = [fold(join(["outside the modules", dim(_facts([root], columns, own=True))], " "), own)] if own else []
+    return join([*inner, *rest])
+
+
+def _part(group: Sequence[Part], columns: Sequence[str], depth: int) -> Html:
+    first = group[0]
+    name = first.name if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} alike)"
+    summary = join([code(name), dim(_facts(group, columns))], " ")
+    inner = [_part(g, columns, depth + 1) for g in alike(first.parts.values())]
+    return fold(summary, _own(first, columns), *inner, open_=depth < 2 and bool(first.parts))
+
+
+def _facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> str:
+    params = 0 if own else sum(p.params() for p in group)
+    words = [f"{count_text(params)} parameters"] if params else []
+    for c in columns:
+        found = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
+        n, us = sum(n for n, _ in found), sum(us for _, us in found)
+        words += [f"{c}: {many(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
+    return " · ".join(words)
+
+
+def _own(p: Part, columns: Sequence[str]) -> Html:
+    """The contents of the module itself, without its submodules."""
+    rows: list[tuple[Any, Any]] = [
+        (code(name), f"{dtype}[{', '.join(map(str, shape))}]") for name, dtype, shape in p.weights
+    ]
+    if p.ops:
+        rows.append(("traced", ", ".join(f"{n} x {op}" if n > 1 else op for op, n in sorted(p.ops.items()))))
+    rows += [(f"launched in {c}", f"{p.time[c][0]}, {p.time[c][1]:,.1f} us predicted") for c in columns if c in p.time]
+    return table(("", ""), rows)

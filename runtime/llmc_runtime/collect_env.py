@@ -1,0 +1,140 @@
+"""What this machine and installation are, for a report of a problem: versions, CPU, GPUs, packages; it opens no device.
+
+No values of environment variables but those that choose devices, no paths, no names of users or hosts.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime import __version__
+from llmc_runtime.format.manifest import MAJOR, MINOR
+from llmc_runtime.host_info import default_threads, free_memory, this_host
+
+PACKAGES = (
+    "numpy", "tokenizers", "jinja2", "tqdm", "torch", "transformers", "ml_dtypes", "safetensors", "huggingface-hub",
+    "triton", "nvidia-cuda-nvrtc", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "llguidance", "starlette",
+    "uvicorn", "h11", "pyzmq", "msgspec", "prometheus-client", "pyyaml", "openai",
+)  # fmt: skip
+_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_READ = ("LLMC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH")
+_PATIENCE = 5.0  # seconds for a program that tells its version
+_GPU = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
+
+
+def collect(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Everything, as plain data."""
+    return {
+        "llmc": {"version": __version__, "artifact_format": f"{MAJOR}.{MINOR}"},
+        "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
+        "system": _system(),
+        "cpu": _cpu(),
+        "memory": {"total_mib": _total_memory() >> 20, "available_mib": free_memory() >> 20},
+        "gpu": {"devices": gpus(), "driver": _drivers()},
+        "programs": {name: _first_line([name, "--version"]) for name in ("c++", "nvcc", "hipcc")},
+        "packages": {name: _version(name) for name in PACKAGES},
+        "environment": {name: environment[name] for name in _DEVICES if name in environment}
+        | {name: "set" for name in _READ if name in environment},
+    }
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The data of `collect` as a page of text; what is not there is left out but for the packages."""
+    packages = found["packages"]
+    lines = []
+    for part, facts in found.items():
+        if part == "packages":
+            lines += ["packages", *(f"  {name:<20} {version}" for name, version in packages.items() if version)]
+            lines.append(f"  not installed: {', '.join(name for name, version in packages.items() if not version)}")
+            continue
+        told = [f"  {name:<20} {_written(value)}" for name, value in facts.items() if value]
+        lines += [part, *told] if told else []
+    return "\n".join(lines)
+
+
+def gpus() -> list[dict[str, str]]:
+    """NVIDIA's GPUs as nvidia-smi tells of them: name, memory.total and memory.free in MiB, driver_version,
+    compute_cap; none where it is not there, or does not answer."""
+    text = _output(["nvidia-smi", f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(_GPU, row)) for row in rows if len(row) == len(_GPU)]
+
+
+def _system() -> dict[str, str]:
+    release: Mapping[str, str] = {}
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        pass
+    libc = " ".join(platform.libc_ver())
+    told = {"os": release.get("PRETTY_NAME", platform.system()), "kernel": platform.release(), "libc": libc}
+    return told | {"machine": platform.machine()}
+
+
+def _cpu() -> dict[str, Any]:
+    host = this_host()
+    features = [name for name in _FEATURES if name in host.features]
+    return {"model": host.model or platform.processor(), "physical_cores": default_threads(), "features": features}
+
+
+def _total_memory() -> int:
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _drivers() -> dict[str, str]:
+    """By maker: what the kernel's modules say."""
+    nvidia = _text("/proc/driver/nvidia/version").splitlines()
+    found = {"nvidia": nvidia[0] if nvidia else "", "amd": _text("/sys/module/amdgpu/version")}
+    return {name: words for name, words in found.items() if words}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    lines = [line.strip() for line in _output(command).splitlines() if line.strip()]
+    release = [line for line in lines if "release" in line]  # nvcc's first lines are about rights
+    return next(iter(release or lines), None)
+
+
+def _output(command: Sequence[str]) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, stdin=subprocess.DEVNULL,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_written, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_written(one)}" for name, one in value.items())
+    return str(value)

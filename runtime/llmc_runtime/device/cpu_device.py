@@ -1,0 +1,177 @@
+"""The CPU device. Kernels are shared objects, and a step is one C call that runs on a pool of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from llmc_runtime.artifact import Artifact, Tensor
+from llmc_runtime.device.device import Device, Memory, Run
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.program import Program
+from llmc_runtime.host_info import default_threads, free_memory, this_host
+
+ABI = "cpu-1"
+ALIGN = 64
+_HUGE = 4 << 20
+_NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which the mmap module does not define
+
+
+class CpuDevice(Device):
+    """The CPU cores available to this process.
+
+    `threads` is the size of the thread pool, including the calling thread. The default is the number of physical cores.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or default_threads()
+        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
+        self._kept: list[object] = []
+
+    def alloc(self, nbytes: int) -> Memory:
+        """Allocate zeroed memory; raise LlmcError E203 if there is not enough. Large areas ask for huge pages."""
+        size = max(1, nbytes)
+        try:
+            area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, ValueError, OverflowError):
+            cause = f"cannot allocate {nbytes} bytes; {self.free_memory()} are free"
+            raise LlmcError("E203", cause, "give the KV cache less memory, or stop other programs") from None
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                area.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # the kernel has no huge pages: the memory works all the same, only slower
+                pass
+        host = np.frombuffer(area, np.uint8)[:nbytes]
+        return Memory(host.ctypes.data, nbytes, host)
+
+    def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
+        """Copy the array's bytes to offset `begin`."""
+        memory.host[begin : begin + data.nbytes] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+    def zero(self, memory: Memory, begin: int, end: int) -> None:
+        """Zero the bytes [begin, end)."""
+        memory.host[begin:end] = 0
+
+    def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
+        """Fill the memory with repetitions of `tile`, starting at byte `at` of the tile."""
+        out, done = memory.host, 0
+        while done < len(out):
+            piece = tile[at : at + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done, at = done + len(piece), 0
+
+    def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
+        """Return a view of the bytes [begin, end), without a copy."""
+        return memory.host[begin:end]
+
+    def read(self, memory: Memory) -> np.ndarray:
+        """Return a copy of the memory."""
+        return memory.host.copy()
+
+    def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
+        """Return the addresses of weights. They stay in the mapped file's pages unless they are misaligned."""
+        return {name: self._place(artifact.tensors[name]) for name in names}
+
+    def _place(self, tensor: Tensor) -> int:
+        """Return the tensor's address, copying it first if its file does not align it to `ALIGN` bytes."""
+        data = tensor.data
+        if data.ctypes.data % ALIGN:
+            memory = self.alloc(data.nbytes)
+            memory.host[:] = data
+            data = memory.host
+        self._kept.append(data)
+        return data.ctypes.data
+
+    def load(self, artifact: Artifact) -> None:
+        """Load the kernels' shared objects; raise LlmcError E112 if one has another ABI or cannot be loaded."""
+        for kernel in artifact.manifest.kernels:
+            if kernel.abi != ABI:
+                cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime knows {ABI!r}"
+                raise LlmcError("E112", cause, "upgrade llmc-aot, or recompile the artifact")
+            path = os.path.abspath(artifact.root / kernel.file)
+            try:
+                self._libraries[kernel.hash] = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+            except OSError as error:
+                cause = f"kernel {kernel.file} cannot be loaded: {str(error)[:200]}"
+                remedy = "recompile on this machine (--target cpu:native)"
+                if os.path.exists(path) and os.statvfs(path).f_flag & os.ST_NOEXEC:
+                    remedy = "copy the artifact to a file system that is not mounted noexec"
+                raise LlmcError("E112", cause, remedy) from None
+
+    def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
+        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function.
+
+        The returned function raises LlmcError E114 if the step reports an error.
+        """
+        if program.step is None:
+            cause = f"program {program.name} has no step function, which the CPU needs"
+            raise LlmcError("E113", cause, "recompile with --target cpu:native")
+        unit, pool = self._pool(program.step[0])
+        run = self._symbol(unit, program.step[1])
+        run.restype = ctypes.c_int
+        run.argtypes = [ctypes.c_void_p] * 4
+        table = (ctypes.c_void_p * len(program.launches))(*[self._address(*k) for k in program.kernel_table])
+        buffers = (ctypes.c_void_p * len(addresses))(*addresses)
+        args = (pool, ctypes.c_void_p(ctypes.addressof(table)), ctypes.c_void_p(ctypes.addressof(buffers)))
+        values = ctypes.c_void_p(symbols.ctypes.data)
+        self._kept += [table, buffers, symbols]
+
+        def step() -> None:
+            status = run(*args, values)
+            if status:
+                cause = f"program {program.name} failed: {os.strerror(status)}"
+                raise LlmcError("E114", cause, "run llmc verify on the artifact")
+
+        return step
+
+    def _pool(self, key: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+        """Return the library and the thread pool of a step unit. All programs of the unit share the pool: they never
+        run concurrently.
+        """
+        if key not in self._pools:
+            unit = self._libraries[key]
+            opened = self._symbol(unit, "llmc_open")
+            opened.restype, opened.argtypes = ctypes.c_void_p, [ctypes.c_int]
+            pool = opened(self.threads)
+            if not pool:
+                cause = f"a pool of {self.threads} threads cannot be started"
+                raise LlmcError("E203", cause, "use fewer threads")
+            self._pools[key] = unit, ctypes.c_void_p(pool)
+        return self._pools[key]
+
+    def _address(self, key: str, entry: str) -> int:
+        return ctypes.cast(self._symbol(self._libraries[key], entry), ctypes.c_void_p).value or 0
+
+    @staticmethod
+    def _symbol(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+        try:
+            return library[name]
+        except AttributeError:
+            cause = f"{os.path.basename(library._name)} has no function {name!r}"
+            raise LlmcError("E112", cause, "recompile the artifact") from None
+
+    def free_memory(self) -> int:
+        """Return the number of bytes that can be allocated without swapping."""
+        return free_memory()
+
+    def close(self) -> None:
+        """Stop the thread pools. The libraries stay mapped, because other artifacts may use them."""
+        for unit, pool in self._pools.values():
+            close = self._symbol(unit, "llmc_close")
+            close.restype, close.argtypes = None, [ctypes.c_void_p]
+            close(pool)
+        self._pools.clear()
+        self._libraries.clear()
+        self._kept.clear()
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the device name, CPU model, machine type and number of threads."""
+        host = this_host()
+        return {"name": self.name, "model": host.model, "machine": host.machine, "threads": self.threads}

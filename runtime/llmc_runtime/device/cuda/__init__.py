@@ -1,0 +1,1 @@
+"""The CUDA device, on the driver API."""

@@ -1,0 +1,237 @@
+"""Runs a program on a CUDA stream: prepared launch parameters, and graphs for sizes that recur.
+
+Every parameter of every launch occupies a cell of 8 bytes, and every launch has a table with the addresses of its
+cells, which is the form that the driver takes. A run only updates the grids and the cells that hold sizes. A tensor
+map is stored separately, in 128 bytes. Launches without `params` pass what Triton's kernels take: after a map, the
+sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, two null pointers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmc_runtime.device.cuda.driver import MAP_BYTES, Cuda
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.expr import Expr
+from llmc_runtime.format.json_fields import REMEDY
+from llmc_runtime.format.program import Launch, Program, TensorMap
+
+_SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
+_MOST = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes."""
+
+    launch: Launch
+    function: Any
+    config: Any
+    params: int
+    grid: tuple[int, int, int]
+
+
+def _cells_of(x: Launch) -> int:
+    """How many cells the parameters of a launch take."""
+    return len(x.params) or len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
+
+
+class CudaRun:
+    """Runs one program on a stream.
+
+    If every sequence in the program has one token (`program.uniform`), each set of sizes is captured as a graph once
+    and replayed; otherwise the kernels are launched one by one.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        enter: Callable[[], None],
+        stream: Any,
+        program: Program,
+        functions: Sequence[Any],
+        addresses: Sequence[int],
+        symbols: np.ndarray,
+        careful: bool = False,
+    ) -> None:
+        """`functions` has one entry per launch, `addresses` one per buffer. `symbols`, i64, is read at every run.
+        `enter` makes the GPU's context current in the calling thread. `careful` disables graphs and synchronizes after
+        every launch, to find the one that fails.
+        """
+        self._careful, self._graphed = careful, program.uniform and not careful
+        self._cuda, self._enter, self._stream = cuda, enter, stream
+        self._program, self._symbols = program, symbols
+        self._names = tuple(program.symbols)
+        self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
+        self._exprs: list[Expr] = []
+        maps = [m for x in program.launches for m in x.maps]
+        count = sum(map(_cells_of, program.launches))
+        self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
+        room = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
+        self._maps = room[-room.ctypes.data % MAP_BYTES :]  # likewise never moved; each map is aligned to its size
+        self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
+        self._ready: list[_Ready] = []
+        enter()  # encoding a tensor map needs the context, whichever thread binds
+        where, which = self._fill(functions, addresses)
+        self._size_cells, self._size_index = np.array(where, np.intp), np.array(which, np.intp)
+        self._last: bytes | None = None  # the symbol values that the cells and grids are set for
+        self._graphs: dict[bytes, Any] = {}
+
+    def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Write the pointers and prepare the launches. Returns the cells that hold sizes, and the size index of
+        each.
+        """
+        where: list[int] = []
+        which: list[int] = []
+        at = made = 0
+        for launch, function in zip(self._program.launches, functions):
+            params = int(self._table.ctypes.data) + 8 * at
+            if launch.params:
+                self._put_params(launch, addresses, at, made, where, which)
+                at, made = at + len(launch.params), made + len(launch.maps)
+                self._add(launch, function, params)
+                continue
+            maps = {m.arg: m for m in launch.maps}
+            for i, arg in enumerate(launch.args):
+                self._cells[at] = addresses[arg]
+                at += 1
+                if i in maps:
+                    at = self._put_map(maps[i], self._program.buffers[arg].dtype, at, made)
+                    made += 1
+            for size in launch.sizes:
+                where.append(at)
+                which.append(self._index(size))
+                at += 1
+            at += _SCRATCH
+            self._add(launch, function, params)
+        return where, which
+
+    def _add(self, launch: Launch, function: Any, params: int) -> None:
+        """Make a launch ready whose list of cells is at the address `params`."""
+        x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
+        config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
+        self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
+
+    def _put_params(
+        self, launch: Launch, addresses: Sequence[int], at: int, made: int, where: list[int], which: list[int]
+    ) -> None:
+        """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `made`."""
+        for i, m in enumerate(launch.maps):
+            arg = launch.args[m.arg]
+            self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], made + i)
+        for i, param in enumerate(launch.params):
+            if param.kind == "arg":
+                self._cells[at + i] = addresses[launch.args[param.index]]
+            elif param.kind == "map":
+                self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (made + param.index)
+            elif param.kind == "size":
+                where.append(at + i)
+                which.append(self._index(param.size))
+            else:
+                self._cells[at + i] = param.bits
+
+    def _put_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
+        """Encode the tensor map for the address in cell `at - 1` and make it that cell's parameter.
+
+        The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
+        """
+        shape = self._make_map(m, dtype, int(self._cells[at - 1]), number)
+        steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        self._table[at - 1] = self._maps.ctypes.data + MAP_BYTES * number
+        self._cells[at : at + 2 * len(shape)] = [*shape, *steps]
+        return at + 2 * len(shape)
+
+    def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> list[int]:
+        """Make the tensor map of this number; its tensor's sizes."""
+        top = self._program.top()
+        shape, begin = [d(top) for d in m.shape], MAP_BYTES * number
+        found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)
+        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(found, np.uint8)
+        return shape
+
+    def _index(self, size: Expr | None) -> int:
+        text = "1" if size is None else size.text
+        if text not in self._sizes:
+            self._sizes[text] = len(self._exprs)
+            self._exprs.append(Expr("1", (1,)) if size is None else size)
+        return self._sizes[text]
+
+    def __call__(self) -> None:
+        """Submit one run to the stream. Raises LlmcError E114 if a launch fails."""
+        self._enter()
+        if not self._graphed:
+            self._launch(self._cuda.cu.cuLaunchKernelEx)
+            return
+        graph = self._graphs.get(self._symbols.tobytes())
+        if graph is None:
+            graph = self._capture()
+        status = self._cuda.cu.cuGraphLaunch(graph, self._stream)[0]
+        if status:
+            raise self._cuda.error(int(status))
+
+    def prepare(self) -> None:
+        """Capture the graph for the current symbol values, if it does not exist yet, and upload it to the GPU."""
+        self._enter()
+        if self._graphed and self._symbols.tobytes() not in self._graphs:
+            self._cuda.ok(self._cuda.cu.cuGraphUpload(self._capture(), self._stream))
+
+    def free(self) -> None:
+        """Destroy the graphs."""
+        for graph in self._graphs.values():
+            self._cuda.cu.cuGraphExecDestroy(graph)
+        self._graphs.clear()
+
+    def _capture(self) -> Any:
+        cuda, cu = self._cuda, self._cuda.cu
+        cuda.begin_capture(self._stream)
+        try:
+            self._launch(cu.cuLaunchKernelEx)
+        except BaseException:
+            status, graph = cu.cuStreamEndCapture(self._stream)
+            if not status:
+                cu.cuGraphDestroy(graph)
+            raise
+        graph = cuda.ok(cu.cuStreamEndCapture(self._stream))
+        try:
+            made = cuda.ok(cu.cuGraphInstantiate(graph, 0))
+        finally:
+            cu.cuGraphDestroy(graph)
+        self._graphs[self._symbols.tobytes()] = made
+        return made
+
+    def _launch(self, launch: Callable[..., tuple[Any, ...]]) -> None:
+        self._set()
+        for ready in self._ready:
+            config = ready.config
+            if not (config.gridDimX and config.gridDimY and config.gridDimZ):
+                continue  # an empty grid: nothing to compute, and the driver rejects it
+            status = launch(config, ready.function, ready.params, 0)[0]
+            if self._careful and not status:
+                status = self._cuda.cu.cuStreamSynchronize(self._stream)[0]
+            if status:
+                error = self._cuda.error(int(status))
+                cause = f"{error.cause} at {ready.launch.op or ready.launch.entry} ({ready.launch.loc})"
+                raise LlmcError(error.code, cause, error.remedy)
+
+    def _set(self) -> None:
+        """Update the cells and grids to the current symbol values."""
+        now = self._symbols.tobytes()
+        if now == self._last:
+            return
+        env = dict(zip(self._names, self._symbols.tolist()))
+        values = [e(env) for e in self._exprs]
+        if values and not 0 <= min(values) <= max(values) <= _MOST:
+            wrong = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _MOST)
+            raise LlmcError("E113", f"program {self._program.name}: {wrong} is no size at {env}", REMEDY)
+        self._last = None  # unknown if an assignment fails
+        if len(self._size_cells):
+            self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
+        for ready in self._ready:
+            config, (x, y, z) = ready.config, ready.grid
+            config.gridDimX, config.gridDimY, config.gridDimZ = values[x], values[y], values[z]
+        self._last = now

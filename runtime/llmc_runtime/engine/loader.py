@@ -1,0 +1,104 @@
+"""From an open artifact to a running engine: device, executor, scheduler, one caller's limits; it knows no text."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.exec.canary import require
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
+from llmc_runtime.trace import Trace, follow
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine that can run, one line about it, and how to give everything back."""
+
+    engine: Engine
+    summary: str
+    close: Callable[[], None]
+    stages: Mapping[str, float]  # seconds that each part took: device, weights, and where wanted canary, graphs
+    trace: Trace | None = None  # records the engine's loop; to be finished after `close`
+
+
+def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
+    """The artifact at `path`. LlmcError E1xx; E118 where it has another digest than `digest`, if that is given."""
+    artifact = open_artifact(path, verify=options.verify, threads=options.threads)
+    if digest not in ("", artifact.digest):
+        cause = f"{path} is another artifact than the one that was opened first"
+        raise LlmcError("E118", cause, "start again, or put the first one back")
+    return artifact
+
+
+def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = ()) -> Opened:
+    """Load the artifact onto its device.
+
+    `eos` ids end a text beside the manifest's; `options.prepare` builds all device graphs now, not each when it is
+    first needed. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`options.canary`: the recorded
+    tokens differ here, or none were recorded).
+    """
+    manifest, marks = artifact.manifest, [("", time.monotonic())]
+    device = open_device(artifact, options.threads)
+    marks.append(("device", time.monotonic()))
+    try:
+        executor = Executor(artifact, device, options.kv_cache_memory_bytes)
+        marks.append(("weights", time.monotonic()))
+        if options.canary:
+            require(executor)
+            marks.append(("canary", time.monotonic()))
+        if options.prepare:
+            executor.prepare()
+            marks.append(("graphs", time.monotonic()))
+        ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
+        config = SchedulerConfig(
+            num_pages=executor.capacity.pages,
+            page_size=manifest.kv.page_size,
+            max_model_len=limit_of("max_model_len", options.max_model_len, manifest.limits.max_model_len),
+            max_num_seqs=limit_of("max_num_seqs", options.max_num_seqs, manifest.limits.max_num_seqs),
+            max_num_batched_tokens=limit_of(
+                "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
+            ),
+            vocab_size=manifest.vocab_size,
+            eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
+            policy=options.scheduling_policy,
+            prefix_caching=options.enable_prefix_caching,
+            context=artifact.digest,
+        )
+        draw = random.Random(options.seed)
+        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
+        trace = None if options.trace is None else follow(engine, options.trace)
+    except BaseException:
+        device.close()
+        raise
+    where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
+    part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
+    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
+    stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
+    return Opened(engine, summary, executor.close, stages, trace)
+
+
+def limit_of(name: str, wanted: Any, compiled: int) -> int:
+    """The limit in force: what is wanted, at most what the artifact was compiled for. LlmcError E204."""
+    if wanted is None:
+        return compiled
+    if not isinstance(wanted, Integral) or isinstance(wanted, bool) or not 1 <= int(wanted) <= compiled:
+        flag = "--" + name.replace("_", "-")
+        raise LlmcError(
+            "E204",
+            f"{name} = {wanted!r}; the artifact was compiled for 1 to {compiled}",
+            f"a value up to {compiled}, or compile again with a larger {flag}",
+        )
+    return int(wanted)

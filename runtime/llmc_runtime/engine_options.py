@@ -1,0 +1,216 @@
+"""The options of an engine, each declared once: keywords of LLM and AsyncLLM, flags, YAML keys, the Open message."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote_from_bytes, unquote_to_bytes
+
+from llmc_runtime.defaults import parse_override
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
+
+MOST_THREADS = 1024  # more only take turns, and a machine that starts a hundred thousand stands still
+_SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
+_COMPILE = ("serve", "compile")
+
+
+def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
+    """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
+        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
+    return int(value)
+
+
+def _threads(name: str, value: Any) -> int | None:
+    return whole(name, value, MOST_THREADS)
+
+
+def _integer(code: str) -> Any:
+    """An int or None, whose range is checked against the artifact or the memory; LlmcError `code` for other types."""
+
+    def check(name: str, value: Any) -> int | None:
+        if value is None:
+            return None
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} a whole number")
+        return int(value)
+
+    return check
+
+
+def _seed(name: str, value: Any) -> int:
+    """An integer of 64 bits; None: one that is drawn now."""
+    if value is None:
+        return secrets.randbits(63)
+    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
+        raise LlmcError(
+            "E201", f"{name} = {value!r:.60} is not possible", f"give {name} an integer of 64 bits, or None"
+        )
+    return int(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    return bool(value)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is opened. LlmcError E201 and E204 for values that no engine can have.
+
+    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
+    """
+
+    model: str | Path
+    kv_cache_memory_bytes: int | None = option(
+        None, "size of the KV cache, for example 512M or 2GiB (default: half of the free memory, 0.9 of a GPU's)",
+        commands=_BOTH, flags=("--kv-cache-memory-bytes", "--kv-cache-memory"), read=parse_bytes, metavar="BYTES",
+        check=_integer("E201"), engine=True,
+    )  # fmt: skip
+    max_model_len: int | None = option(
+        None, "maximum length of a sequence in tokens (default: the model's)", commands=_COMPILE, read=count,
+        metavar="N", check=_integer("E204"), engine=True,
+    )  # fmt: skip
+    max_num_seqs: int | None = option(
+        None, "maximum number of sequences that run at a time", commands=_SERVE, read=positive, metavar="N",
+        check=_integer("E204"), engine=True,
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = option(
+        None, "maximum number of tokens in a step", commands=_SERVE, read=count, metavar="N", check=_integer("E204"),
+        engine=True,
+    )  # fmt: skip
+    threads: int | None = option(
+        None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
+        check=_threads, engine=True,
+    )  # fmt: skip
+    seed: int | None = option(
+        0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
+        read=int, metavar="N", check=_seed, engine=True,
+    )  # fmt: skip
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV cache of common prefixes", commands=_SERVE, read=None, negated=True, check=_switch,
+        engine=True,
+    )  # fmt: skip
+    scheduling_policy: str = option(
+        "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
+    )
+    chat_template: str | None = option(
+        None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
+        metavar="FILE|NAME", group="chats and sampling",
+    )  # fmt: skip
+    generation_config: str = option(
+        "auto", "sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with another",
+        commands=_BOTH, metavar="auto|vllm|DIR", group="chats and sampling",
+    )  # fmt: skip
+    override_generation_config: Mapping[str, Any] | None = option(
+        None, 'sampling defaults that replace these, such as {"temperature": 0.7}', commands=_BOTH, read=parse_override,
+        metavar="JSON", group="chats and sampling",
+    )  # fmt: skip
+    target: str = option("cpu:native", "target of the compilation of a folder (cpu:native)", commands=_COMPILE)
+    dtype: str = option(
+        "auto", "dtype of weights and activations in the compilation of a folder (auto)", commands=_COMPILE,
+        choices=("auto", "float32", "bfloat16"),
+    )  # fmt: skip
+    cache_dir: str | Path | None = option(
+        None, "folder for compiled models ($LLMC_CACHE, ~/.cache/llmc)", commands=_COMPILE, flags=("--cache",),
+        read=Path, metavar="DIR",
+    )  # fmt: skip
+    verify: bool = option(
+        True, "check the hashes of the weights at startup (--no-verify: skip the check)", commands=_RUN,
+        flags=("--no-verify",), read=None, check=_switch, engine=True,
+    )  # fmt: skip
+    canary: bool = option(
+        False, "compare results with the recorded canary before the first request", commands=_BOTH, read=None,
+        check=_switch, engine=True,
+    )  # fmt: skip
+    prepare: bool = option(
+        False, "build device graphs (on GPUs) and the vocabulary of grammars at startup", commands=_BOTH, read=None,
+        check=_switch, engine=True,
+    )  # fmt: skip
+    trace: str | Path | None = option(
+        None, "file for a trace of the engine's steps, for ui.perfetto.dev", commands=_RUN, read=Path, metavar="FILE",
+        engine=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for one in options_of(type(self)).values():
+            if one.check is not None:
+                object.__setattr__(self, one.name, one.check(one.name, getattr(self, one.name)))
+
+    @property
+    def compile_options(self) -> dict[str, str]:
+        """The options of a compile where `model` is a Hugging Face folder."""
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return {"target": self.target, "dtype": self.dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
+
+    def message(self) -> dict[str, Any]:
+        """What the engine process needs, by name, where it is no default; paths are percent-encoded bytes."""
+        found = {}
+        for one in options_of(EngineOptions).values():
+            value = getattr(self, one.name)
+            if one.engine and value != one.default:
+                found[one.name] = quoted(value) if one.read is Path else value
+        return found
+
+    @classmethod
+    def of_message(cls, model: str, values: Mapping[str, Any]) -> EngineOptions:
+        """The options that `message` made; `model` and paths are percent-encoded."""
+        known = options_of(EngineOptions)
+        read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
+        return cls(unquoted(model), **read)
+
+
+def _seconds(least: float, optional: bool = False) -> Any:
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e6:
+            cause = f"{name} = {value!r:.60} is not possible"
+            raise LlmcError("E201", cause, f"give {name} a number of {least} or more, up to 1000000")
+        return value
+
+    return check
+
+
+@dataclass(frozen=True)
+class EngineArgs(EngineOptions):
+    """The options of AsyncLLM: those of an engine, and those of the process that it runs in."""
+
+    heartbeat_timeout: float = option(
+        0.8,
+        "seconds without a sign of life after which the engine process counts as hung; five times as many while it "
+        "only waits for a processor", check=_seconds(0.1),
+    )  # fmt: skip
+    step_timeout: float | None = option(
+        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_seconds(0.1, True)
+    )
+    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_seconds(0.1))
+    max_restarts: int = option(
+        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_seconds(0)
+    )
+    restart_delay: float = option(
+        0.5, "seconds before the first restart; doubled for each further one", check=_seconds(0)
+    )
+    max_restart_delay: float | None = option(
+        None,
+        "with this, AsyncLLM never gives up: after max_restarts it tries again at intervals that double from a second "
+        "up to so many seconds", check=_seconds(0.1, True),
+    )  # fmt: skip
+
+
+def quoted(path: str | Path) -> str:
+    """An absolute path in ASCII: file names are bytes."""
+    return quote_from_bytes(os.fsencode(Path(path).resolve()))
+
+
+def unquoted(name: str) -> str:
+    """The path that was quoted."""
+    return os.fsdecode(unquote_to_bytes(name))

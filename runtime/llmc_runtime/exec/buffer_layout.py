@@ -1,0 +1,123 @@
+"""Allocates and places the buffers of an artifact's programs: states, weights, arena, inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device, Memory
+from llmc_runtime.exec.capacity import Need
+from llmc_runtime.exec.random_weights import RandomWeights
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.json_fields import REMEDY
+from llmc_runtime.format.program import Buffer, Program
+
+INPUTS = ("rows", "qlens", "emit")
+_ALIGN, _PAGE = 256, 4096
+_GRAIN = 2 << 20  # allocation granularity of devices with their own memory
+
+
+def need_of(artifact: Artifact) -> Need:
+    """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
+    manifest = artifact.manifest
+    files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.files)
+    if manifest.weights.mode == "random":
+        files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN)
+    states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")
+    io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN)
+    return Need(files, states, _round(_arena(artifact), _GRAIN) + io)
+
+
+def weights_of(artifact: Artifact) -> dict[str, Buffer]:
+    """Return every weight that a program uses, by name."""
+    return {b.name: b for p in artifact.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
+
+
+class Layout:
+    """The memory of one artifact on one device, allocated on construction. Raises LlmcError E107, E112 or E203.
+
+    `inputs` holds the arrays rows, qlens and emit, i32, at a distance of `stride` bytes, so that one write updates all
+    of them. `outputs` maps names to memory.
+    """
+
+    def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
+        self._artifact, self._device = artifact, device
+        self._random: Mapping[str, Memory] = {}  # keeps random weights alive: on the CPU their arrays own the memory
+        with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
+            loading, placing = pool.submit(device.load, artifact), pool.submit(self._place)
+            self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
+            self._arena = device.alloc(_arena(artifact))
+        loading.result()
+        self._weights = placing.result()
+        sizes = _io_sizes(artifact, env)
+        self.stride = _round(max((sizes.get(name, 0) for name in INPUTS), default=0), _ALIGN)
+        self.inputs = device.alloc(self.stride * len(INPUTS))
+        self.outputs = _parts(device, {n: s for n, s in sizes.items() if n not in INPUTS}, _ALIGN)
+        self._io = {n: self.inputs.part(i * self.stride, (i + 1) * self.stride) for i, n in enumerate(INPUTS)}
+        self._io |= self.outputs
+
+    def addresses(self, program: Program) -> list[int]:
+        """Return the address of each of the program's buffers, in order."""
+        by_name = {b.name: b for b in program.buffers}
+        return [self._address(b, by_name) for b in program.buffers]
+
+    def output(self, name: str) -> Memory:
+        """Return an output's memory; raise LlmcError E113 if the programs have no output of that name."""
+        if name not in self.outputs:
+            raise LlmcError("E113", f"the artifact's programs have no buffer {name!r}", REMEDY)
+        return self.outputs[name]
+
+    def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
+        for _ in by_name:  # bounded, in case aliases form a cycle
+            if b.alias is None:
+                break
+            b = by_name[b.alias]
+        if b.kind == "weight":
+            return self._weights[b.name]
+        if b.kind == "state":
+            return self.states[b.name].address + b.offset
+        if b.kind == "arena":
+            return self._arena.address + b.offset
+        return self._io[b.name].address + b.offset
+
+    def _place(self) -> Mapping[str, int]:
+        buffers = weights_of(self._artifact)
+        if self._artifact.manifest.weights.mode != "random":
+            return self._device.place(self._artifact, sorted(buffers))
+        source = RandomWeights(self._artifact.manifest.weights.seed)
+        memories = _parts(self._device, {n: b.bytes({}) for n, b in buffers.items()}, _PAGE)
+        self._random = memories
+        for name, memory in memories.items():
+            b = buffers[name]
+            self._device.repeat(memory, *source.tile(name, b.dtype, len(b.shape), memory.nbytes))
+        return {name: memory.address for name, memory in memories.items()}
+
+
+def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Memory]:
+    """Cut one allocation into memories of these sizes, each starting at a multiple of `align`."""
+    whole = device.alloc(sum(_round(n, align) for n in sizes.values()))
+    out, at = {}, 0
+    for name, size in sizes.items():
+        out[name] = whole.part(at, at + size)
+        at += _round(size, align)
+    return out
+
+
+def _io_sizes(artifact: Artifact, env: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every input and output in bytes, the largest over all programs."""
+    sizes: dict[str, int] = {}
+    for p in artifact.programs:
+        top = {**p.top(), **env}
+        for b in p.buffers:
+            if b.kind in ("input", "output") and b.alias is None:
+                sizes[b.name] = max(sizes.get(b.name, 0), b.bytes(top))
+    return sizes
+
+
+def _arena(artifact: Artifact) -> int:
+    return max((p.arena_bytes for p in artifact.programs), default=0)
+
+
+def _round(size: int, align: int) -> int:
+    return -(-size // align) * align

@@ -1,0 +1,133 @@
+"""Writes the device rows: converts a step's row updates into bytes of the state buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmc_runtime.device.device import Device, Memory
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.json_fields import REMEDY
+from llmc_runtime.format.manifest import State
+from llmc_runtime.sched.step import RowInit, RowMask, RowPages
+
+_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+_WORD = 32
+_A_WRITE = 32 << 10  # bytes whose copy takes about as long as starting another copy
+ROLES = (
+    "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed"
+)  # fmt: skip
+
+
+class _Table:
+    """A state buffer as rows of `width` 4-byte elements."""
+
+    def __init__(self, device: Device, memory: Memory, state: State, env: Mapping[str, int]) -> None:
+        self.dtype = _FLOAT if state.dtype == "f32" else _INT
+        self.rows = state.shape[0](env)
+        self.width = memory.nbytes // 4 // self.rows
+        self._device, self._memory = device, memory
+
+    @property
+    def view(self) -> np.ndarray:
+        """The state on the device, [rows, width]; a copy if the host cannot access the memory."""
+        host = self._memory.host if len(self._memory.host) else self._device.read(self._memory)
+        return host.view(self.dtype).reshape(self.rows, self.width)
+
+    def set(self, row: int, values: list[int] | list[float] | np.ndarray, start: int = 0) -> None:
+        """Write values to a row, beginning at element `start`."""
+        at = (row * self.width + start) * 4
+        self._device.write(self._memory, at, np.asarray(values, self.dtype))
+
+    def write(self, row: int, rows: np.ndarray) -> None:
+        """Write whole rows from `row` on, [n, width] of the state's dtype."""
+        self._device.write(self._memory, row * self.width * 4, rows)
+
+    def clear(self, row: int) -> None:
+        """Zero a row."""
+        self._device.zero(self._memory, row * self.width * 4, (row + 1) * self.width * 4)
+
+
+class Rows:
+    """Applies `RowInit`, `RowPages` and `RowMask`. The table of states in the step's ops documents the contents of a
+    row.
+    """
+
+    def __init__(
+        self, device: Device, states: Mapping[str, tuple[State, Memory]], env: Mapping[str, int], vocab: int
+    ) -> None:
+        """`states` maps each role of `ROLES` that the artifact's programs use to (state, memory)."""
+        for role in ("tokens", "length", "pages"):
+            if role not in states:
+                raise LlmcError("E113", f"the artifact has no state for {role}", REMEDY)
+        self._tables = {role: _Table(device, m, s, env) for role, (s, m) in states.items()}
+        self._vocab = vocab
+        self.count = self._tables["length"].rows
+        self.max_len = self._tables["tokens"].width
+        pages = self._tables["pages"]
+        self._pages = np.zeros((pages.rows, pages.width), np.int32)  # page tables; only the host writes them
+        self._used = [False] * self.count  # whether a row's counts may be nonzero
+        self._masks: list[bytes | None] = [None] * self.count  # the mask now on the device per row; None: unknown
+        self.wants_logprobs = [False] * self.count
+
+    def init(self, init: RowInit) -> None:
+        """Rebuild a row. Everything that steps read from it is overwritten."""
+        row, tokens, tables = init.row, np.asarray(init.tokens, np.int32), self._tables
+        tables["tokens"].set(row, tokens)
+        tables["length"].set(row, [init.computed])
+        tables["pages"].set(row, init.pages)
+        self._pages[row, : len(init.pages)] = init.pages
+        params = init.params
+        for role, values in (
+            ("fparams", params.floats()),
+            ("iparams", params.ints(init.num_prompt)),
+            ("stops", params.stop_row()),
+        ):
+            if role in tables:
+                tables[role].set(row, values)
+        if "seen" in tables:
+            self._seen(row, tokens[: init.num_prompt])
+        if "counts" in tables:
+            self._counts(row, tokens[init.num_prompt :])
+        if params.biases and "biases" in tables:
+            tables["bias_ids"].set(row, [token for token, _ in params.biases])
+            tables["biases"].set(row, [bias for _, bias in params.biases])
+        if params.allowed:
+            self.mask(RowMask(row, params.allowed))
+        self.wants_logprobs[row] = params.want_logprobs
+
+    def mask(self, new: RowMask) -> None:
+        """Write a row's mask, unless the device has it already."""
+        if "allowed" in self._tables and self._masks[new.row] is not new.mask:
+            self._masks[new.row] = None  # unknown if the write fails
+            self._tables["allowed"].set(new.row, np.frombuffer(new.mask, np.int32))
+            self._masks[new.row] = new.mask
+
+    def grow(self, grown: Sequence[RowPages]) -> None:
+        """Append pages to the rows' tables: one write per row, or a single write of all rows in the range if that is
+        cheaper.
+        """
+        table, known = self._tables["pages"], self._pages
+        for g in grown:
+            known[g.row, g.start : g.start + len(g.pages)] = g.pages
+        first, last = min(g.row for g in grown), max(g.row for g in grown)
+        if len(grown) > 1 and (last + 1 - first) * table.width * 4 <= len(grown) * _A_WRITE:
+            table.write(first, known[first : last + 1])
+            return
+        for g in grown:
+            table.set(g.row, g.pages, g.start)
+
+    def _seen(self, row: int, prompt: np.ndarray) -> None:
+        """Write the bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""
+        words = np.zeros(self._tables["seen"].width, np.uint32)
+        np.bitwise_or.at(words, prompt // _WORD, np.uint32(1) << (prompt % _WORD).astype(np.uint32))
+        self._tables["seen"].set(row, words.view(np.int32))
+
+    def _counts(self, row: int, output: np.ndarray) -> None:
+        table = self._tables["counts"]
+        if len(output):
+            table.set(row, np.bincount(output, minlength=self._vocab)[: self._vocab])
+        elif self._used[row]:
+            table.clear(row)
+        self._used[row] = True

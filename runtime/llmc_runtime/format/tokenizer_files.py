@@ -1,0 +1,91 @@
+"""Validation of a tokenizer's files before the tokenizers library loads them.
+
+The library aborts the process if memory runs out, so inputs that can grow without bound are rejected beforehand.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from llmc_runtime.format.json_fields import check_unicode, too_much
+
+MOST_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
+MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
+MOST_GROWTH = 1000  # characters that one character may expand to
+MOST_SPECIAL = 1024  # special tokens added to a text
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+
+
+def plain_bytes(path: Path, most: int) -> bytes:
+    """Read a regular file, following links. Raises OSError, or ValueError if it is larger than `most` bytes."""
+    info = path.stat()
+    if not S_ISREG(info.st_mode):
+        raise ValueError("it is no plain file")
+    if info.st_size > most:
+        raise ValueError(f"it has {info.st_size} bytes, over the cap of {most}")
+    return path.read_bytes()
+
+
+def document(path: Path) -> Any:
+    """Read and parse a JSON file. Raises OSError, ValueError or RecursionError if it is unreadable, too large or
+    invalid.
+    """
+    data = plain_bytes(path, MOST_CONFIG)
+    if (why := too_much(data, MOST_CONFIG, MOST_VALUES)) is not None:
+        raise ValueError(why)
+    found = json.loads(data.decode("utf-8"))
+    check_unicode(data, found)
+    return found
+
+
+def check_charsmaps(data: bytes) -> None:
+    """Raise ValueError if a SentencePiece charsmap in a tokenizer.json claims a table larger than its data.
+
+    A charsmap consists of the table's size in 4 bytes and the table.
+    """
+    for found in _CHARSMAP.finditer(data):
+        try:
+            raw = base64.b64decode(found[1], validate=True)
+        except binascii.Error as e:
+            raise ValueError(f"its charsmap is not base64: {e}") from None
+        size = int.from_bytes(raw[:4], "little")
+        if len(raw) < 4 or size > len(raw) - 4 or size % 4:
+            raise ValueError(f"its charsmap of {len(raw)} bytes claims a table of {size}")
+
+
+def check_growth(backend: Any) -> None:
+    """Raise ValueError if a `tokenizers.Tokenizer` may expand a character to more than `MOST_GROWTH` characters, or
+    adds more than `MOST_SPECIAL` special tokens to a text.
+    """
+    for part in (backend.normalizer, backend.decoder):
+        growth = 1.0
+        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+            content, pattern = str(step.get("content", "")), step.get("pattern")
+            length = len(pattern.get("String", "x")) if isinstance(pattern, dict) else len(str(pattern))
+            growth *= max(1.0, len(content) / length if length else len(content) + 1)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"it makes up to {growth:.3g} letters of one; at most {MOST_GROWTH} are allowed")
+    special = backend.num_special_tokens_to_add(False)
+    if special > MOST_SPECIAL:
+        raise ValueError(f"it puts {special} special tokens around a text; at most {MOST_SPECIAL} are allowed")
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    """Yield the replacement steps of a normalizer or decoder, including those in nested sequences."""
+    if isinstance(state, dict):
+        if state.get("type") == "Replace":
+            yield state
+        for inner in (*state.get("normalizers", ()), *state.get("decoders", ())):
+            yield from _steps(inner)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether the exception is a panic of a Rust library, which does not derive from Exception."""
+    return type(error).__name__ == "PanicException"

@@ -1,0 +1,349 @@
+"""The life cycle of grammar workers in the engine: queued, forked, compiling, serving, ended."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import socket
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import wire
+from llmc_runtime.grammar.fair_queue import Lanes
+from llmc_runtime.grammar.guide import GrammarGuide, Opening
+from llmc_runtime.grammar.host_process import HostProcess, compile_limit, operation_limit
+from llmc_runtime.grammar.limits import (
+    COMPILE_SECONDS,
+    KEPT,
+    KEPT_BYTES,
+    LANE,
+    OPERATION_SECONDS,
+    SLOTS,
+    SMALL_BYTES,
+    TENANT_BYTES,
+    VOCABULARY_SECONDS,
+    WORKERS,
+)
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_GONE = LlmcError("E653", "the process that compiles grammars has ended", "send the request again in a moment")
+
+
+class Grammar:
+    """A grammar of one tenant, with its workers and the openings that wait for one."""
+
+    def __init__(self, tenant: str, digest: bytes, kind: str, definition: bytes) -> None:
+        self.tenant, self.digest, self.kind, self.definition = tenant, digest, kind, definition
+        self.workers: list[Worker] = []
+        self.openings: deque[Opening] = deque()
+
+    def refusal(self, why: str) -> LlmcError:
+        """Return E651: the grammar is invalid or too large."""
+        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {why}", "correct it, or ask for less")
+
+
+class Worker:
+    """A process of one grammar: queued until it is forked, then compiling until `compiled` is set."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.queued, self.compiled, self.killed = True, False, False
+        self.began = 0.0  # monotonic time of the fork
+        self.link: socket.socket | None = None
+        self.guides: dict[int, GrammarGuide] = {}
+        self.private = 0  # bytes of private memory after compilation
+
+    def fail(self, error: LlmcError) -> None:
+        """Fail all outputs that the worker follows."""
+        for guide in self.guides.values():
+            guide.fail(error)
+        self.guides.clear()
+
+
+class Workers:
+    """All workers of one host.
+
+    `answered(grammar, error)` is called when a worker has compiled its grammar (None) or has ended; in the latter case
+    the grammar's remaining openings fail with `error`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Path,
+        size: int,
+        eos: Sequence[int],
+        answered: Callable[[Grammar, LlmcError | None], None],
+    ) -> None:
+        self._source, self._answered = (tokenizer, size, eos), answered
+        self._ends = frozenset(eos)
+        self._host: HostProcess | None = None
+        self._selector = selectors.EpollSelector()
+        self._workers: dict[int, Worker] = {}  # forked workers by number
+        self._by_link: dict[int, int] = {}  # worker numbers by descriptor
+        self._idle: OrderedDict[int, Worker] = OrderedDict()  # workers without guides, longest idle first
+        self._lanes: Lanes[Worker] = Lanes(SLOTS, LANE)
+        self._numbers, self._guide_numbers = itertools.count(), itertools.count()
+        self._started = self.ready_since = 0.0
+        self.guides = 0  # number of open guides
+        self.shards = max(1, (os.cpu_count() or 1) // 4)  # maximum workers per grammar
+        self.broken: LlmcError | None = None  # the reason why the host has ended
+
+    @property
+    def ready(self) -> bool:
+        """Whether the vocabulary is built."""
+        return self._host is not None and self._host.ready
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `read` has messages to process."""
+        return self._selector.fileno()
+
+    def start(self) -> None:
+        """Start the host, if it is not running. Raises LlmcError E100."""
+        if self._host is None:
+            self._host, self._started, self.broken = HostProcess(*self._source), time.monotonic(), None
+            self._selector.register(self._host.control, selectors.EVENT_READ)
+
+    def add(self, grammar: Grammar) -> None:
+        """Queue another worker for the grammar."""
+        worker = Worker(grammar)
+        grammar.workers.append(worker)
+        self._lanes.add(grammar.tenant, worker)
+
+    def forget(self, grammar: Grammar) -> None:
+        """Remove the grammar's queued workers."""
+        for worker in [one for one in grammar.workers if one.queued]:
+            grammar.workers.remove(worker)
+            self._lanes.remove(grammar.tenant, worker)
+
+    def begin(self) -> None:
+        """Fork queued workers, as far as slots and lanes allow."""
+        host = self._host
+        if host is None or not host.ready:
+            return
+        while self._room() and (found := self._lanes.next()) is not None:
+            worker, number = found[1], next(self._numbers)
+            try:
+                worker.link = host.spawn(number, worker.grammar.definition)
+            except OSError as e:
+                self._lanes.end(found[0])
+                worker.grammar.workers.remove(worker)
+                cause = f"the system gives no process for the grammar: {e.strerror}"
+                self._answered(worker.grammar, LlmcError("E653", cause, "send the request again in a moment"))
+                continue
+            worker.queued, worker.began = False, time.monotonic()
+            self._workers[number] = worker
+            self._by_link[worker.link.fileno()] = number
+            self._selector.register(worker.link, selectors.EVENT_READ)
+
+    def guide(self, worker: Worker) -> GrammarGuide:
+        """Open a guide for an output that this worker follows."""
+        number = next(self._guide_numbers)
+        send, leave = partial(self._send, worker, number), partial(self._close_guide, worker, number)
+        guide = GrammarGuide(send, leave, self._ends)
+        worker.guides[number] = guide
+        self.guides += 1
+        if worker.link is not None:
+            self._idle.pop(self._by_link[worker.link.fileno()], None)
+        return guide
+
+    def select(self, seconds: float) -> list[int]:
+        """Wait up to `seconds` and return the readable descriptors."""
+        return [key.fd for key, _ in self._selector.select(seconds)]
+
+    def read(self, fd: int) -> None:
+        """Process the messages on a descriptor from `select`."""
+        if (number := self._by_link.get(fd)) is not None:
+            self._read_link(number)
+        elif self._host is not None and fd == self._host.control.fileno():
+            self._read_host(self._host)
+
+    def tidy(self, now: float) -> None:
+        """Kill workers that exceed their time limits."""
+        if self._host is None:
+            return
+        if not self._host.ready and now > self._started + VOCABULARY_SECONDS:
+            cause = f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s"
+            self.broken = LlmcError("E653", cause, "send the request again in a moment")
+        for number, worker in self._workers.items():
+            since = worker.began if not worker.compiled else _oldest(worker)
+            limit = OPERATION_SECONDS if worker.compiled else COMPILE_SECONDS
+            if since and now > since + limit and not worker.killed:
+                worker.killed = True
+                self._host.kill(number)
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers.values():
+            self._unlink(worker)
+        if self._host is not None:
+            self._selector.unregister(self._host.control)
+            self._host.close()
+        self._host, self.guides, self.broken = None, 0, None
+        self._workers.clear()
+        self._idle.clear()
+        self._lanes.clear()
+
+    def _room(self) -> bool:
+        """Return whether another worker may be forked, ending the longest idle worker if necessary."""
+        if len(self._workers) >= WORKERS and self._idle:
+            self._dismiss(next(iter(self._idle)))
+        return len(self._workers) < WORKERS
+
+    def _send(self, worker: Worker, number: int, guide: GrammarGuide, token: int | None) -> None:
+        operation = wire.OPERATION.pack(number, wire.OPEN if token is None else wire.ACCEPT, token or 0)
+        try:
+            if worker.link is None:
+                raise OSError
+            worker.link.send(operation)
+        except OSError:
+            guide.fail(_GONE)
+
+    def _close_guide(self, worker: Worker, number: int) -> None:
+        if worker.guides.pop(number, None) is None:
+            return
+        self.guides -= 1
+        if worker.link is None:
+            return
+        try:
+            worker.link.send(wire.OPERATION.pack(number, wire.CLOSE, 0))
+        except OSError:  # it has ended, which `read` will notice
+            return
+        if not worker.guides:
+            self._rest(worker)
+
+    def _rest(self, worker: Worker) -> None:
+        """Keep a worker without guides for later requests, if its memory is small."""
+        assert worker.link is not None
+        number = self._by_link[worker.link.fileno()]
+        self._idle[number] = worker
+        if worker.private > KEPT_BYTES:
+            self._dismiss(number)
+        elif len(self._idle) > KEPT:
+            self._dismiss(next(iter(self._idle)))
+
+    def _dismiss(self, number: int) -> None:
+        """End an idle worker."""
+        worker = self._idle.pop(number)
+        self._unlink(worker)
+        worker.grammar.workers.remove(worker)
+        del self._workers[number]
+        self._answered(worker.grammar, None)
+
+    def _unlink(self, worker: Worker) -> None:
+        if worker.link is not None:
+            del self._by_link[worker.link.fileno()]
+            self._selector.unregister(worker.link)
+            worker.link.close()
+            worker.link = None
+
+    def _read_link(self, number: int) -> None:
+        worker = self._workers[number]
+        while worker.link is not None:
+            try:
+                data = worker.link.recv(wire.MOST)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._unlink(worker)  # the host reports how it ended
+                return
+            guide, what = wire.RESULT.unpack_from(data)
+            self._take(worker, guide, what, data[wire.RESULT.size :])
+
+    def _take(self, worker: Worker, number: int, what: int, payload: bytes) -> None:
+        grammar = worker.grammar
+        if what == wire.COMPILED and self._too_large(worker, int(payload)):
+            cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
+            self._refuse(worker, LlmcError("E653", cause, "send the request again when others have ended"))
+            self._unlink(worker)  # this ends the worker
+        elif what == wire.COMPILED:
+            worker.compiled, worker.private = True, int(payload)
+            self._lanes.end(grammar.tenant)
+            self._answered(grammar, None)
+            if not worker.guides and worker.link is not None:
+                self._rest(worker)
+        elif what == wire.REFUSED:
+            self._refuse(worker, grammar.refusal(payload.decode()))
+        elif (guide := worker.guides.get(number)) is not None:
+            if what == wire.BROKEN:
+                cause = f"the grammar cannot go on: {payload.decode()}"
+                guide.fail(LlmcError("E652", cause, "ask for a simpler one, or for other texts"))
+            else:
+                guide.take(None if what == wire.SAME else payload)
+
+    def _too_large(self, worker: Worker, private: int) -> bool:
+        """Return whether a newly compiled worker exceeds its tenant's memory limit."""
+        tenant = worker.grammar.tenant
+        used = sum(one.private for one in self._workers.values() if one.grammar.tenant == tenant)
+        return private > SMALL_BYTES and used + private > TENANT_BYTES
+
+    def _refuse(self, worker: Worker, error: LlmcError) -> None:
+        """Record a failed compilation and remove the worker from its grammar."""
+        if worker in worker.grammar.workers:
+            self._lanes.end(worker.grammar.tenant)
+            worker.grammar.workers.remove(worker)
+            self._answered(worker.grammar, error)
+
+    def _read_host(self, host: HostProcess) -> None:
+        while True:
+            try:
+                data = host.control.recv(wire.MOST)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data[:1] == wire.READY:
+                host.ready, self.ready_since = True, time.monotonic()
+            elif data[:1] == wire.ENDED:
+                _, number, status = wire.END.unpack(data)
+                self._ended(number, status)
+            else:
+                self.broken = self.broken or (_unusable(data[1:].decode()) if data else _GONE)
+                return
+
+    def _ended(self, number: int, status: int) -> None:
+        """Handle the end of a worker's process."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        self._read_link(number)  # its last messages
+        self._unlink(worker)
+        del self._workers[number]
+        self._idle.pop(number, None)
+        if not worker.compiled:
+            self._refuse(worker, _compile_error(worker, status))
+            return
+        limit = operation_limit(status)
+        why = "the grammar process has ended" if limit is None else f"the grammar needs more than {limit}"
+        if worker.killed:
+            why = f"a token took longer than {OPERATION_SECONDS:g} s"
+        self.guides -= len(worker.guides)
+        worker.fail(LlmcError("E652", why, "ask for a simpler one, or for other texts"))
+        worker.grammar.workers.remove(worker)
+        self._answered(worker.grammar, None)
+
+
+def _compile_error(worker: Worker, status: int) -> LlmcError:
+    if worker.killed:
+        cause = f"the grammar was not compiled within {COMPILE_SECONDS:g} s"
+        return LlmcError("E653", cause, "send the request again when the server has less to do")
+    limit = compile_limit(status)
+    if limit is None:
+        return _GONE
+    return worker.grammar.refusal(f"it needs more than {limit}")
+
+
+def _oldest(worker: Worker) -> float:
+    """Return the time of the worker's oldest unanswered request; 0 if there is none."""
+    return min((guide.sent for guide in worker.guides.values() if guide.sent), default=0.0)
+
+
+def _unusable(why: str) -> LlmcError:
+    cause = f"llguidance cannot use the model's tokenizer: {why}"
+    return LlmcError("E651", cause, "use another model for structured outputs")

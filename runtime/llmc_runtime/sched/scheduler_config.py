@@ -1,0 +1,200 @@
+"""What a scheduler is told about the model, the pool and the limits, and which requests can never fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.row_abi import STOPS
+from llmc_runtime.sched.packed_logprobs import PackedLogprobs
+from llmc_runtime.sched.parameter_type import refused
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import RowParams
+from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, mask_size, without
+from llmc_runtime.sched.token_mask import TokenMask
+
+# A policy gives a request its place in the queue: smaller runs first, ties go by arrival.
+POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
+    {"fcfs": lambda request: 0, "priority": lambda request: request.priority}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes in tokens unless named otherwise; LlmcError E201 where they make no sense.
+
+    max_num_seqs is the number of device rows; watermark: share of the pool that admission leaves free while others run;
+    long_prefill_threshold: most tokens of one request in a step, 0 for no such limit; context: the artifact's digest.
+    """
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    policy: str = "fcfs"
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    long_prefill_threshold: int = 0
+    context: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_pages",
+            "page_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "vocab_size",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise LlmcError("E201", f"{name} = {value!r} is not possible", f"give {name} a value of at least 1")
+        if self.policy not in POLICIES:
+            raise LlmcError("E201", f"no scheduling policy {self.policy!r}", f"choose one of {', '.join(POLICIES)}")
+        if not 0 <= self.watermark < 1 or self.long_prefill_threshold < 0:
+            cause = f"watermark = {self.watermark}, long_prefill_threshold = {self.long_prefill_threshold}"
+            raise LlmcError("E201", cause, "watermark is from 0 to below 1, long_prefill_threshold 0 or more")
+
+    @property
+    def pool_tokens(self) -> int:
+        """KV capacity of the pool."""
+        return self.num_pages * self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold the KV of so many tokens."""
+        return -(-tokens // self.page_size)
+
+
+def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
+    """Check a new request against model and pool and fill in what follows from its parameters.
+
+    `seed` is used where the request has none. LlmcError, with the request unchanged: E602 prompt longer than the model,
+    E603 prompt and max_tokens longer than the model, E604 longer than the pool, E605 empty prompt, E606 a token id that
+    the vocabulary lacks, E601 a parameter.
+    """
+    prompt, params = request.prompt_token_ids, request.params
+    if type(request.priority) is not int:
+        raise refused("priority", request.priority, "an integer; smaller runs first")
+    if not isinstance(request.cache_salt, str):
+        raise refused("cache_salt", request.cache_salt, "a string")
+    if request.leader is None or request.leader.prompt_token_ids is not prompt:
+        _check_prompt(prompt, config)
+    _check_stops(request, config)
+    limit = _limit(len(prompt), params.max_tokens, config)
+    stops = frozenset(params.stop_token_ids or ())
+    masked = stops.union(config.eos_token_ids) if params.min_tokens else frozenset()
+    allowed = _restrict(request, masked, config)
+    request.tokens = list(prompt)
+    request.num_prompt = len(prompt)
+    request.limit = limit
+    request.gate = len(prompt) + params.min_tokens
+    request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
+    request.stops = stops
+    request.scores = None if params.prompt_logprobs is None else PackedLogprobs(params.prompt_logprobs)
+    request.row_params = RowParams.of(
+        params,
+        seed=(seed if params.seed is None else params.seed) & (1 << 64) - 1,
+        min_tokens=params.min_tokens,
+        want_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
+        stops=tuple(sorted(masked)),
+        biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
+        allowed=allowed,
+        guided=request.guide is not None,
+    )
+
+
+def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:
+    """The mask of all the request's tokens, empty for none; where it depends on them the request gets a guide."""
+    params, top = request.params, config.vocab_size - 1
+    if params.logit_bias and max(params.logit_bias) > top:
+        raise refused("logit_bias", params.logit_bias, f"ids of the vocabulary, 0 to {top}")
+    if params.allowed_token_ids is None and not request.bad_words:
+        return b""
+    bans = request.bans = _shared(request) or _bans(request, masked, config)
+    if request.guide is None and bans.fixed:
+        return bans.mask
+    guide = Banned(bans, request.guide)
+    guide.mask()  # LlmcError where the bans leave no first token
+    request.guide = guide
+    return b""
+
+
+def _shared(request: Request) -> Bans | None:
+    """The bans of the leader, where they are this one's too."""
+    leader, params = request.leader, request.params
+    if leader is None or leader.bad_words is not request.bad_words:
+        return None
+    names = ("allowed_token_ids", "stop_token_ids", "min_tokens")
+    same = all(getattr(leader.params, name) is getattr(params, name) for name in names)
+    return leader.bans if same else None
+
+
+def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> Bans:
+    ids, top = request.params.allowed_token_ids, config.vocab_size - 1
+    known = len(ids.mask) == mask_size(config.vocab_size) if isinstance(ids, TokenMask) else not ids or max(ids) <= top
+    if not known:
+        raise refused("allowed_token_ids", ids, f"ids of the vocabulary, 0 to {top}")
+    if any(not word or min(word) < 0 or max(word) > top for word in request.bad_words):
+        raise refused("bad_words", request.params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
+    needed = without(mask_of(None, config.vocab_size), masked)
+    allowed = ids.mask if isinstance(ids, TokenMask) else mask_of(ids, config.vocab_size)
+    bans = Bans(allowed, request.bad_words, needed)
+    if empty(both(bans.mask, needed)):
+        raise refused("allowed_token_ids", ids, "at least one id that neither bad_words nor min_tokens excludes")
+    return bans
+
+
+def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
+    if not isinstance(prompt, list | tuple) or not set(map(type, prompt)) <= {int}:
+        raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
+    if not prompt:
+        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= config.vocab_size:
+        raise LlmcError(
+            "E606",
+            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {config.vocab_size - 1}",
+            "tokenize the prompt with the artifact's own tokenizer",
+        )
+    if len(prompt) >= config.max_model_len:
+        raise LlmcError(
+            "E602",
+            f"the prompt is {len(prompt)} tokens, the model was compiled for {config.max_model_len} with output",
+            f"shorten the prompt to {config.max_model_len - 1} tokens, or compile with a larger --max-model-len",
+        )
+
+
+def _check_stops(request: Request, config: SchedulerConfig) -> None:
+    params, top = request.params, config.vocab_size - 1
+    ids = tuple(params.stop_token_ids or ())
+    if ids and max(ids) > top:
+        raise refused("stop_token_ids", list(ids), f"ids of the vocabulary, 0 to {top}")
+    if params.min_tokens and len({*ids, *config.eos_token_ids}) > STOPS:
+        room = STOPS - len(set(config.eos_token_ids))
+        raise refused("stop_token_ids", list(ids), f"with min_tokens, up to {room} ids besides the model's own")
+
+
+def _limit(prompt: int, max_tokens: int | None, config: SchedulerConfig) -> int:
+    """Tokens at which the request ends, prompt included. The last token needs no KV."""
+    model, pool = config.max_model_len, config.pool_tokens + 1
+    wanted = min(model, pool) if max_tokens is None else prompt + max_tokens
+    if wanted > model:
+        raise LlmcError(
+            "E603",
+            f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) make {wanted}, the model was compiled for {model}",
+            f"max_tokens of at most {model - prompt}, or none for all that fits",
+        )
+    if max(wanted, prompt + 1) > pool:
+        tokens = max(wanted, prompt + 1) - 1
+        raise LlmcError(
+            "E604",
+            f"the request needs {config.pages_for(tokens)} KV pages ({tokens} tokens), "
+            f"the pool has {config.num_pages} ({config.pool_tokens} tokens)",
+            "a shorter prompt, a smaller max_tokens, or a larger pool",
+        )
+    return wanted

@@ -1,0 +1,1 @@
+"""HTTP primitives: connections, limits on heads and bodies, authentication, errors and responses."""

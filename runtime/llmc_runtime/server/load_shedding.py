@@ -1,0 +1,177 @@
+"""Load shedding: refuses requests from their heads alone, before the body is read, if their key would not be admitted.
+
+There are two paths. `answer` takes the bytes of a plain head and returns the complete response, bypassing the HTTP
+parser and all middleware; it handles most refusals under overload. `refuse` performs the same check in the middleware,
+for heads that `answer` leaves to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Both follow
+the checks of host, headers and key.
+"""
+
+from __future__ import annotations
+
+import http
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.types import Scope
+
+from llmc_runtime.server.http.auth import REQUEST_ID
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.request_log import Record, Refusals, request_line
+from llmc_runtime.server.http.root_path import tidy
+
+if TYPE_CHECKING:
+    from llmc_runtime.server.serving import Serving
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+MOST_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
+_MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # number of cached heads, and bytes of one
+_STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
+_LENGTH = re.compile(rb"[0-9]{1,10}")
+_LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
+_ONCE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
+
+    data: bytes
+    length: int
+    closes: bool
+
+
+@dataclass
+class _Request:
+    """The content of a plain head. `key` is None until the key is checked."""
+
+    path: str
+    raw: list[tuple[bytes, bytes]]
+    headers: dict[bytes, bytes]
+    length: int
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if REQUEST_ID.fullmatch(given) else None
+        self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
+
+
+class Shed:
+    """Refuses requests for generation. `root_path` is as in `application`.
+
+    `check` is the method of Guard; without it, `answer` leaves every request to the parser.
+    """
+
+    check: Callable[[Any, dict[bytes, bytes]], None] | None = None
+
+    def __init__(self, serving: Serving, root_path: str = "", refusals: Refusals | None = None) -> None:
+        self._serving, self.refusals = serving, refusals or Refusals(False)
+        paths = [path + end for path in PATHS for end in ("", "/")]
+        self._paths = frozenset(paths)
+        spelled = [(f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", tidy(root_path)} for path in paths]
+        self._lines = dict(spelled)
+        self._known: dict[bytes, _Request] = {}  # parsed requests by head
+        self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
+
+    @property
+    def active(self) -> bool:
+        """Whether a request might be refused now."""
+        return self.check is not None and self._serving.busy
+
+    def refuse(self, scope: Scope) -> None:
+        """Raise ApiError if the request, whose key was checked, will be refused regardless of its body."""
+        if scope["method"] != "POST" or scope["path"] not in self._paths:
+            return
+        try:
+            self._serving.check_least(scope["llmc.key"])
+        except ApiError as e:
+            if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
+                e.headers["Connection"] = "close"
+            raise
+
+    def answer(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
+        """Return the refusal of the request with this head, which ends with an empty line.
+
+        `common` are the headers of every response. Returns None if the request may be admitted or its head is not
+        plain.
+        """
+        request = self._known.get(head) or self._parsed(head)
+        if request is None or self.check is None:
+            return None
+        began = time.monotonic()
+        try:
+            if request.key is None:
+                self._accept(head, request)
+            self._serving.check_least(request.key or "")
+            return None
+        except ApiError as e:
+            error = e
+        return self._answer(error, request, common, began)
+
+    def _parsed(self, head: bytes) -> _Request | None:
+        """Parse a plain head; return None for any other."""
+        line, _, rest = head.partition(b"\r\n")
+        path, fields = self._lines.get(line), rest[:-2]
+        if path is None or _FIELDS.fullmatch(fields) is None:
+            return None
+        raw = [(name.lower(), value.strip(b" \t")) for name, _, value in map(_split, fields[:-2].split(b"\r\n"))]
+        names = [name for name, _ in raw]
+        headers = dict(reversed(raw))
+        length = headers.get(b"content-length", b"0")
+        if not _LEFT.isdisjoint(names) or sum(name in _ONCE for name in names) != len(_ONCE & headers.keys()):
+            return None
+        if _LENGTH.fullmatch(length) is None or b"host" not in headers:
+            return None
+        return _Request(path, raw, headers, int(length))
+
+    def _accept(self, head: bytes, request: _Request) -> None:
+        """Check host, headers and key. A head that passes is cached, as clients repeat the same head."""
+        assert self.check is not None
+        path, raw = request.path, request.raw
+        scope: dict[str, Any] = {"method": "POST", "path": path, "raw_path": path.encode(), "headers": raw}
+        self.check(scope, request.headers)
+        request.key = scope["llmc.key"]
+        if len(head) <= _LONGEST_KEPT:
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[head] = request
+
+    def _answer(
+        self, error: ApiError, request: _Request, common: Sequence[tuple[bytes, bytes]], began: float
+    ) -> Answer:  # fmt: skip
+        closes = request.closes or request.length > MOST_SKIPPED or "Connection" in error.headers
+        name = request.id or f"{random.getrandbits(128):032x}"
+        body = msgspec.json.encode(error.body())
+        lines = [_STATUS[error.status], self._joined(common)]
+        lines += [f"{k.lower()}: {v}" for k, v in error.headers.items() if k != "Connection"]
+        lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json\r\nx-request-id: {name}")
+        if closes:
+            lines.append("connection: close")
+        self._record(error, request.path, name, began)
+        return Answer("\r\n".join(filter(None, lines)).encode("latin-1") + b"\r\n\r\n" + body, request.length, closes)
+
+    def _joined(self, common: Sequence[tuple[bytes, bytes]]) -> str:
+        """Return the common headers as text; they change once a second."""
+        if common is not self._common[0]:
+            self._common = common, b"\r\n".join(b"%b: %b" % one for one in common).decode("latin-1")
+        return self._common[1]
+
+    def _record(self, error: ApiError, path: str, name: str, began: float) -> None:
+        """Write the log line that the middleware would write."""
+        if self.refusals.lines and (error.reason is None or self.refusals.take(error.reason)):
+            record = Record(began=began)
+            record.status, record.complete = error.status, True
+            record.fail(error.code, error.reason)
+            request_line({"path": path, "method": "POST", "llmc.id": name}, record)
+
+
+def _split(line: bytes) -> tuple[bytes, bytes, bytes]:
+    return line.partition(b":")

@@ -1,0 +1,1 @@
+"""The endpoints that generate: completions and chat completions."""

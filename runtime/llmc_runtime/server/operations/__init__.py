@@ -1,0 +1,1 @@
+"""Admission control, metrics and memory settings of the server."""

@@ -1,0 +1,264 @@
+"""Admission control: limits on open sequences and tokens, shares of API keys, and expected waiting times.
+
+This module only counts; requests are queued in the engine. A place is reserved before the prompt is tokenized, with an
+estimate of its tokens that is corrected afterwards, so that refusing a request costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
+from llmc_runtime.server.operations.throughput import Pace
+
+SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
+REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
+           "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
+_SHARE = 4  # a key may have this many times the free capacity open
+_NEW = 0.1  # weight of the newest output in the mean length
+
+
+@dataclass
+class Admission:
+    """The admission state of a server.
+
+    `sequences` and `tokens` limit what is open, running or waiting; tokens include prompts and the maximum outputs. At
+    most `rows` of the sequences run at a time, or fewer if `backlog` reports that the engine has some waiting.
+    `per_key` limits the sequences of one API key; if there are several `keys`, none of them can use everything. A
+    request whose expected wait exceeds `most_wait` seconds is refused. `refused` is called with the reason of every
+    refusal. No request is admitted while `draining` is set.
+    """
+
+    sequences: int
+    tokens: int
+    per_key: int | None = None
+    refused: Callable[[str], None] = lambda reason: None
+    rows: int = 0
+    keys: int = 1
+    most_wait: float = math.inf
+    backlog: Callable[[], int] = lambda: 0
+    pace: Pace = field(default_factory=Pace)
+    draining: bool = False
+    open_sequences: int = 0
+    open_tokens: int = 0
+    waiting_sequences: int = 0  # of places that are queued and have not started
+    work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
+    by_key: Counter[str] = field(default_factory=Counter)
+    tokens_by_key: Counter[str] = field(default_factory=Counter)
+    mean_output: float = math.inf  # recent mean of the tokens per output
+    answers: int = 256 << 20  # bytes of open responses with log-probabilities or ids; half per key if there are several
+    answer_bytes: Counter[str] = field(default_factory=Counter)  # bytes of open responses, by key
+
+    @property
+    def full(self) -> bool:
+        """Whether another sequence would be refused."""
+        return self.open_sequences >= self.sequences or self.open_tokens >= self.tokens
+
+    @property
+    def queued(self) -> bool:
+        """Whether a new sequence would have to wait."""
+        return self.open_sequences >= self.rows or self.backlog() > 0
+
+    def wait(self, key: str | None = None) -> float | None:
+        """Return the expected seconds until a new sequence gets a row.
+
+        Without `key`, it waits behind everything queued. With `key`, it waits behind the key's own sequences, and at
+        most as much work of each other key. Returns None if there is no estimate yet.
+        """
+        if not self.waiting_sequences or not self.queued:
+            return 0.0
+        ahead = whole = sum(self.work.values())
+        if key is not None:
+            mine = self.work.get(key, 0.0) + whole / self.waiting_sequences
+            ahead = sum(min(work, mine) for work in self.work.values())
+        seconds = self.pace.seconds(whole, self.waiting_sequences)
+        return None if seconds is None else seconds * ahead / whole
+
+    @property
+    def retry(self) -> float:
+        """Seconds after which to retry: half of the waiting sequences will have started by then."""
+        return min(max((self.wait() or 0.0) / 2, SOONEST), LATEST)
+
+    def check_open(self) -> None:
+        """Raise ApiError 503 if the server is draining or full."""
+        if self.draining:
+            raise self.turn_away("draining", "the server is shutting down", "shutting_down")
+        if self.full:
+            raise self.turn_away("queue_full", "the server's queue is full")
+
+    def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
+        """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
+        wait = self.wait(key)
+        if wait is None or wait <= min(within, self.most_wait):
+            return
+        words = f"the request would wait about {wait:.0f} s"
+        if wait > self.most_wait:
+            raise self.turn_away("queue_wait", words)
+        raise self.turn_away("deadline", f"{words}, longer than it may take")
+
+    def turn_away(
+        self, reason: str, words: str, code: str = "server_overloaded", seconds: float | None = None
+    ) -> ApiError:
+        """Count a refusal and return its ApiError 503.
+
+        `seconds` is the time after which to retry, if it does not depend on the queue.
+        """
+        return self._refusal(reason, unavailable(words, code, self.retry if seconds is None else max(seconds, SOONEST)))
+
+    def _refusal(self, reason: str, error: ApiError) -> ApiError:
+        self.refused(reason)
+        error.reason = reason
+        return error
+
+    @property
+    def busy(self) -> bool:
+        """Whether `check_least` might refuse a request."""
+        if self.draining or self.queued or self.full:
+            return True
+        half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
+        return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
+
+    def check_least(self, key: str) -> None:
+        """Raise the ApiError of `place` for the smallest possible request: an early check, before anything is known of
+        it.
+        """
+        self.check_open()
+        self._check_key(1, 2, key)
+        self.check_wait(key)
+
+    def place(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> Place:
+        """Reserve room for sequences and for the tokens of prompts and maximum outputs; the caller closes the place.
+
+        The request has to start `within` seconds. Raises ApiError 429 if the key has too much open, 400 if the request
+        can never fit, and 503 if there is too little room now.
+        """
+        tokens = prompts + outputs
+        self.check_size(sequences, tokens)
+        self._check_key(sequences, tokens, key)
+        if self.open_sequences + sequences > self.sequences or self.open_tokens + tokens > self.tokens:
+            raise self.turn_away("queue_full", "the server's queue is full")
+        self.check_wait(key, within)
+        return Place(self, key, sequences, prompts, outputs)
+
+    def answer(self, key: str, nbytes: int) -> AnswerRoom:
+        """Reserve memory for a response of `nbytes`; the caller closes it once the response was sent.
+
+        Raises ApiError 429 if the key has too much open, and 503 if all keys together have. A single response always
+        fits.
+        """
+        mine, all_keys = self.answer_bytes[key], self.answer_bytes.total()
+        if mine and self.keys > 1 and mine + nbytes > self.answers // 2:
+            words = f"this API key has answers of {mine:,} bytes open; with this one of {nbytes:,} bytes"
+            raise self._too_many("answer_bytes", f"{words} they pass {self.answers // 2:,}")
+        if all_keys and all_keys + nbytes > self.answers:
+            raise self.turn_away("answer_bytes", "the answers that are open take too much memory")
+        return AnswerRoom(self, key, nbytes)
+
+    def check_size(self, sequences: int, tokens: int) -> None:
+        """Raise ApiError 400 if the request can never fit."""
+        if sequences > self.sequences or tokens > self.tokens:
+            self.refused("too_large")
+            cause = f"the request asks for {sequences} sequences and {tokens} tokens, with its prompts"
+            raise ApiError(f"{cause}; the server takes {self.sequences} and {self.tokens} at a time", param="n")
+
+    def _check_key(self, sequences: int, tokens: int, key: str) -> None:
+        held = self.by_key[key] if key in self.by_key else 0
+        if self.per_key is not None and held + sequences > self.per_key:
+            cause = f"this API key has {held} sequences open, of {self.per_key} allowed"
+            raise self._too_many("key_limit", cause)
+        if self.keys > 1 and held:
+            free = self.sequences - self.open_sequences - sequences, self.tokens - self.open_tokens - tokens
+            if held + sequences > _SHARE * free[0] or self.tokens_by_key[key] + tokens > _SHARE * free[1]:
+                raise self._too_many("key_share", f"this API key has {held} sequences open, and the rest is for others")
+
+    def _too_many(self, reason: str, cause: str) -> ApiError:
+        kind, code = "rate_limit_error", "rate_limit_exceeded"
+        return self._refusal(reason, ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry)))
+
+    def count(self, place: Place, sign: int) -> None:
+        """Count a place as taken (`sign` 1) or released (-1)."""
+        self.open_sequences += sign * place.sequences
+        self.open_tokens += sign * place.tokens
+        for counts, number in ((self.by_key, place.sequences), (self.tokens_by_key, place.tokens)):
+            counts[place.key] += sign * number
+            if not counts[place.key]:
+                del counts[place.key]
+        self.pace.queue(self.waiting_sequences > 0)
+
+    def learn(self, tokens: float) -> None:
+        """Update the mean output length with an output of `tokens` tokens."""
+        known = tokens if math.isinf(self.mean_output) else self.mean_output
+        self.mean_output = known + _NEW * (tokens - known)
+
+
+class AnswerRoom:
+    """The memory of one response, counted until `close`."""
+
+    def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
+        self._counts, self._key, self._bytes = admission.answer_bytes, key, nbytes
+        self._counts[key] += nbytes
+
+    def close(self) -> None:
+        """Release the memory. Further calls have no effect."""
+        self._counts[self._key] -= self._bytes
+        self._bytes = 0
+        if not self._counts[self._key]:
+            del self._counts[self._key]
+
+
+class Place:
+    """The capacity reserved for one request until it is closed."""
+
+    def __init__(self, admission: Admission, key: str, sequences: int, prompts: int, outputs: int) -> None:
+        self._admission, self.key, self.sequences = admission, key, sequences
+        self.tokens, self._work, self._open = prompts + outputs, 0.0, True
+        self._queued = admission.queued
+        admission.count(self, 1)
+        self._wait(self._expected(prompts, outputs))
+
+    def resize(self, prompts: int, outputs: int) -> None:
+        """Set the true number of prompt tokens, and the maximum tokens of all outputs. Raises the errors of `place`."""
+        admission, tokens = self._admission, prompts + outputs
+        admission.check_size(self.sequences, tokens)
+        if admission.open_tokens - self.tokens + tokens > admission.tokens:
+            raise admission.turn_away("queue_full", "the server's queue is full")
+        admission.count(self, -1)
+        self.tokens = tokens
+        admission.count(self, 1)
+        self._wait(self._expected(prompts, outputs))
+
+    def begin(self) -> None:
+        """Record that the first token has arrived, so the request no longer waits."""
+        if self._queued:  # a place that never waited says nothing about the queue's pace
+            self._admission.pace.left(self._work)
+            self._wait(0.0)
+            self._queued = False
+
+    def close(self, tokens: int = 0) -> None:
+        """Release the place after `tokens` generated tokens. Further calls have no effect."""
+        if self._open:
+            self._open = False
+            self._wait(0.0)
+            self._admission.count(self, -1)
+            if tokens:
+                self._admission.learn(tokens / self.sequences)
+
+    def _expected(self, prompts: int, outputs: int) -> float:
+        return prompts + min(outputs, self._admission.mean_output * self.sequences)
+
+    def _wait(self, work: float) -> None:
+        """Set the expected work of this place in the queue; 0 if it no longer waits."""
+        if not self._queued:
+            return
+        admission, key, before = self._admission, self.key, self._work
+        admission.waiting_sequences += self.sequences * (bool(work) - bool(before))
+        left = admission.work.get(key, 0.0) + work - before
+        if left > 1e-6:
+            admission.work[key] = left
+        else:
+            admission.work.pop(key, None)
+        self._work = work
+        admission.pace.queue(admission.waiting_sequences > 0)

@@ -1,0 +1,1 @@
+"""The requests of the API: their fields, parsing and limits."""

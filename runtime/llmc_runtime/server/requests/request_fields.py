@@ -1,0 +1,173 @@
+"""The requests of the HTTP API as types: the fields, their types, and in JSON Schema the values that they may have.
+
+The API's description comes from these types. The sampling fields come from the declarations of SamplingParams. Ranges
+are enforced where values are used, lengths by `lengths`; what depends on the model or on other fields is not described.
+Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as an absent field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from llmc_runtime.format.row_abi import TOP_LOGPROBS
+from llmc_runtime.sched.parameter_type import MAX_INT, Parameter
+from llmc_runtime.sched.sampling_params import PARAMETERS
+from llmc_runtime.server.requests.field_limits import (
+    FUNCTION_NAME,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_SALT,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
+)
+
+
+def _schema(**schema: Any) -> Meta:
+    """Additions to the JSON schema of a type."""
+    return Meta(extra_json_schema=schema)
+
+
+def _tool() -> Meta:
+    function = {
+        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+        "strict": {"type": ["boolean", "null"]},
+    }
+    inner = {"type": "object", "properties": function, "required": ["name"]}
+    return _schema(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
+
+
+def _prompts() -> Meta:
+    token = {"type": "integer", "minimum": 0}
+    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_PROMPTS}
+    return _schema(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_PROMPTS}, {"items": token}, many])
+
+
+Ids = list[Annotated[int, _schema(minimum=0)]]
+Prompts = Annotated[list[Any], _prompts()]
+Messages = Annotated[list[dict[str, Any]], _schema(minItems=1, maxItems=MAX_MESSAGES)]
+Documents = Annotated[list[dict[str, Any]], _schema(maxItems=MAX_DOCUMENTS)]
+Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], _schema(maxItems=MAX_TOOLS)]
+ToolChoice = Annotated[str, _schema(enum=["none", "auto", "required"])]
+TemplateKwargs = Annotated[dict[str, Any], _schema(maxProperties=MAX_TEMPLATE_KWARGS)]
+Scores = Annotated[int, _schema(minimum=0, maximum=TOP_LOGPROBS)]
+Priority = Annotated[int, _schema(minimum=-(2**31), maximum=2**31 - 1)]
+Salt = Annotated[str, _schema(maxLength=MAX_SALT)]
+MaxTokens = Annotated[int, _schema(minimum=0, maximum=MAX_INT)]  # 0 with echo
+MaxCompletionTokens = Annotated[int, _schema(minimum=1, maximum=MAX_INT)]
+
+
+def _field(one: Parameter) -> tuple[str, Any, None]:
+    wire: Any = one.values.wire and one.values.wire()
+    return one.name, Annotated[wire | None, Meta(description=one.text)], None
+
+
+# A field for each sampling parameter that requests may set, None where a request does not.
+SamplingFields: Any = msgspec.defstruct(
+    "SamplingFields", [_field(one) for one in PARAMETERS.values() if one.request], kw_only=True
+)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream tells besides its pieces."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """The schema of a response_format, and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`type`: text, json_object or json_schema."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's structured_outputs: exactly one of the first five."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class Generation(SamplingFields, msgspec.Struct, kw_only=True):
+    """What completions and chats share."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    best_of: int | None = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | Prompts
+    echo: bool | None = None
+    logprobs: Scores | None = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: MaxCompletionTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Scores | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    documents: Documents | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: Ids
+    model: str | None = None

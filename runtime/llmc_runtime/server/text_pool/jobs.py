@@ -1,0 +1,194 @@
+"""The jobs of a text process: from a request body to checked fields, and then to its prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from llmc_runtime.defaults import default_params
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.prompting import Prompting, prompts_in
+from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, of_completion
+from llmc_runtime.server.text_pool import text_messages as m
+from llmc_runtime.server.tool_calls.definitions import tools_of
+from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
+from llmc_runtime.text.bounded_encode import longest_token
+from llmc_runtime.text.tokenizer import Tokenizer
+
+T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+
+class Job:
+    """A completion whose body is checked and whose prompts are still to be tokenized."""
+
+    reasons = opened = False
+
+    def __init__(self, parsed: m.Parsed, prompts: Iterator[Prompt], most_tokens: int) -> None:
+        self.parsed, self._prompts, self._most = parsed, prompts, most_tokens
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts one by one. Raises ApiError 400 if they have too many tokens together."""
+        total = 0
+        for prompt in self._prompts:
+            total += len(prompt.ids)
+            if total > self._most:
+                cause = f"the prompts have more than {self._most} tokens together, which the server takes at a time"
+                raise ApiError(f"{cause}; send several requests", param="prompt")
+            yield prompt
+
+
+class ChatJob(Job):
+    """A chat. `reasons` and `opened` are set once the prompt is rendered."""
+
+    def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], asked: ChatRequest, plan: Plan) -> None:
+        self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, asked, plan
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompt. Raises ApiError 400."""
+        prompt = self._prompt()
+        plan = self._plan.behind(prompt, self._asked)
+        self.reasons, self.opened = plan.thoughts is not None, plan.opened
+        yield prompt
+
+
+class Texts:
+    """Runs the jobs for one served model. `unknown` is the number of unknown fields in the last body."""
+
+    def __init__(self, spec: m.Spec) -> None:
+        self._spec, self.unknown = spec, 0
+        self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
+        self._dialect = dialect_of(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
+        longest = None if self._tokenizer is None else longest_token(self._tokenizer)
+        self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
+        self._defaults = _Defaults(spec.generation, spec.vocab_size)
+        spec.tokenizer = None
+
+    def completion(self, body: bytearray) -> Job:
+        """Parse and check a completion, except for its prompts. Raises ApiError."""
+        asked = self._parse(body, CompletionRequest)
+        check_silent(asked)
+        self._check_model(asked.model)
+        of_completion(asked, self._defaults)
+        count, known = prompts_in(asked.prompt)
+        left = msgspec.structs.replace(asked, prompt="")
+        parsed = m.Parsed(_fields(left), count, known)
+        return Job(parsed, self._prompting.completion(asked), self._spec.most_tokens)
+
+    def chat(self, body: bytearray) -> Job:
+        """Parse and check a chat, except for its messages. Raises ApiError."""
+        asked = self._parse(body, ChatRequest)
+        self._check_model(asked.model)
+        of_chat(asked, self._defaults)
+        plan = plan_of(asked, self._dialect)
+        left = msgspec.structs.replace(
+            asked, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
+        )
+        tools = None if plan.tools is None else plan.tools.given
+        parsed = m.Parsed(_fields(left), earlier=plan.earlier)
+        return ChatJob(parsed, lambda: self._prompting.chat(asked, tools, self._dialect.short_ids), asked, plan)
+
+    def tokenize(self, body: bytearray) -> bytes:
+        """Return the JSON response of /tokenize. Raises ApiError."""
+        asked = self._parse(body, TokenizeRequest)
+        self._check_model(asked.model)
+        check_tokenize(asked)
+        if asked.prompt is not None:
+            ids = self._prompting.listed_ids(asked.prompt, asked.add_special_tokens is not False)
+        else:
+            tools = tools_of(asked.tools, None, None)
+            ids = self._prompting.chat(asked, None if tools is None else tools.given, self._dialect.short_ids).ids
+        return msgspec.json.encode(token_list(self._prompting, ids, asked, self._spec.max_model_len))
+
+    def detokenize(self, body: bytearray) -> bytes:
+        """Return the JSON response of /detokenize. Raises ApiError."""
+        asked = self._parse(body, DetokenizeRequest)
+        self._check_model(asked.model)
+        return msgspec.json.encode({"prompt": self._prompting.text_of(asked.tokens)})
+
+    def _parse(self, body: bytearray, kind: type[T]) -> T:
+        self.unknown = 0
+        check_size(body)
+        asked = parse(body, kind, self._count)
+        body.clear()
+        return asked
+
+    def _check_model(self, name: str | None) -> None:
+        if name and name not in self._spec.names:
+            raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
+
+    def _count(self, unknown: int) -> None:
+        self.unknown = unknown
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
+
+def check_size(body: bytearray) -> None:
+    """Raise ApiError 400 if a body has more objects and lists than MAX_CONTAINERS, or more values than MAX_VALUES."""
+    if body.count(b",") + body.count(b"{") + body.count(b"[") < m.MAX_CONTAINERS:
+        return
+    bare = _STRING.sub(b"", body)
+    containers = bare.count(b"{") + bare.count(b"[")
+    values = containers + bare.count(b",")
+    if containers > m.MAX_CONTAINERS:
+        cause = f"the body has {containers} objects and lists, at most {m.MAX_CONTAINERS}"
+        raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
+    if values > m.MAX_VALUES:
+        cause = f"the body has {values} values, at most {m.MAX_VALUES}"
+        raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
+
+
+def check_tokenize(asked: TokenizeRequest) -> None:
+    """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError("give one of prompt and messages", param="prompt")
+
+
+def token_list(prompting: Prompting, ids: list[int], asked: TokenizeRequest, length: int) -> dict[str, Any]:
+    """Return the response of /tokenize. `length` is the model's maximum context length."""
+    names = [prompting.tokenizer.token(i) for i in ids] if asked.return_token_strs else None
+    return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
+
+
+class _Defaults:
+    """The sampling defaults of the model (see sampling.Defaults)."""
+
+    def __init__(self, generation: Mapping[str, Any], vocab_size: int) -> None:
+        self.generation, self.vocab_size = generation, vocab_size
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """Return the model's default sampling parameters."""
+        return default_params(self.generation, max_tokens=max_tokens)
+
+
+def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)
+
+
+def _fields(asked: CompletionRequest | ChatRequest) -> bytes:
+    """Encode the fields as JSON.
+
+    Raises ApiError 400, naming the largest field, if they are too large for the server process.
+    """
+    encoded = msgspec.json.encode(asked)
+    if len(encoded) > m.MAX_FIELDS or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
+        sizes = {name: len(msgspec.json.encode(getattr(asked, name))) for name in asked.__struct_fields__}
+        name = max(sizes, key=lambda name: sizes[name])
+        cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELDS} bytes"
+        raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists", param=name)
+    return encoded

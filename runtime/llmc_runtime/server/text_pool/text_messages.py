@@ -1,0 +1,102 @@
+"""The protocol between the server and a text process: frames of a kind, a length and a payload, on a Unix socket.
+
+A job starts with a body (COMPLETION, CHAT, TOKENIZE or DETOKENIZE). For a completion or a chat, the process replies
+PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other
+two, the process replies ANSWER. Every job ends with DONE or FAILED.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from llmc_runtime.server.http.errors import ApiError
+
+HEAD = struct.Struct("<cQ")
+COMPLETION, CHAT, TOKENIZE, DETOKENIZE = b"C", b"H", b"K", b"U"
+PROMPTS, DROP = b"G", b"N"
+READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b"D", b"F"
+
+MAX_CONTAINERS = 262_144  # objects and lists in a body
+MAX_VALUES = 2_097_152  # values in a body
+MAX_FIELDS = 1 << 20  # bytes of all fields except the prompt, as JSON
+MAX_FIELD_CONTAINERS = 16_384  # objects and lists in them
+CPU_SECONDS = 10.0  # per job; the process is killed if it exceeds this
+SECONDS = 30.0  # wall time per job, for a heavily loaded machine
+MEMORY_BYTES = 1 << 30  # that a process may allocate beyond the tokenizer
+KEPT_BYTES = 256 << 20  # growth of resident memory beyond which a process is replaced
+OUT_OF_MEMORY = 41  # exit status of a process that ran out of memory
+NICE = 10  # the engine and the server take precedence
+
+
+class Spec(msgspec.Struct):
+    """The configuration of a text process.
+
+    `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
+    options of llmc-serve. `most_tokens` is the maximum number of prompt tokens in one request. `generation` has the
+    sampling defaults.
+    """
+
+    tokenizer: str | None
+    named_tokens: dict[str, str]
+    chat_templates: dict[str, str]
+    template: str | None
+    tool_calls: str
+    reasoning: str
+    names: list[str]
+    vocab_size: int
+    max_model_len: int
+    most_tokens: int
+    generation: dict[str, Any]
+
+
+class Parsed(msgspec.Struct):
+    """A checked body.
+
+    `fields` is the JSON of all fields except those that only form the prompt. `prompts` is the number of prompts, and
+    `known` the number of token ids if there is one prompt given as ids. `earlier` is the number of earlier tool calls
+    in a conversation.
+    """
+
+    fields: bytes
+    prompts: int = 1
+    known: int = 0
+    earlier: int = 0
+
+
+class Done(msgspec.Struct):
+    """The end of a job.
+
+    `leaves` means that the process exits; `unknown` is the number of unknown fields in the body. For a chat, `reasons`
+    and `opened` say whether the output has reasoning, and whether it starts inside of it.
+    """
+
+    leaves: bool = False
+    unknown: int = 0
+    reasons: bool = False
+    opened: bool = False
+
+
+class Failure(msgspec.Struct):
+    """A serialized ApiError; `leaves` and `unknown` are as in Done."""
+
+    message: str
+    status: int
+    kind: str
+    param: str | None
+    code: str | None
+    headers: dict[str, str]
+    leaves: bool = False
+    unknown: int = 0
+
+    @classmethod
+    def of(cls, error: ApiError) -> Failure:
+        """Convert an ApiError."""
+        return cls(error.message, error.status, error.kind, error.param, error.code, error.headers)
+
+    def error(self) -> ApiError:
+        """Convert back to an ApiError."""
+        more: dict[str, Any] = {"status": self.status, "kind": self.kind, "param": self.param, "code": self.code}
+        return ApiError(self.message, headers=self.headers, **more)

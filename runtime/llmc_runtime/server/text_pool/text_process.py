@@ -1,0 +1,125 @@
+"""The server's handle of one text process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from typing import BinaryIO
+
+from llmc_runtime.python_command import module_command
+from llmc_runtime.server.http.errors import ApiError, unavailable
+from llmc_runtime.server.text_pool import text_messages as m
+
+_REAP = 0.005  # seconds between checks for the end of a process
+_BUFFER = 1 << 20  # size of the socket's buffers in bytes
+_END_SECONDS = 10.0  # between the end of the link and the end of the process, on a busy machine
+
+
+class Ended(Exception):
+    """The process ended, or was killed, during a job."""
+
+
+class TextProcess:
+    """A text process for the Spec in the file `spec`. Raises OSError if it cannot be created."""
+
+    def __init__(self, spec: BinaryIO) -> None:
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            for end in (self._link, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            passed = [theirs.fileno(), spec.fileno()]
+            command = module_command("llmc_runtime.server.text_pool.text_worker")
+            try:
+                self._process = subprocess.Popen(
+                    [*command, *map(str, passed)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL if sys.__stderr__ is None else None, pass_fds=passed,
+                    process_group=0,  # not affected by Ctrl-C
+                )  # fmt: skip
+            except BaseException:
+                self._link.close()
+                raise
+        self._link.setblocking(False)
+        self._ends = weakref.finalize(self, _end, self._link, self._process, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can take a job."""
+        return self._ends.alive and self._process.poll() is None
+
+    def close(self) -> None:
+        """Kill the process and wait for its end."""
+        self._ends()
+
+    async def end(self) -> None:
+        """Kill the process without blocking the event loop: releasing much memory takes a while."""
+        if self._ends.alive:
+            with contextlib.suppress(OSError):
+                self._process.kill()
+            while self._process.poll() is None:
+                await asyncio.sleep(_REAP)
+            self._ends()
+
+    async def send(self, kind: bytes, payload: bytes | bytearray = b"") -> None:
+        """Send a frame. Raises Ended."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._link, m.HEAD.pack(kind, len(payload)))
+            await loop.sock_sendall(self._link, payload)
+        except OSError:
+            raise Ended from None
+
+    async def receive(self) -> tuple[bytes, bytearray]:
+        """Receive a frame, and return its kind and payload. Raises Ended."""
+        kind, size = m.HEAD.unpack(await self._exactly(m.HEAD.size))
+        return kind, await self._exactly(size)
+
+    async def _exactly(self, size: int) -> bytearray:
+        loop, data = asyncio.get_running_loop(), bytearray(size)
+        left = memoryview(data)
+        while left:
+            try:
+                count = await loop.sock_recv_into(self._link, left[:_BUFFER])
+            except OSError:
+                count = 0
+            if not count:
+                raise Ended
+            left = left[count:]
+        return data
+
+    async def why(self) -> ApiError:
+        """Return the error for the client of the job during which the process ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
+                while self._process.poll() is None:
+                    await asyncio.sleep(_REAP)
+        code = self._process.poll()
+        if code == -signal.SIGPROF:
+            return _too_costly(f"{m.CPU_SECONDS:g} s of CPU time")
+        if code in (m.OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
+            return _too_costly(f"{m.MEMORY_BYTES >> 20} MiB of memory")
+        return unavailable("the process that read the request has ended")
+
+
+def _too_costly(limit: str) -> ApiError:
+    cause = f"reading the request takes more than {limit}; send less in one request"
+    return ApiError(cause, code="body_too_complex")
+
+
+def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    link.close()
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError):
+        process.kill()
+        process.wait()

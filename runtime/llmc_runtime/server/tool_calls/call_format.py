@@ -1,0 +1,391 @@
+"""Streaming parser of generated text: splits it into content and tool calls. Defines what a call format is.
+
+Invariants, for any text in pieces of any size: the joined output does not depend on the pieces; emitted output is never
+taken back; the arguments of a call are a prefix of a JSON object, and all of it unless the text ended or was not JSON
+there; everything else is content, except the marks around calls, up to MAX_SPACE of white space next to them, and an
+unfinished call at the end of an output that was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from llmc_runtime.server.tool_calls.definitions import NAME, enforced
+from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.lark_text import Marker, after_text, json_rule, lark, repeated, without
+
+MAX_SPACE = 64
+_SPACE = " \t\r\n"
+_BRACKETS = ("{", "[")  # they may start a call or any other text
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # a parser as a generator; it yields to wait for more text
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """New output of call number `index`: the first piece has its `name`, further ones its arguments as they arrive."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class Scan(Protocol):
+    """An incremental scanner of one value, which converts it to JSON (see scan.JsonText)."""
+
+    done: bool
+    failed: bool
+
+    @property
+    def promising(self) -> bool:
+        """Whether enough of the value has been read for output."""
+
+    def feed(self, text: str, at: int) -> int:
+        """Read on from position `at`, and return the position where reading stopped."""
+
+    def take(self) -> str:
+        """Return the JSON read since the last call."""
+
+
+class Malformed(Exception):
+    """The text is not a call."""
+
+
+class CallFormat(ABC):
+    """A format of tool calls. An instance is the parser of one output; `tools` maps names to schemas of arguments.
+
+    - `markers`: texts that may be special tokens and have to be visible; the first one starts calls.
+    - `short_ids`: ids of calls consist of nine letters and digits.
+    - `several`: a response may have more than one call.
+    - `between`: the text between the marks of several calls; None if all calls follow one mark.
+    - `channels`: there are marks around answers as well.
+    """
+
+    name: ClassVar[str]
+    markers: ClassVar[Sequence[str]]
+    short_ids: ClassVar[bool] = False
+    several: ClassVar[bool] = True
+    between: ClassVar[str | None] = "\n"
+    channels: ClassVar[bool] = False
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tools = tools
+        self._text, self._at, self._ended = "", 0, False
+        self._mark: int | None = None  # start of the text that may become a call
+        self._space = ""  # white space held back: it is dropped if a call follows
+        self._fresh_line = True  # only white space since the last newline
+        self._out: list[str | CallPiece] = []
+        self._count = 0
+        self._cut = self._is_call = False  # `_is_call`: the current attempt has read the name of a tool
+        self._work = self._read()
+        next(self._work)
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, template: str) -> bool:
+        """Return whether a chat template shows calls in this format."""
+
+    @classmethod
+    def openers(cls) -> Sequence[str]:
+        """Return the texts with which calls may start."""
+        return cls.markers[:1]
+
+    @classmethod
+    def call_id(cls, name: str, index: int) -> str:
+        """Return a new id for a call, the index-th of its conversation."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    @classmethod
+    @abstractmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """Return Lark rules in which `behind` matches what follows the first mark.
+
+        That is one call, or up to `most` calls if `between` is None. `tools` maps names to the rules of their
+        arguments.
+        """
+
+    @classmethod
+    def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
+        """Return Lark rules in which `rule` matches arguments of this schema, or any arguments unless `exact`.
+
+        Raises ApiError 400 if the format cannot express the schema.
+        """
+        whole = json_rule(enforced(schema)) if exact else json_rule({"type": "object"}, {})
+        return f"{rule}: {whole}"
+
+    @classmethod
+    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """Return Lark rules in which `calls` matches 1 to `most` calls."""
+        times = 1 if cls.between is None else most
+        whole = repeated("one", lark(cls.between or ""), times)
+        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, most)}"
+
+    @classmethod
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
+        """Return Lark rules in which `calls` matches a text with up to `most` calls, each complete once its mark has
+        been written.
+
+        `known` are the names of all tools, of which `tools` may be called.
+        """
+        begin, openers = cls.markers[0], cls.openers()
+        times = most if cls.between is not None else 1
+        lead, rules = after_text(begin, marker, openers)
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {without(openers)}", *rules]
+        return "\n".join([*parts, cls.behind(tools, marker, most)])
+
+    @classmethod
+    def before_answer(cls, marker: Marker) -> str:
+        """Return the Lark rule for what precedes an answer without calls."""
+        return ""
+
+    def push(self, text: str) -> list[str | CallPiece]:
+        """Append text, and return the content (as str) and the pieces of calls that are now certain."""
+        start = self._at if self._mark is None else self._mark
+        self._text, self._at = self._text[start:] + text, self._at - start
+        self._mark = None if self._mark is None else 0
+        next(self._work)
+        return self._taken()
+
+    def finish(self, *, cut: bool = False) -> list[str | CallPiece]:
+        """End the text and return the remaining output.
+
+        With `cut`, the output was cut off, for example at max_tokens; an unfinished call is then dropped instead of
+        becoming content.
+        """
+        self._ended, self._cut = True, cut
+        if not (cut and self._in_call()):
+            next(self._work, None)
+        if self._space and not self._count:
+            self._out.append(self._space)
+        return self._taken()
+
+    @abstractmethod
+    def _reading(self) -> Steps[None]:
+        """Parse the whole text."""
+
+    def _read(self) -> Steps[None]:
+        yield
+        yield from self._reading()
+
+    def _in_call(self) -> bool:
+        """Return whether the current text is part of a call, or of another call after the first."""
+        if self._mark is None:
+            return False
+        marks = tuple(one for one in self.openers() if one not in _BRACKETS)
+        return self._is_call or self._count > 0 or self._text.startswith(marks, self._mark)
+
+    def _taken(self) -> list[str | CallPiece]:
+        out, self._out = self._out, []
+        return out
+
+    # --- output
+
+    def _say(self, text: str) -> None:
+        """Emit content."""
+        *lines, last = text.split("\n")
+        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
+        text = self._space + text
+        sure = max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)
+        self._space = text[sure:]
+        if sure:
+            self._out.append(text[:sure])
+
+    def _begin(self, name: str) -> None:
+        """Emit the start of a call."""
+        self._out.append(CallPiece(self._count, name, ""))
+        self._count += 1
+        self._space, self._mark, self._fresh_line = "", None, True
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._out.append(CallPiece(self._count - 1, None, text))
+
+    # --- input
+
+    def _until(self, *openers: str) -> Steps[str | None]:
+        """Emit everything before the first of `openers` as content. Returns the opener, which is consumed, or None at
+        the end.
+        """
+        while True:
+            rest = self._text[self._at :]
+            found = min(((rest.index(one), one) for one in openers if one in rest), default=None)
+            length = len(rest) - self._partial(rest, openers) if found is None else found[0]
+            self._say(rest[:length])
+            self._at += length
+            if found is not None:
+                self._mark, self._at = self._at, self._at + len(found[1])
+                return found[1]
+            if self._ended:
+                return None
+            yield
+
+    def _partial(self, text: str, openers: Sequence[str]) -> int:
+        """Return the length of the longest prefix of one of `openers` with which `text` ends."""
+        another = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
+        longest = 0 if self._ended and not another else max(map(len, openers)) - 1
+        ends = range(min(longest, len(text)), 0, -1)
+        return next((n for n in ends if any(one.startswith(text[-n:]) for one in openers)), 0)
+
+    def _attempt(self, reader: Steps[None]) -> Steps[bool]:
+        """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether
+        there was a call.
+        """
+        before, self._is_call = self._count, False
+        try:
+            yield from reader
+        except Malformed:
+            if self._mark is not None:
+                self._say(self._text[self._mark : self._at])
+        self._mark = None
+        return self._count > before
+
+    def _either(self, *markers: str, consume: bool = True) -> Steps[str | None]:
+        """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
+        while True:
+            rest = self._text[self._at :]
+            bare = rest.lstrip(_SPACE)
+            space = len(rest) - len(bare)
+            found = next((one for one in markers if bare.startswith(one)), None)
+            if found is not None and space <= MAX_SPACE:
+                self._at += space + len(found) if consume else 0
+                return found
+            begun = space <= MAX_SPACE and any(one.startswith(bare) for one in markers)
+            if self._ended and self._cut and begun:
+                self._at = len(self._text)  # the rest of the mark was cut off
+            if self._ended or not begun:
+                return None
+            yield
+
+    def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
+        """Return whether `marker` follows, after white space, and consume both; consume nothing otherwise."""
+        return (yield from self._either(marker, consume=consume)) is not None
+
+    def _expect(self, marker: str) -> Steps[None]:
+        """Consume `marker`, after white space, or raise Malformed."""
+        if not (yield from self._optional(marker)):
+            raise Malformed
+
+    def _next(self, *, solid: bool = True) -> Steps[str]:
+        """Return the next character without consuming it, after skipping white space if `solid`; "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                char = self._text[self._at]
+                if not solid or char not in _SPACE:
+                    return char
+                self._at += 1
+            if self._ended:
+                return ""
+            yield
+
+    def _symbol(self, allowed: str) -> Steps[str]:
+        """Consume one of the allowed characters, after white space, or raise Malformed."""
+        char = yield from self._next()
+        if not char or char not in allowed:
+            raise Malformed
+        self._at += 1
+        return char
+
+    def _word(self) -> Steps[str]:
+        """Consume the characters of a name, at most one more than the maximum length."""
+        word = ""
+        while len(word) <= 64:
+            char = yield from self._next(solid=False)
+            if not NAME.fullmatch(char):
+                break
+            word += char
+            self._at += 1
+        return word
+
+    def _value(self, take: Callable[[str], None] | None = None, scan: Scan | None = None) -> Steps[str]:
+        """Consume a value and return it as JSON.
+
+        `scan` reads another notation than JSON. `take` receives the value incrementally instead.
+        """
+        scan, parts = scan or JsonText(), list[str]()
+        yield from self._next()
+        while True:
+            self._at = scan.feed(self._text, self._at)
+            if scan.promising:
+                (take or parts.append)(scan.take())
+            if scan.done:
+                return "".join(parts)
+            if scan.failed or self._ended:
+                raise Malformed
+            yield
+
+    def _list(self) -> Steps[None]:
+        """Parse the calls in a JSON list."""
+        yield from self._symbol("[")
+        end = ","
+        while end == ",":
+            yield from self._object()
+            self._mark = self._at  # the text after this is valid, or becomes content
+            end = yield from self._symbol(",]")
+
+    def _string(self) -> Steps[str]:
+        if (yield from self._next()) != '"':
+            raise Malformed
+        return str(json.loads((yield from self._value())))
+
+    def _is_name(self, name: str) -> bool:
+        return NAME.fullmatch(name) is not None
+
+    def _object(self) -> Steps[None]:
+        """Parse a call as {"name": ..., "arguments": {...}}, with keys in any order."""
+        name: str | None = None
+        arguments: str | None = None  # arguments that precede the name
+        begun = False
+        end = yield from self._symbol("{")
+        while end != "}":
+            key = yield from self._string()
+            yield from self._symbol(":")
+            if key == "name" and name is None:
+                name = yield from self._string()
+                if not self._is_name(name):
+                    raise Malformed
+                self._is_call = name in self._tools
+            elif key in ("arguments", "parameters") and not begun and arguments is None:
+                begun = name is not None
+                arguments = yield from self._arguments(name)
+                self._mark = self._at if begun else self._mark
+            elif key in ("type", "id"):
+                yield from self._value()
+            else:
+                raise Malformed
+            end = yield from self._symbol(",}")
+        if name is None:
+            raise Malformed
+        if not begun:
+            self._begin(name)
+            self._argue(arguments or "{}")
+
+    def _arguments(self, name: str | None) -> Steps[str]:
+        """Consume the arguments, and emit the call with them if its name is known; else return them. null counts
+        as {}.
+        """
+        first = yield from self._next()
+        if first == "n" and (yield from self._value()) == "null":
+            if name is not None:
+                self._begin(name)
+                self._argue("{}")
+            return "{}"
+        if first != "{":
+            raise Malformed
+        if name is None:
+            return (yield from self._value())
+        begun = False
+
+        def take(text: str) -> None:
+            nonlocal begun
+            if not begun:
+                self._begin(name)
+            begun = True
+            self._argue(text)
+
+        return (yield from self._value(take))

@@ -1,0 +1,80 @@
+"""Builds the Lark grammar, for llguidance, of a response with enforced calls, or of an output format after
+reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar.definition import close_objects
+from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.definitions import MAX_CALLS, Tools
+from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, slashed
+
+
+def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:
+    """Return rules in which `calls` matches what the tools allow.
+
+    With `free`, it matches text that contains calls, of which those of strict tools follow their schemas. Raises
+    ApiError 400 if the format cannot express a schema.
+    """
+    rules = {name: f"a{i}" for i, name in enumerate(tools.schemas)}
+    most = MAX_CALLS if tools.several and form.several else 1
+    texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
+    for name, schema in tools.schemas.items():
+        texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
+    return "\n".join(texts)
+
+
+def form_of(wanted: StructuredOutputsParams, param: str) -> str:
+    """Return rules in which `form` matches the requested output format. Raises ApiError 400 if that is impossible."""
+    if wanted.kind in ("json", "json_object"):
+        try:
+            return f"form: {_of_schema(wanted, param)}"
+        except (ValueError, RecursionError) as e:  # a schema given as text has not been parsed before
+            raise ApiError(f"{param}: the JSON schema cannot be read: {str(e)[:100]}", param=param) from None
+    if wanted.kind == "choice":
+        return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
+    if wanted.kind == "regex":
+        return f"form: /{slashed(wanted.text)}/"
+    if "::=" in wanted.text:
+        cause = "a grammar in GBNF cannot stand behind reasoning or beside tools: write it in Lark's syntax"
+        raise ApiError(f"{param}: {cause}", param=param)
+    return f"form: %lark {{\n{wanted.text}\n}}"
+
+
+def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
+    schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
+    if wanted.disable_additional_properties:
+        close_objects(schema)
+    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    if wanted.whitespace_pattern is not None:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    return json_rule(schema, options)
+
+
+def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:
+    """Combine the rules into one grammar: `body`, after the rule `thought` if there is reasoning.
+
+    Raises ApiError 400 about the field `param` if the grammar is too large.
+    """
+    start = f"start: {body}" if thought is None else f"start: thought body\nbody: {body}\n{thought}"
+    text = "\n".join(["%llguidance {}", start, *parts, ""])
+    if len(text.encode(errors="replace")) > MAX_BYTES:
+        cause = f"the grammar of the answer has {len(text)} characters, at most {MAX_BYTES}"
+        raise ApiError(f"{param}: {cause}; use fewer tools, or smaller schemas", param=param)
+    try:
+        return StructuredOutputsParams(grammar=text)
+    except LlmcError as e:
+        raise ApiError(f"{param}: {e.cause}", param=param) from None
+
+
+def _schema(text: str, param: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ApiError(f"{param}: a JSON schema is an object", param=param)
+    return schema

@@ -1,0 +1,106 @@
+"""Converts one output to an OpenAI message as it is generated: its reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc_runtime.server.tool_calls.call_format import CallPiece
+from llmc_runtime.server.tool_calls.reasoning import Splitter, reasoning_tokens
+from llmc_runtime.server.tool_calls.response_plan import Plan
+
+
+@dataclass
+class Bit:
+    """New output: reasoning, content, and pieces of calls, with ids for those that start."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def delta(self) -> dict[str, Any]:
+        """Return the fields of a stream's delta; {} if there is nothing new."""
+        told: dict[str, Any] = {"content": self.content} if self.content else {}
+        if self.reasoning:
+            told |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return told | ({"tool_calls": self.calls} if self.calls else {})
+
+
+def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
+    """Return whether an output was cut off before the model ended it: by max_tokens, a stop string or an abort."""
+    return finish_reason != "stop" or isinstance(stop_reason, str)
+
+
+class Turn:
+    """The state of one output of a plan. With `quiet`, its reasoning is separated but not returned."""
+
+    def __init__(self, plan: Plan, quiet: bool = False) -> None:
+        self._plan, self._quiet = plan, quiet
+        self._splitter = None if plan.thoughts is None else Splitter(plan.thoughts, plan.opened)
+        known = {} if plan.tools is None else plan.tools.known
+        self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
+        self._several = plan.tools is not None and plan.tools.several
+        self._forced = plan.tools is not None and plan.tools.forced
+        self._ids: list[int] = []  # token ids as long as there may be reasoning
+        self.reasoning_tokens = self.num_calls = 0
+
+    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Bit:
+        """Append text, generated from `ids`, and return the output that is now certain.
+
+        `final` marks the end of the text, and `cut` that the output was cut off. If a tool call is forced, nothing is
+        content: everything else is markup of calls.
+        """
+        bit = Bit(content=text)
+        if self._splitter is not None:
+            bit.reasoning, bit.content = self._split(self._splitter, text, ids, final)
+        if self._calls is None:
+            return bit
+        pieces = self._calls.push(bit.content) + (self._calls.finish(cut=cut) if final else [])
+        bit.content = "" if self._forced else "".join(piece for piece in pieces if isinstance(piece, str))
+        for piece in pieces:
+            if isinstance(piece, CallPiece) and (self._several or piece.index == 0):
+                self._add(bit.calls, piece)
+        return bit
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return the message's finish reason: "tool_calls" if it stopped after calls."""
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+    def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
+        """Return the message of a finished output; `cut` is as in `take`."""
+        bit = self.take(text, ids, True, cut)
+        calls: list[dict[str, Any]] = []
+        for piece in bit.calls:
+            if "id" in piece:
+                calls.append({"id": piece["id"], "type": "function", "function": dict(piece["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+        content = None if not bit.content and (calls or self.reasoning_tokens or self._forced) else bit.content
+        told: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if bit.reasoning:
+            told |= {"reasoning": bit.reasoning, "reasoning_content": bit.reasoning}
+        return told | ({"tool_calls": calls} if calls else {})
+
+    def _split(self, splitter: Splitter, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
+        plan, inside = self._plan, splitter.inside
+        reasoning, content = splitter.push(text, final=final)
+        if inside:
+            self._ids += ids
+            if splitter.thinking and plan.thoughts is not None and plan.dialect.tokenizer is not None:
+                ended = not splitter.inside
+                self.reasoning_tokens = reasoning_tokens(plan.thoughts, plan.dialect.tokenizer, self._ids, ended)
+        return "" if self._quiet else reasoning, content
+
+    def _add(self, calls: list[dict[str, Any]], piece: CallPiece) -> None:
+        function = {"arguments": piece.arguments}
+        if piece.name is None:
+            if calls and calls[-1]["index"] == piece.index:
+                calls[-1]["function"]["arguments"] += piece.arguments
+            else:
+                calls.append({"index": piece.index, "function": function})
+            return
+        call_id = "" if self._form is None else self._form.call_id(piece.name, self._plan.earlier + piece.index)
+        self.num_calls += 1
+        function = {"name": piece.name, "arguments": piece.arguments}
+        calls.append({"index": piece.index, "id": call_id, "type": "function", "function": function})

@@ -1,0 +1,119 @@
+"""Selects the formats in which a model writes calls and reasoning, by option or by its chat template and vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, reasoning
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.lark_text import lark
+from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
+from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS
+from llmc_runtime.text.chat_template import choose_template
+from llmc_runtime.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+# Reasoning formats, and the texts in a template that indicate them; the first match is used.
+_SHOWN = (
+    (reasoning.ANALYSIS, reasoning.ANALYSIS.begins), (reasoning.GRANITE, ("my thought process:",)),
+    (reasoning.GRANITE, ("</think>", "<response></response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
+    (reasoning.SEED, ("</seed:think>",)), (reasoning.FORMATS["kimi_k2"], ("</think>", "<|tool_calls_section_begin|>")),
+    (reasoning.THINK, ("</think>",)), (reasoning.BRACKETS, ("[/THINK]",)),
+)  # fmt: skip
+_MARKS = (reasoning.THINK, reasoning.BRACKETS, reasoning.SEED)
+_TOKENS = (
+    ("[ARGS]", json_formats.MistralArgs), ("[TOOL_CALLS]", json_formats.Mistral), ("<tool_call>", json_formats.Hermes),
+    ("<|python_tag|>", json_formats.Llama3Json), ("<|tool_calls_section_begin|>", marked_formats.KimiK2),
+    ("<|tool_call_start|>", pythonic_formats.Lfm2),
+)  # fmt: skip
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The formats of calls and reasoning, each None if there is none; `lines` explain the choice in the log."""
+
+    calls: type[CallFormat] | None
+    thoughts: ReasoningFormat | None
+    lines: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+    @property
+    def short_ids(self) -> bool:
+        """Whether ids of calls consist of nine letters and digits."""
+        return self.calls is not None and self.calls.short_ids
+
+    def marker(self, text: str) -> str:
+        """Return the Lark expression of a text: special tokens by id, and everything else as a string."""
+        tokenizer = self.tokenizer
+        whole = None if tokenizer is None else tokenizer.token_id(text)
+        if tokenizer is None or whole is not None:
+            return lark(text) if whole is None else f"<[{whole}]>"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.special_ids.isdisjoint(ids):
+            return lark(text)
+        runs = itertools.groupby(ids, lambda token: token if token in tokenizer.special_ids else -1)
+        return " ".join(lark(tokenizer.decode(list(run))) if key < 0 else f"<[{key}]>" for key, run in runs)
+
+    def special(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = {token for text in texts if (token := self.tokenizer.token_id(text)) is not None}
+        return self.tokenizer.special_ids & ids
+
+
+def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, thoughts: str = AUTO) -> Dialect:
+    """Select the formats of a model.
+
+    `template` is a chat template's text or name, to use instead of the default. `calls` and `thoughts` are names of
+    formats, "auto" or "none". Raises LlmcError E601 for unknown names.
+    """
+    text, calls = _text(tokenizer, template), ALIASES.get(calls, calls)
+    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
+    if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # the template shows none
+        fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
+    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+    marked_formats = [form for form, words in _SHOWN if all(word in text for word in words)]
+    marked_formats += [one for one in _MARKS if _has(tokenizer, one.end)]
+    thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked_formats), None))
+    lines = list(_lines(named, thought, calls, thoughts))
+    if named is None and calls == AUTO and "tools" in text:
+        lines.append("tool calls: in which form is not known; --tool-call-parser NAME says it")
+    return Dialect(named, thought, tuple(lines), tokenizer)
+
+
+def _text(tokenizer: Tokenizer | None, template: str | None) -> str:
+    """Return the text of the template that is used with tools; "" if there is none."""
+    if tokenizer is None:
+        return ""
+    try:
+        return choose_template(tokenizer.chat_templates, template, ())
+    except LlmcError:  # reported when a chat is requested
+        return ""
+
+
+def _named(field: str, name: str, known: Mapping[str, T], fitting: T | None) -> T | None:
+    if name in (AUTO, NONE):
+        return fitting if name == AUTO else None
+    if name not in known:
+        allowed = ", ".join([AUTO, *known, NONE])
+        raise LlmcError("E601", f"{field} = {name[:60]!r} is not allowed", f"{field}: one of {allowed}")
+    return known[name]
+
+
+def _has(tokenizer: Tokenizer | None, text: str) -> bool:
+    return tokenizer is not None and tokenizer.token_id(text) is not None
+
+
+def _lines(calls: type[CallFormat] | None, thought: ReasoningFormat | None, wanted: str, asked: str) -> Iterable[str]:
+    seen = "seen in the chat template or vocabulary"
+    if calls is not None:
+        yield f"tool calls: {calls.name} ({seen if wanted == AUTO else '--tool-call-parser'})"
+    if thought is not None:
+        how = seen if asked == AUTO else "--reasoning-parser"
+        yield f"reasoning: from {thought.begin} to {thought.end} ({how})"

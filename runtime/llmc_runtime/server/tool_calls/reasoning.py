@@ -1,0 +1,230 @@
+"""Separates reasoning, which a model marks at the start of its output, from the answer, as the text arrives.
+
+The result does not depend on how the text is split into pieces. It lacks the marks, and up to MAX_SPACE of white space
+next to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from llmc_runtime.server.tool_calls.call_format import MAX_SPACE
+from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, regex
+from llmc_runtime.text.detokenizer import Detokenizer
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER, _FRAMED = range(6)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Reasoning at the start of an output, between one of `begins` and one of `ends`.
+
+    If the prompt opens the reasoning, or with `always`, the output starts inside of it, with or without a begin mark.
+    Otherwise there is reasoning only after a begin mark. `until` are marks that also end the reasoning, and belong to
+    the answer. `frame` are marks that may enclose the answer after reasoning.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    always: bool = False
+    until: tuple[str, ...] = ()
+    frame: tuple[str, str] | None = None
+
+    @property
+    def begin(self) -> str:
+        """The usual begin mark."""
+        return self.begins[0]
+
+    @property
+    def end(self) -> str:
+        """The usual end mark."""
+        return self.ends[0]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks around reasoning and answers."""
+        return (*self.begins, *self.ends, *(self.frame or ()))
+
+    def opened(self, prompt: str, final: str | None) -> bool:
+        """Return whether the output after this prompt starts inside the reasoning.
+
+        `final` is the message that the output continues, if any.
+        """
+        if final is not None:
+            last, closed = (max(map(final.rfind, marks)) for marks in (self.begins, self.ends))
+            return last > closed or (self.always and closed < 0)
+        prompt = prompt.rstrip()
+        return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
+
+    def closed(self, prompt: str) -> bool:
+        """Return whether the prompt has ended the reasoning."""
+        return prompt.rstrip().endswith(self.ends)
+
+
+THINK = ReasoningFormat(("<think>",), ("</think>",))
+BRACKETS = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
+ANSWER = replace(THINK, frame=("<answer>", "</answer>"))
+GRANITE = ReasoningFormat(
+    ("Here is my thought process:", "Here's my thought process:", "<think>"),
+    ("Here is my response:", "Here's my response:", "</think>"), frame=("<response>", "</response>"),
+)  # fmt: skip
+ANALYSIS = ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
+_WITHIN = replace(THINK, always=True)
+_PLAIN = ("qwen3", "deepseek_v3", "glm45", "glm47", "holo2", "mimo", "nemotron_v3", "olmo3", "step3p5")
+# By the names of vLLM's parsers.
+FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
+    {
+        **dict.fromkeys(_PLAIN, THINK),
+        **dict.fromkeys(("deepseek_r1", "minimax_m2", "step3"), _WITHIN),
+        "kimi_k2": replace(THINK, until=("<|tool_calls_section_begin|>",)),
+        "ernie45": replace(_WITHIN, frame=GRANITE.frame),
+        "granite": GRANITE,
+        "hunyuan_a13b": ANSWER,
+        "mistral": BRACKETS,
+        "seed_oss": SEED,
+        "openai_gptoss": ANALYSIS,
+    }
+)
+
+
+class Splitter:
+    """The parser of one output. With `opened`, it starts inside the reasoning."""
+
+    def __init__(self, form: ReasoningFormat, opened: bool) -> None:
+        self._form, self._state, self._text = form, _OPENING if opened else _BEFORE, ""
+        self._thought = opened
+
+    @property
+    def inside(self) -> bool:
+        """Whether further text may be reasoning."""
+        return self._state < _BEHIND
+
+    @property
+    def thinking(self) -> bool:
+        """Whether there is or was reasoning."""
+        return self._thought
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
+        """Append text, and return the reasoning and the answer that are now certain. `final` marks the end of the
+        text.
+        """
+        self._text += text
+        reasoning = ""
+        if self._state == _BEFORE and not self._begin(final):
+            return "", ""
+        if self._state == _OPENING and not self._open(final):
+            return "", ""
+        if self._state == _INSIDE:
+            reasoning = self._reasoning(final)
+        if self._state == _BEHIND:
+            self._behind(final)
+        if self._state == _FRAMED:
+            return reasoning, self._framed(final)
+        if self._state != _AFTER:
+            return reasoning, ""
+        answer, self._text = self._text, ""
+        return reasoning, answer
+
+    def _begin(self, final: bool) -> bool:
+        """Determine if there is reasoning. Returns False if more text is needed."""
+        bare, begins = self._text.lstrip(), self._form.begins
+        near = len(self._text) - len(bare) <= MAX_SPACE
+        self._thought = near and bare.startswith(begins)
+        if not final and near and not self._thought and any(one.startswith(bare) for one in begins):
+            return False
+        self._state = _OPENING if self._thought else _AFTER
+        return True
+
+    def _open(self, final: bool) -> bool:
+        """Skip the optional begin mark and white space. Returns False if more text is needed."""
+        bare, begins = self._text.lstrip(), self._form.begins
+        mark = next((one for one in begins if bare.startswith(one)), "")
+        rest = bare.removeprefix(mark).lstrip()
+        if not final and (not rest or (not mark and any(one.startswith(bare) for one in begins))):
+            self._text = mark or bare
+            return False
+        self._text, self._state = rest, _INSIDE
+        return True
+
+    def _reasoning(self, final: bool) -> str:
+        """Return the text that is certainly reasoning, without trailing white space."""
+        text, form = self._text, self._form
+        found = min(((at, mark) for mark in (*form.ends, *form.until) if (at := text.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _BEHIND
+            return _trimmed(text[:at])
+        sure = _trimmed(text if final else text[: len(text) - _begun(text, (*form.ends, *form.until))])
+        self._text = "" if final else text[len(sure) :]
+        return sure
+
+    def _behind(self, final: bool) -> None:
+        """Skip the white space before the answer, and its optional mark."""
+        frame, self._text = self._form.frame, self._text.lstrip()
+        if frame is not None and self._text.startswith(frame[0]):
+            rest = self._text.removeprefix(frame[0]).lstrip()
+            self._text, self._state = rest or frame[0], _FRAMED if rest else _BEHIND
+        elif self._text and (final or frame is None or not frame[0].startswith(self._text)):
+            self._state = _AFTER
+
+    def _framed(self, final: bool) -> str:
+        """Return the text that certainly belongs to a framed answer. Text after the end mark also belongs to it."""
+        text, mark = self._text, (self._form.frame or ("", ""))[1]
+        at = text.find(mark)
+        if at >= 0:
+            self._text, self._state = "", _AFTER
+            return _trimmed(text[:at]) + text[at + len(mark) :]
+        bare = text[: len(text) - (0 if final else _begun(text, (mark,)))]
+        sure = text if final else _trimmed(bare)
+        self._text = text[len(sure) :]
+        return sure
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest prefix of one of `marks` with which the text ends."""
+    longest = min(max(map(len, marks)) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(one.startswith(text[-n:]) for one in marks)), 0)
+
+
+def _trimmed(text: str) -> str:
+    """Remove up to MAX_SPACE of trailing white space."""
+    return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+
+
+def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:
+    """Return how many of `ids`, which start with the reasoning, belong to it, including marks. `whole`: it ends in
+    them.
+    """
+    if not whole:
+        return len(ids)
+    marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
+    found = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
+    stream, text = Detokenizer(tokenizer, skip_special_tokens=False), ""
+    longest = max(map(len, (*form.ends, *form.until)))
+    for count, token in enumerate(ids, 1):
+        if found is not None and count == found[0] + 1:
+            return found[0] + found[1]
+        text = text[-longest:] + stream.push(token)
+        if any(mark in text for mark in form.ends):
+            return count
+    return len(ids)
+
+
+def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
+    """Return Lark rules in which `thought` matches reasoning with its marks; `marker` converts marks to Lark."""
+    begin = f"({' | '.join(map(marker, form.begins))})"
+    plain = [one for one in form.ends if marker(one).startswith('"')]
+    tokens = [marker(one) for one in form.ends if one not in plain]
+    ways, rules = [], []
+    if plain:
+        ways.append("closed WS?")
+        rules.append(f"closed[lazy]: /{ANY}({'|'.join(map(regex, plain))})/")
+    if tokens:
+        ways.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
+        rules.append(f"ANYTHING: /{ANY}/")
+    first = f"{begin}? inside" if opened else f"({begin} inside)?"
+    return "\n".join([f"thought: {first}", f"inside: {' | '.join(ways)}", *rules, "WS: /[ \\n]{1,4}/"])

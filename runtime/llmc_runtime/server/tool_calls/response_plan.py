@@ -1,0 +1,107 @@
+"""The structure of a chat's response (reasoning, content, calls) and the grammar that enforces it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.requests.request_fields import ChatRequest
+from llmc_runtime.server.tool_calls import json_formats
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.definitions import Tools, tools_of
+from llmc_runtime.server.tool_calls.grammar import answer, calls_of, form_of
+from llmc_runtime.server.tool_calls.history import calls_in
+from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
+from llmc_runtime.server.tool_calls.registry import FORMATS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The structure of a response; fields are None if the part does not exist.
+
+    - `tools`, `form`: the tools that may be called, and the format of calls (or of all answers).
+    - `thoughts`: the format of reasoning; `opened`: the output starts inside of it.
+    - `earlier`: the number of tool calls in the messages.
+    """
+
+    dialect: Dialect
+    tools: Tools | None = None
+    form: type[CallFormat] | None = None
+    thoughts: ReasoningFormat | None = None
+    opened: bool = False
+    earlier: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the output is content only."""
+        return self.form is None and self.thoughts is None
+
+    @property
+    def strict(self) -> bool:
+        """Whether calls follow schemas although they are not forced."""
+        return self.tools is not None and bool(self.tools.strict) and self.form is not None
+
+    @property
+    def visible(self) -> frozenset[int]:
+        """The special tokens that have to appear in an output's text."""
+        marks = () if self.form is None else tuple(self.form.markers)
+        return self.dialect.special(marks if self.thoughts is None else (*marks, *self.thoughts.marks))
+
+    def behind(self, prompt: Prompt, asked: ChatRequest) -> Plan:
+        """Return the plan for an output after this prompt, which may have closed or opened the reasoning."""
+        thoughts, text = self.thoughts, prompt.text or ""
+        if thoughts is None:
+            return self
+        content = asked.messages[-1].get("content") if asked.continue_final_message else None
+        if asked.continue_final_message and isinstance(content, str):
+            return replace(self, opened=thoughts.opened(text, content))
+        if thoughts.closed(text):
+            return replace(self, thoughts=None)
+        return replace(self, opened=thoughts.opened(text, None))
+
+    def constrained(self, params: SamplingParams, param: str) -> SamplingParams:
+        """Return the parameters with the response's grammar, if one is needed.
+
+        `param` is the field that requested the output format. Raises ApiError 400 if there is no such grammar.
+        """
+        wanted, tools = params.structured_outputs, self.tools
+        forced = tools is not None and tools.forced
+        strict = wanted is None and not forced and self.strict
+        if self.plain or (wanted is None and not forced and not strict):
+            return params
+        marker = self.dialect.marker
+        thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, marker)
+        parts, body = [], []
+        if tools is not None and self.form is not None:
+            parts.append(calls_of(tools, self.form, marker, strict))
+            body.append("calls")
+        if wanted is not None and not forced:
+            parts.append(form_of(wanted, param))
+            body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
+        whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
+        try:
+            return replace(params, structured_outputs=whole)
+        except LlmcError as e:  # parameters that a grammar excludes
+            raise told(e, "messages") from None
+
+
+def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
+    """Return the plan for a request. Raises ApiError 400."""
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    if tools is None:
+        channels = dialect.calls is not None and dialect.calls.channels
+        return Plan(dialect, None, dialect.calls if channels else None, dialect.thoughts)
+    form = dialect.calls
+    if form is None and not tools.forced:
+        names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
+        cause = "tools: in which form this model writes calls is not known"
+        raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
+    if tools.forced and asked.structured_outputs is not None:
+        cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
+        raise ApiError(f"{cause}: give one of them", param="structured_outputs")
+    earlier = calls_in(asked.messages)
+    return Plan(dialect, tools, form or json_formats.Llama3Json, dialect.thoughts, earlier=earlier)

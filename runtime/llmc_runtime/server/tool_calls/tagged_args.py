@@ -1,0 +1,187 @@
+"""Base of call formats that write each argument separately, by name, instead of one JSON object.
+
+In their grammars, arguments follow the order of the schema's properties, and unknown arguments are excluded.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.definitions import enforced
+from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, json_rule, slashed
+from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
+
+_APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
+KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+_COUNTS = ("minProperties", "maxProperties", "dependentRequired")
+
+
+@dataclass(frozen=True)
+class Field:
+    """An argument in a grammar: the name of its rule, its key, its schema, the schema of all arguments, and whether it
+    is required.
+    """
+
+    rule: str
+    key: str
+    schema: Any
+    root: Mapping[str, Any]
+    required: bool
+
+
+class ArguedFormat(CallFormat):
+    """A format that writes arguments one by one; this class assembles them to a JSON object."""
+
+    _call: str | None = None  # the tool of the current call, until its first output
+    _fields = 0  # number of arguments so far
+
+    def _open(self, name: str) -> None:
+        """Start a call of this tool. It is emitted with its first argument, or at its end."""
+        self._call, self._fields, self._is_call = name, 0, name in self._tools
+
+    def _key(self, key: str) -> None:
+        """Emit the key of an argument; its value follows."""
+        self._certain()
+        self._argue(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._fields += 1
+
+    def _close(self) -> None:
+        """End the call."""
+        self._certain()
+        self._argue("}" if self._fields else "{}")
+        self._mark = self._at
+
+    def _certain(self) -> None:
+        if self._call is not None:
+            self._begin(self._call)
+            self._call = None
+
+    # --- grammars
+
+    @classmethod
+    def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
+        """See CallFormat."""
+        free = not exact or ("properties" not in schema and schema.get("additionalProperties") is not False and schema)
+        if free and not any(key in schema for key in (*_APART, *_COUNTS) if exact):
+            return cls._any(rule, marker)
+        schema = enforced(schema)
+        bad = next((key for key in (*_APART, *_COUNTS) if key in schema), None)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
+            raise cls._unsaid(bad or "properties")
+        if lost := [name for name in required if name not in list(properties)]:
+            raise cls._unsaid(f"required: {str(lost[0])[:60]!r}, which is none of its properties")
+        fields = [
+            Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
+        ]
+        lines = [line for field in fields for line in cls._field(field, marker)]
+        return "\n".join([*cls._joined(rule, fields), *lines])
+
+    @classmethod
+    def _unsaid(cls, what: str) -> ApiError:
+        """Return the ApiError for a part of a schema that a grammar of this format cannot express."""
+        cause = f"tools: a schema of arguments has {what}, which no grammar of the form {cls.name} can say"
+        remedy = "leave it out, or use tool_choice auto, without strict"
+        return ApiError(f"{cause}. Try: {remedy}", param="tools")
+
+    @classmethod
+    def _shared(cls, marker: Marker) -> Sequence[str]:
+        """Return rules that are shared by the values of many arguments."""
+        return [f"any_{kind}: {json_rule({'type': kind})}" for kind in KINDS]
+
+    @classmethod
+    def _json(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return the rule for JSON of this schema, which may be `rule` or a shared one, and the rules that it
+        requires.
+        """
+        if set(schema) == {"type"} and schema["type"] in KINDS:
+            return f"any_{schema['type']}", []
+        return rule, [f"{rule}: {json_rule(whole(schema, root))}"]
+
+    @classmethod
+    def _patterns(cls, field: Field, schema: Mapping[str, Any]) -> list[str]:
+        """Return regular expressions that a string of this schema has to match. Raises ApiError 400 if they do not
+        cover the schema.
+        """
+        bad = next((key for key in _APART if key in schema), None)
+        try:
+            if bad is None:
+                return patterns_of(schema)
+        except Unsayable as e:
+            bad = str(e)
+        raise cls._unsaid(f"{bad} for the property {field.key[:60]!r}")
+
+    @classmethod
+    def _alternatives(cls, field: Field) -> list[dict[str, Any]]:
+        """Return schemas of which an argument's value matches one. Raises ApiError 400 if they cannot be determined."""
+        try:
+            return alternatives(field.schema, field.root)
+        except Unsayable as e:
+            raise cls._unsaid(f"{e} for the property {field.key[:60]!r}") from None
+
+    @classmethod
+    @abstractmethod
+    def _any(cls, rule: str, marker: Marker) -> str:
+        """Return rules in which `rule` matches any arguments."""
+
+    @classmethod
+    @abstractmethod
+    def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
+        """Return rules in which `field.rule` matches the argument."""
+
+    @classmethod
+    @abstractmethod
+    def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
+        """Return rules in which `rule` matches all required `fields` and any of the others."""
+
+
+class Unsayable(Exception):
+    """A part of a schema that a grammar of plain values cannot express; the message names it."""
+
+
+def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> list[dict[str, Any]]:
+    """Resolve a schema into alternatives of which a value matches one, without references and with a single type each.
+
+    Raises Unsayable if there are more than `left` of them, or if references cannot be resolved.
+    """
+    left = [MOST_PARTS] if left is None else left
+    left[0] -= 1
+    found = {} if schema is True else resolved(schema, root)
+    if found is None or left[0] < 0 or (found is not schema and isinstance(schema, dict) and len(schema) > 1):
+        raise Unsayable("$ref that leads nowhere, in a circle, or beside others")
+    if list(found) == ["allOf"] and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
+        return alternatives(found["allOf"][0], root, left)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(found.get(key), list) and not set(found) - {key}:
+            return [one for part in found[key] for one in alternatives(part, root, left)]
+    if isinstance(found.get("type"), list):
+        return [{**found, "type": one} for one in found["type"]]
+    return [found]
+
+
+def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of the schema `root` together with its definitions, so that it can be used alone."""
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+
+
+def patterns_of(schema: Mapping[str, Any]) -> list[str]:
+    """Return regular expressions that a string of this schema has to match, for its length and its pattern.
+
+    Raises Unsayable if the schema is invalid.
+    """
+    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
+    if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
+        raise Unsayable("minLength, maxLength or pattern of another type")
+    found = [f"(?s:.{{{least},{'' if most is None else most}}})"] if least or most is not None else []
+    if pattern:
+        body = pattern.removeprefix("^")
+        begin = ANY if body == pattern else ""
+        end = "" if body.endswith("$") and not body.endswith("\\$") else ANY
+        found.append(slashed(f"{begin}({body if end else body[:-1]}){end}"))
+    return found or [ANY]

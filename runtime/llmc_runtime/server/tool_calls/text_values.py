@@ -1,0 +1,109 @@
+"""Converts values that models write as plain text to JSON, by the type in a tool's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.python_literals import python_json
+
+STRING = frozenset({"string"})
+_SPACE = " \t\r\n"
+_MOST_REFS = 16
+MOST_PARTS = 256
+# Includes Python's names for JSON types, which some clients' tools use.
+_TYPES = MappingProxyType(
+    {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
+    | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
+)
+_FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"})
+
+
+def property_of(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of an argument from the schema of all arguments; None if it has none."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    more = schema.get("additionalProperties")
+    return more if isinstance(more, dict) else None
+
+
+def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> frozenset[str]:
+    """Return the JSON types that a part of the schema `root` allows.
+
+    The result is empty if the schema does not restrict them, or has more than `left` parts including references.
+    """
+    left = [MOST_PARTS] if left is None else left
+    left[0] -= 1
+    schema = resolved(schema, root)
+    if schema is None or left[0] < 0:
+        return frozenset()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_type_of(json.dumps(value)) for value in values)
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    found = {_TYPES[one] for one in names if isinstance(one, str) and one in _TYPES}
+    for key in ("anyOf", "oneOf"):
+        if not found and isinstance(schema.get(key), list):
+            parts = [types_of(one, root, left) for one in schema[key]]
+            found = set[str]().union(*parts) if all(parts) else set()
+    if not found and isinstance(schema.get("allOf"), list):
+        found = set(next((types for one in schema["allOf"] if (types := types_of(one, root, left))), ()))
+    found |= {kind for key, kind in (("properties", "object"), ("items", "array")) if not found and key in schema}
+    if found and schema.get("nullable") is True:
+        found.add("null")
+    return frozenset(found)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Follow references and return the schema; None if they lead nowhere."""
+    for _ in range(_MOST_REFS):
+        if not isinstance(schema, dict):
+            return None
+        path = schema.get("$ref")
+        if path is None:
+            return schema
+        if not isinstance(path, str) or not path.startswith("#/"):
+            return None
+        schema = root
+        for step in path[2:].split("/"):
+            key = step.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return None
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value written as `text`, preferably of one of `types`.
+
+    A value that can only be read as another type has that type; text that cannot be read otherwise is a string.
+    """
+    if types != STRING:
+        for found in (plain_json(text), python_json(text)):
+            if found is not None and _kept(_type_of(found), types):
+                return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kept(kind: str, types: frozenset[str]) -> bool:
+    """Return whether a value that can be read as this type should be, instead of as a string."""
+    if kind == "string":
+        return bool(types) and "string" not in types
+    return kind in types or (kind == "integer" and "number" in types) or "string" not in types
+
+
+def plain_json(text: str) -> str | None:
+    """Return the JSON of a text that is one JSON value, with optional white space around it; else None."""
+    scan, text = JsonText(), text.strip(_SPACE) + "\n"
+    at = scan.feed(text, 0)
+    return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
+
+
+def _type_of(found: str) -> str:
+    """Return the JSON type of a JSON text."""
+    if found[0] in _FIRST:
+        return _FIRST[found[0]]
+    return "integer" if found.lstrip("-").isdigit() else "number"

@@ -1,0 +1,250 @@
+"""Renders chat messages to a prompt with the model's chat template, as transformers' apply_chat_template does.
+
+Jinja2 is imported when the first template is compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.tokenizer_files import plain_bytes
+from llmc_runtime.text.json_file import read_json
+from llmc_runtime.text.template_analysis import reads
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_DIR = "additional_chat_templates"
+LEGACY_FILE = "chat_template.json"
+SECONDS = 1.0
+SIZE = 4 << 20
+_LONGEST_TEMPLATE, _MOST_TAGS = 128 << 10, 5000  # compiling takes time and memory for each character and tag
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+_ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
+
+Message = Mapping[str, Any]
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Read a model folder's templates by name: from template files, else from tokenizer_config.json.
+
+    The name of the usual template is "default". Raises LlmcError E151 if a file is unreadable.
+    """
+    paths = {"default": folder / TEMPLATE_FILE}
+    paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
+    found = {name: _read(path) for name, path in paths.items() if path.exists()}
+    if found:
+        return MappingProxyType(found)
+    value = config.get("chat_template") or read_json(folder / LEGACY_FILE, {}).get("chat_template")
+    if isinstance(value, str):
+        return MappingProxyType({"default": value})
+    if isinstance(value, dict):
+        return MappingProxyType({str(k): str(v) for k, v in value.items()})
+    if not isinstance(value or [], list):
+        cause = f"{folder / 'tokenizer_config.json'}: chat_template is a {type(value).__name__}, not a text"
+        raise LlmcError("E151", cause, "copy the file again from the model's folder")
+    rows = [row for row in value or () if isinstance(row, dict) and {"name", "template"} <= row.keys()]
+    return MappingProxyType({str(row["name"]): str(row["template"]) for row in rows})
+
+
+def _read(path: Path) -> str:
+    try:
+        return plain_bytes(path, _LONGEST_TEMPLATE * 4).decode("utf-8")
+    except (OSError, ValueError) as e:
+        raise LlmcError("E151", f"{path} cannot be read: {e}", "copy the file again from the model's folder") from e
+
+
+def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Sequence[Any] | None) -> str:
+    """Return the template's text: `wanted` (a name or a text), else "tool_use" if there are tools, else "default".
+
+    Raises LlmcError E630 if the model has no template, or several and no default.
+    """
+    if wanted is not None:
+        return _named(templates, wanted)
+    if tools is not None and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    if templates:
+        raise LlmcError(
+            "E630", f"the model has {len(templates)} chat templates and no default", f"name one of {sorted(templates)}"
+        )
+    raise LlmcError(
+        "E630", "the model has no chat template", "use a plain prompt, or give a template (chat_template=TEXT)"
+    )
+
+
+def _named(templates: Mapping[str, str], wanted: str) -> str:
+    """Return the template with that name, or `wanted` itself if it is a template's text.
+
+    Text without any tag is rejected: a mistyped name would otherwise become the prompt.
+    """
+    if not isinstance(wanted, str):
+        cause = f"chat_template is a {type(wanted).__name__}"
+        raise LlmcError("E630", cause, "pass a template's text, or the name of one of the model's")
+    if wanted not in templates and "{{" not in wanted and "{%" not in wanted:
+        cause = f"{wanted[:60]!r} is neither a template's text nor the name of one of the model's"
+        raise LlmcError("E630", cause, f"the model's are: {', '.join(sorted(templates)) or 'none'}")
+    return templates.get(wanted, wanted)
+
+
+class ChatTemplate:
+    """A compiled chat template. `named_tokens` (bos_token, eos_token, ...) are variables that it can use.
+
+    Rendering takes at most `seconds` of CPU time and builds no string longer than `size` characters. Renderings of one
+    template are serialized by a lock.
+    """
+
+    def __init__(
+        self, text: str, named_tokens: Mapping[str, str], *, seconds: float = SECONDS, size: int = SIZE
+    ) -> None:
+        from llmc_runtime.text.sandbox import Budget, ChatEnvironment
+
+        if len(text) > _LONGEST_TEMPLATE:
+            raise LlmcError(
+                "E634", f"the chat template has {len(text)} characters (most: {_LONGEST_TEMPLATE})", _ANOTHER
+            )
+        tags = sum(text.count(opening) for opening in ("{%", "{{", "{#"))
+        if tags > _MOST_TAGS:
+            raise LlmcError("E634", f"the chat template has {tags} tags (most: {_MOST_TAGS})", _ANOTHER)
+        self._text = text
+        self._named = dict(named_tokens)
+        self._budget = Budget(seconds, size)
+        self._lock = threading.Lock()
+        with _clear_errors():
+            environment = ChatEnvironment(self._budget)
+            self.reads = reads(environment.parse(text))
+            self._template: jinja2.Template = environment.from_string(text)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Render the prompt for `messages` (dicts with "role" and "content").
+
+        Raises LlmcError E631 (invalid messages), E632 (the template rejects them), E633 (the template fails) or E634
+        (limits).
+        """
+        chat = [self._flat(m) for m in checked_messages(messages)]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise LlmcError(
+                    "E631", "continue_final_message excludes add_generation_prompt", "pass add_generation_prompt=False"
+                )
+            chat, final = _marked(chat)
+        names = {
+            **self._named,
+            "messages": chat,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        with self._lock, _clear_errors():
+            text = self._run(names)
+        return _cut_at_mark(text, final) if continue_final_message else text
+
+    def _run(self, names: Mapping[str, Any]) -> str:
+        self._budget.start()
+        parts: list[str] = []
+        size = 0
+        for part in self._template.generate(**names):
+            size += len(part)
+            self._budget.tick()
+            if size > self._budget.size:
+                self._budget.need(size)
+            parts.append(part)
+        return "".join(parts)
+
+    def _flat(self, message: Message) -> dict[str, Any]:
+        """Return the message. If the template cannot read content parts, text parts are joined with newlines."""
+        content = message.get("content")
+        if self.reads.parts or not isinstance(content, list):
+            return dict(message)
+        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type", "text") == "text" else None for p in content]
+        if not all(isinstance(t, str) for t in texts):
+            raise LlmcError("E631", "a message has a content part that is not text", "send text parts only")
+        return {**message, "content": "\n".join(str(t) for t in texts)}
+
+
+def checked_messages(messages: Any) -> Sequence[Message]:
+    """Return `messages` if it is a non-empty list of dicts with a role; else raise LlmcError E631 for the first
+    error.
+    """
+    remedy = 'pass a list like [{"role": "user", "content": "Hello"}]'
+    if not isinstance(messages, (list, tuple)) or not messages:
+        what = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
+        raise LlmcError("E631", f"messages is {what}", remedy)
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise LlmcError("E631", f'message {i} is not a dict with a "role"', remedy)
+        if not isinstance(message.get("content"), (str, list, tuple, type(None))):
+            raise LlmcError("E631", f"the content of message {i} is a {type(message['content']).__name__}", remedy)
+    return messages
+
+
+def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return a copy whose last message ends in a marker, and the text before the marker."""
+    chat = copy.deepcopy(chat)
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE
+        return chat, content
+    for part in reversed(content or ()):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text = part["text"]
+            part["text"] = text + _CONTINUE
+            return chat, text
+    raise LlmcError("E631", "the final message has no text to continue", "give it content, or start a new message")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    mark = _CONTINUE.strip()
+    if final.strip() not in text or mark not in text:
+        raise LlmcError("E632", "the chat template drops the final message, so it cannot be continued", _ANOTHER)
+    at = text.rindex(mark)
+    kept = text[:at]
+    return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
+
+
+class _clear_errors:
+    """Context manager that converts every exception of a template into an LlmcError."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, LlmcError) or not isinstance(error, Exception):
+            return
+        raise _explained(error) from error
+
+
+def _explained(error: Exception) -> LlmcError:
+    import jinja2
+    from jinja2.sandbox import SecurityError
+
+    from llmc_runtime.text.sandbox import OverBudget
+
+    text = (str(error).strip().splitlines() or [""])[0][:300]
+    if isinstance(error, OverBudget):
+        return LlmcError("E634", f"the chat template was stopped: {text}", _ANOTHER)
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return LlmcError("E633", f"the chat template has a syntax error in line {error.lineno}: {text}", _ANOTHER)
+    if isinstance(error, SecurityError):
+        return LlmcError("E633", f"the chat template tried what is not allowed: {text}", _ANOTHER)
+    if type(error) is jinja2.TemplateError:
+        return LlmcError("E632", f"the chat template refused the messages: {text}", "change the messages as it asks")
+    return LlmcError("E633", f"the chat template failed: {type(error).__name__}: {text}", _ANOTHER)
