@@ -22,7 +22,7 @@ HEADS = 'rope_append {heads=32, dtype="bf16", eps=1e-06}'
 EXPERTS = "weight bf16[128, 1536, 2048]"
 
 _ATTENTION = {
-    "decode": (
+    "decode_attention": (
         Text(
             f"bf16[R, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[R]", "paged_attention {scale=0.088}",
             "bf16[R, 32, 128]",
@@ -32,33 +32,33 @@ _ATTENTION = {
             "f32[R, 32, 16, 128], f32[R, 32, 16]",
         ),
     ),
-    "combine": (
+    "attention_combine": (
         Text("f32[R, 32, 16, 128]; f32[R, 32, 16]", 'attention_combine {dtype="bf16"}', "bf16[R, 32, 128]"),
     ),
-    "prefill": (
+    "prefill_attention": (
         Text(
             f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]", "paged_attention {scale=0.088}",
             "bf16[T, 32, 128]",
         ),
     ),
-    "single": (
+    "single_token_attention": (
         Text(
             f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]; bf16[T, 32, 128]",
             "paged_attention_single {scale=0.088}", "bf16[T, 32, 128]",
         ),
     ),
-    "parts": (
+    "gemm_splitk": (
         Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
     ),
-    "mapped_parts": (
+    "gemm_tma_splitk": (
         Text("bf16[R, 14336]; weight bf16[4096, 14336]", "linear_split {splits=2}", "f32[2, R, 4096]"),
     ),
-    "linear_combine": (
+    "splitk_combine": (
         Text(
             "f32[2, R, 4096]; bf16[R, 4096]", 'linear_combine {body="add(a1, a0)", dtype="bf16"}', "bf16[R, 4096]"
         ),
     ),
-    "prompt": (
+    "packed_attention": (
         Text(
             "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "attention {layer=0, scale=0.088}",
             "bf16[T, 32, 128]",
@@ -78,7 +78,7 @@ _ATTENTION = {
 }  # fmt: skip
 
 _PRODUCTS = {
-    "mapped": (
+    "gemm_tma": (
         Text("bf16[T, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[T, 14336]"),
         Text("f16[T, 4096]; weight f16[6144, 4096]", "linear", "f16[T, 6144]"),
         Text(
@@ -86,17 +86,17 @@ _PRODUCTS = {
             "bf16[T, 4096]",
         ),
     ),
-    "stream": (
+    "gemv": (
         Text("bf16[1, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[1, 14336]"),
         Text(f"bf16[R, 4096]; weight bf16[{V}, 4096]", 'linear_map {parts=1, body="a0", dtype="f32"}', f"f32[R, {V}]"),
     ),
-    "norm_stream": (
+    "norm_gemv": (
         Text(
             "bf16[1, 4096]; weight bf16[28672, 4096]; weight bf16[4096]",
             f'norm_linear {{eps=1e-06, parts=2, body="{SILU}"}}', "bf16[1, 14336]",
         ),
     ),
-    "tile": (
+    "gemm_small": (
         Text("bf16[R, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[R, 14336]"),
     ),
     "gemm": (
@@ -124,7 +124,7 @@ _ROWS = {
             "bf16[T, 4096], bf16[T, 4096]",
         ),
     ),
-    "fold": (Text("f32[T, 8, 2048]", "sum {axis=1}", "f32[T, 2048]"),),
+    "reduce": (Text("f32[T, 8, 2048]", "sum {axis=1}", "f32[T, 2048]"),),
     "argmax": (Text(f"f32[R, {V}]", "argmax {axis=-1}", "i64[R]"),),
     "cumsum": (Text("i32[T, 128]", "cumsum {axis=1}", "i32[T, 128]"),),
     "softmax": (Text("bf16[8, T, 4096]", "softmax {axis=1}", "bf16[8, T, 4096]"),),

@@ -64,7 +64,7 @@ CONSTANTS: dict[str, Any] = {
 def test_decode(interpreter: Any, splits: int) -> None:
     import triton.language as tl
 
-    decode, lengths = interpreter("decode"), [1, 37, 70]
+    decode, lengths = interpreter("decode_attention"), [1, 37, 70]
     kv, table = paged(lengths)
     query, out = torch.randn(3, HEADS, HEAD_DIM), torch.zeros(3, HEADS, HEAD_DIM)
     partial, lse = torch.zeros(3, HEADS, max(1, splits), HEAD_DIM), torch.zeros(3, HEADS, max(1, splits))
@@ -86,7 +86,12 @@ def test_prefill_and_single(interpreter: Any) -> None:
     """Rows of 1 and 20 tokens: prefill handles the longer one and leaves zeros for the other, which single handles."""
     import triton.language as tl
 
-    prefill, single, news, lengths = interpreter("prefill"), interpreter("single"), [1, 20], [33, 25]
+    prefill, single, news, lengths = (
+        interpreter("prefill_attention"),
+        interpreter("single_token_attention"),
+        [1, 20],
+        [33, 25],
+    )
     kv, table = paged(lengths)
     positions = torch.cat([torch.arange(n - new, n) for new, n in zip(news, lengths, strict=True)]).to(torch.int32)
     query, out = torch.randn(21, HEADS, HEAD_DIM), torch.full((21, HEADS, HEAD_DIM), torch.nan)
