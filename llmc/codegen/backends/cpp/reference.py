@@ -15,7 +15,7 @@ from llmc.targets.target import Target
 class Matmul(CppKernel):
     """Batched products of activations."""
 
-    headers = ("llmc_abi.h", "llmc_plain.h")
+    headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why this kernel cannot run the node, or None."""
@@ -31,7 +31,7 @@ class Matmul(CppKernel):
 class Attention(CppKernel):
     """Attention over packed prompts, one token and head at a time."""
 
-    headers = ("llmc_abi.h", "llmc_plain.h")
+    headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why this kernel cannot run the node, or None."""

@@ -1,4 +1,4 @@
-"""Generates C++ for row programs (see `rowspace`): pointwise groups, norms, softmax and `fused`.
+"""Generates C++ for row programs (see `llmc.codegen.row_program`): pointwise groups, norms, softmax and `fused`.
 
 Reductions split a row program into passes over the row; expensive values that two passes need are kept in scratch.
 """

@@ -22,7 +22,7 @@ _SHARE = 0.75  # of the peak, guessed
 
 
 @dataclass(frozen=True)
-class Linear(CudaKernel):
+class GemmWgmma(CudaKernel):
     """linear of bf16 by a constant weight whose sizes are multiples of 8, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -68,7 +68,7 @@ class Linear(CudaKernel):
         )
 
 
-LINEAR = Linear(
+GEMM_WGMMA = GemmWgmma(
     "cuda/gemm_wgmma",
     ("linear",),
     crowds=True,

@@ -52,7 +52,7 @@ class Gemv(TritonKernel):
         if why := refuse(node):
             return why
         m = Product.of(node).m.const
-        return f"{m} tokens; a stream takes at most {MOST}" if m is not None and m > MOST else None
+        return f"{m} tokens; gemv takes at most {MOST}" if m is not None and m > MOST else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
@@ -80,13 +80,14 @@ class Gemv(TritonKernel):
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
         joint = sums > 1 and not u.interpret  # which would add such sums element by element
-        template = Template("gemv", "gemv")
-        call = template.call(
+        return u.launch(
+            Template("gemv", "gemv"),
+            (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)),
+            s["warps"],
+            1,
+            **u.pointers("x_ptr weight_ptr", "out_ptr"),
             M=u.sizes(p.m),
-            x_ptr="x0",
-            weight_ptr="x1",
             gain_ptr="x2" if p.first == 3 else None,
-            out_ptr="y0",
             extra_ptrs=extra_operands(u, p),
             N=p.n,
             K=p.k,
@@ -102,10 +103,8 @@ class Gemv(TritonKernel):
             JOINT_SUM="joint_sum" if joint else None,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
-            DEPENDENT_LAUNCH=u.pdl,
+            generated=(joint_sum(sums) if joint else "", epilogue(u, p)),
         )
-        texts = (template.text(), joint_sum(sums) if joint else "", epilogue(u, p))
-        return Code(call, (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)), "\n\n\n".join(filter(None, texts)), s["warps"], 1)
 
 
 def joint_sum(count: int) -> str:

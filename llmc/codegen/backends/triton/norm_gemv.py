@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from llmc.codegen.backends.triton.gemv import Gemv, Measured
 
-# As in `stream`, of norm_linear.
+# As in `gemv`, of norm_linear.
 MEASURED: tuple[Measured, ...] = (
     (28672, 4096, (4, 2048, 8, 2)),
     (6144, 4096, (2, 1024, 4, 1)),

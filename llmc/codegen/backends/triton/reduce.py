@@ -152,7 +152,7 @@ def least(dtype: str) -> str:
     return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
 
 
-class Fold(Lines):
+class Reduce(Lines):
     """sum, mean, amax, amin. The least is minus the largest of the negated (of integers: of the complement)."""
 
     def code(self, u: Unit) -> Code:
@@ -300,7 +300,7 @@ class Topk(Lines):
         return self.finish(u, lines, NAN_LAST)
 
 
-FOLD = Fold("triton/reduce", ("sum", "mean", "amax", "amin"))
+REDUCE = Reduce("triton/reduce", ("sum", "mean", "amax", "amin"))
 ARGMAX = Argmax("triton/argmax", ("argmax",))
 CUMSUM = Cumsum("triton/cumsum", ("cumsum",))
 SOFTMAX = Softmax("triton/softmax", ("softmax",))
