@@ -6,9 +6,11 @@ returns the toolchain or raises Diagnostic E501. Nothing here knows a particular
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -144,6 +146,44 @@ def installed(target: Target, finders: Finders) -> dict[str, str]:
 def _shifted(progress: Progress, before: int, total: int) -> Progress:
     """Progress of one group as progress of all: `before` sources were done earlier."""
     return lambda done, of, what: progress(before + done, total, what)
+
+
+def compile_in_threads(
+    sources: Sequence[tuple[Source, str]], key: Callable[[Source], str], one: Callable[[str, Source, str], Compiled],
+    cache: Path, jobs: int, progress: Progress | None,
+) -> dict[str, Compiled]:  # fmt: skip
+    """Compile each (source, location) of another key by one(key, source, location), `jobs` at a time.
+
+    The first error cancels what has not started, and is raised.
+    """
+    todo = {key(s): (s, loc) for s, loc in sources}
+    out: dict[str, Compiled] = {}
+    cache.mkdir(parents=True, exist_ok=True)
+    sweep(cache)
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        futures = {k: pool.submit(one, k, s, loc) for k, (s, loc) in todo.items()}
+        try:
+            for k, future in futures.items():
+                out[k] = future.result()
+                if progress:
+                    progress(len(out), len(todo), title(todo[k][0]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return out
+
+
+def title(source: Source) -> str:
+    """The comment in the first line of a source, else its entry."""
+    comment = re.match(r"(?://|#)\s*(.*)", source.text.partition("\n")[0])
+    return comment[1].strip() if comment else source.entry
+
+
+def compile_error(compiler: str, source: Source, why: str, kept: Path, loc: str) -> Diagnostic:
+    """Diagnostic E502 for a source that does not compile; its text is written to `kept`."""
+    kept.write_text(source.text)
+    remedy = f"the source is kept at {kept}; report it, or choose another target"
+    return Diagnostic("E502", f"{compiler} could not compile {title(source)}: {why}", remedy, loc=loc)
 
 
 def sweep(cache: Path) -> None:

@@ -85,7 +85,7 @@ class Paged:
         on: Target = INTERPRETED,
         least: int = 1,
     ) -> Case:
-        """The step on a kernel; with `splits`, one token a row, and no sinks; rows of one token on SINGLE_TOKEN_ATTENTION."""
+        """The step on a kernel; with `splits`, one token a row and no sinks; SINGLE_TOKEN_ATTENTION gets such rows."""
         arrays = self.inputs(rng)
         attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
         if splits:

@@ -16,6 +16,7 @@ from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
+from llmc.passes.analysis import depends_on_weights_alone
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
@@ -72,11 +73,6 @@ class Problem:
         return self.x.dtype == self.w.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
 
 
-def is_weight(v: Value) -> bool:
-    """Whether the value depends only on weights."""
-    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
-
-
 def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
     """Return whether (0 or 1) an extra has rows and columns of out [*b, n]; None if it broadcasts over some rows."""
     if not extra.rank:
@@ -105,7 +101,11 @@ class Linear(CppKernel):
         if any(extra_strides(e, p.out) is None for e in p.extras):
             return "an extra is broadcast over some of the leading axes only"
         if node.op.name != "packed_linear":
-            return None if is_weight(node.operands[1]) else "its second operand is not known at compile time"
+            return (
+                None
+                if depends_on_weights_alone(node.operands[1])
+                else "its second operand is not known at compile time"
+            )
         rows, pair = (d.const or 0 for d in p.w.shape[2:])
         lanes = target.vector // 4 * p.parts
         if rows % lanes or rows > 4 * lanes or pair != p.pair:

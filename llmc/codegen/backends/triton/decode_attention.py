@@ -135,8 +135,6 @@ class DecodeAttention(TritonKernel):
         return u.launch(
             Template("decode_attention", "paged_decode"),
             (tokens, p.g, max(1, splits)),
-            u.schedule["warps"],
-            u.schedule["stages"],
             **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr - - sinks_ptr", "out_ptr"),
             starts_ptr=None if splits else "x4",
             positions_ptr="x4" if splits else "x5",
@@ -179,7 +177,6 @@ class AttentionCombine(TritonKernel):
         return u.launch(
             Template("decode_attention", "combine_splits"),
             (shape[0], h),
-            warps=u.schedule["warps"],
             **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
             HEADS=h,
             HEAD_DIM=d,

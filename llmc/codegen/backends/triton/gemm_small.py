@@ -108,7 +108,7 @@ class Gemm(TritonKernel):
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
         grid = (rows, D(columns)) if self.swap else (rows * columns,)
         template, arguments = self.bind(u, p)
-        return u.launch(template, grid, s["warps"], s["stages"], **arguments, generated=(epilogue(u, p),))
+        return u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **arguments)
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
         """The template and its arguments."""

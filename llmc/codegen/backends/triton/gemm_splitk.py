@@ -75,19 +75,21 @@ class SplitKCombine(TritonKernel):
     def code(self, u: Unit) -> Code:
         p, block = PartialSums.of(u.node), u.schedule["block"]
         tokens = product(p.out.shape[:-1])
+        count = u.sizes(tokens)
         return u.launch(
             Template("splitk_combine", "splitk_combine"),
             (tokens, D(-(-p.n // block))),
             u.schedule["warps"],
+            0,
+            (epilogue(u, p),),
             **u.pointers("partial_ptr", "out_ptr"),
-            M=u.sizes(tokens),
+            M=count,
             extra_ptrs=extra_operands(u, p),
             N=p.n,
             SPLITS=int(u.node.operands[0].type.shape[0]),
             BLOCK=block,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
-            generated=(epilogue(u, p),),
         )
 
 

@@ -79,14 +79,16 @@ class Gemv(TritonKernel):
         p, s = Product.of(u.node), u.schedule
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
+        tokens = u.sizes(p.m)
         joint = sums > 1 and not u.interpret  # which would add such sums element by element
         return u.launch(
             Template("gemv", "gemv"),
             (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)),
             s["warps"],
             1,
+            (joint_sum(sums) if joint else "", epilogue(u, p)),
             **u.pointers("x_ptr weight_ptr", "out_ptr"),
-            M=u.sizes(p.m),
+            M=tokens,
             gain_ptr="x2" if p.first == 3 else None,
             extra_ptrs=extra_operands(u, p),
             N=p.n,
@@ -103,7 +105,6 @@ class Gemv(TritonKernel):
             JOINT_SUM="joint_sum" if joint else None,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
-            generated=(joint_sum(sums) if joint else "", epilogue(u, p)),
         )
 
 

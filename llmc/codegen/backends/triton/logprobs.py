@@ -45,7 +45,6 @@ class Logprobs(TritonKernel):
         rows, columns = u.node.operands[0].type.shape
         v, k = int(columns), int(u.node.attrs["k"])
         tile = min(int(u.schedule.get("tile", 8192)), power(v))
-        chosen = len(u.node.operands) == 4
         return u.launch(
             Template("logprobs", "row_logprobs"),
             (rows,),

@@ -48,8 +48,6 @@ class Matmul(TritonKernel):
         return u.launch(
             Template("matmul", "matmul"),
             (columns * rows * b,),
-            s["warps"],
-            s["stages"],
             **u.pointers("left_ptr right_ptr", "out_ptr"),
             M=u.sizes(m),
             K=u.sizes(k),

@@ -6,9 +6,8 @@ any routing, and those without rows end at once. An expert that no token chose i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llmc.codegen.backends.triton.template import Argument, Template, function
 from llmc.codegen.backends.triton.tiling import power
@@ -166,10 +165,12 @@ class Grouped(TritonKernel):
             "FLOAT32_FACTORS": u.interpret or p.left.dtype != p.w.dtype,
         }
 
-    def grouped(self, u: Unit, p: Experts, template: Template, **arguments: Any) -> Code:
-        """The code of a call of a template."""
-        s, grid = u.schedule, (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
-        return u.launch(template, grid, s["warps"], s["stages"], **self.common(u, p), **arguments)
+    def grouped(
+        self, u: Unit, p: Experts, template: Template, generated: Sequence[str] = (), /, **arguments: Argument
+    ) -> Code:
+        """The code of a call of a template; see `Unit.launch`."""
+        grid = (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
+        return u.launch(template, grid, 0, 0, generated, **self.common(u, p), **arguments)
 
 
 def bias(p: Experts, operand: int) -> str | None:
@@ -196,8 +197,8 @@ class Up(Grouped):
         gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
         called = helpers(e.fn for e in walk(body)).strip()
         return self.grouped(
-            u, p, Template("moe", "moe_up"), bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
-            generated=(called, gated),
+            u, p, Template("moe", "moe_up"), (called, gated),
+            bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
         )  # fmt: skip
 
 

@@ -75,8 +75,6 @@ class PrefillAttention(TritonKernel):
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
             grid,
-            s["warps"],
-            s["stages"],
             **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr sinks_ptr", "out_ptr"),
             row_count=u.sizes(count),
             token_count=u.sizes(tokens),
@@ -114,8 +112,6 @@ class PackedAttention(TritonKernel):
         return u.launch(
             Template("packed_attention", "packed_attention"),
             (q[0].ceildiv(s["rows"]), q[1]),
-            s["warps"],
-            s["stages"],
             **u.pointers("query_ptr key_ptr value_ptr positions_ptr sinks_ptr", "out_ptr"),
             token_count=u.sizes(q[0]),
             HEADS=int(q[1]),

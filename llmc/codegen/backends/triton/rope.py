@@ -90,11 +90,10 @@ class RopeAppend(HeadKernel):
 
     def code(self, u: Unit) -> Code:
         n, kv = u.node, u.node.operands[1].type
-        rope, norm = len(n.operands) > 3, len(n.operands) > 5
+        norm = len(n.operands) > 5
         return u.launch(
             Template("rope", "rope_append"),
             self.grid(u),
-            warps=u.schedule["warps"],
             **u.pointers("qkv_ptr - slots_ptr cos_ptr sin_ptr query_gain_ptr key_gain_ptr", "query_out_ptr kv_ptr"),
             token_count=u.sizes(n.operands[0].type.shape[0]),
             HEADS=n.attrs["heads"],
@@ -122,7 +121,6 @@ class Rope(HeadKernel):
         return u.launch(
             Template("rope", "rope"),
             self.grid(u),
-            warps=u.schedule["warps"],
             **u.pointers("x_ptr cos_ptr sin_ptr", "out_ptr"),
             token_count=u.sizes(tokens),
             HEADS=heads,
@@ -150,7 +148,6 @@ class KvAppend(HeadKernel):
         return u.launch(
             Template("rope", "kv_append"),
             self.grid(u),
-            warps=u.schedule["warps"],
             **u.pointers("- key_ptr value_ptr slots_ptr", "kv_ptr"),
             token_count=u.sizes(tokens),
             KV_HEADS=heads,
@@ -173,7 +170,6 @@ class RopeTables(TritonKernel):
         return u.launch(
             Template("rope", "rope_tables"),
             (total.ceildiv(TILE),),
-            warps=u.schedule["warps"],
             **u.pointers("frequencies_ptr positions_ptr", "cos_ptr sin_ptr"),
             pairs=u.sizes(cos.shape[1]),
             elements=u.sizes(total),

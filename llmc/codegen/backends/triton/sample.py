@@ -76,7 +76,6 @@ class Penalize(Sampling):
         return u.launch(
             Template("row_logits", "row_penalize"),
             (v.ceildiv(block), rows),
-            u.schedule.get("warps", 4),
             **u.pointers(
                 "logits_ptr rows_ptr floats_ptr ints_ptr seen_ptr counts_ptr bias_ids_ptr biases_ptr", "out_ptr"
             ),
@@ -102,7 +101,7 @@ class Mask(Sampling):
         return u.launch(
             Template("row_logits", "row_mask"),
             (n.operands[0].type.shape[0],),
-            warps=4,
+            4,
             **u.pointers("logits_ptr rows_ptr starts_ptr positions_ptr ints_ptr stops_ptr allowed_ptr", "out_ptr"),
             VOCAB=vocabulary(n),
             WORDS=width(n, 6),
@@ -131,7 +130,6 @@ class BlockMax(Sampling):
         return u.launch(
             Template("sample", "row_block_max"),
             (blocks.ceildiv(per), rows),
-            u.schedule.get("warps", 4),
             **u.pointers("", "best_ptr best_ids_ptr masses_ptr"),
             **row_arguments(n),
             BLOCKS=int(blocks),

@@ -40,8 +40,6 @@ class SingleTokenAttention(DecodeAttention):
         return u.launch(
             Template("single_token_attention", "single_token_attention"),
             (count, p.g),
-            u.schedule["warps"],
-            u.schedule["stages"],
             **u.pointers(
                 "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr sinks_ptr", "out_ptr"
             ),

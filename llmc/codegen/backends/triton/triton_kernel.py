@@ -94,10 +94,16 @@ class Unit:
         return {**inputs, **{name: f"y{i}" for i, name in enumerate(results.split()) if name != "-"}}
 
     def launch(
-        self, template: Template, grid: tuple[Dim | int, ...], warps: int = 4, stages: int = 2,
-        generated: Sequence[str] = (), **arguments: Argument,
+        self, template: Template, grid: tuple[Dim | int, ...], warps: int = 0, stages: int = 0,
+        generated: Sequence[str] = (), /, **arguments: Argument,
     ) -> Code:  # fmt: skip
-        """One call of a template. `generated` are texts of functions that `arguments` name; empty ones are left out."""
+        """One call of a template, with DEPENDENT_LAUNCH added to its arguments.
+
+        warps, stages: default to the schedule's, else 4 and 2. generated: texts of functions that `arguments` name;
+        empty texts are left out.
+        """
+        warps = warps or self.schedule.get("warps", 4)
+        stages = stages or self.schedule.get("stages", 2)
         call = template.call(**arguments, DEPENDENT_LAUNCH=self.pdl)
         return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
 
