@@ -149,7 +149,7 @@ def test_launches_of_one_place_are_told_apart_by_their_nodes() -> None:
 
 def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda() -> None:
     found = products.candidates(264, 520, 512, 3, load(), sm_90())
-    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(GEMM_WGMMA.ways())
+    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(GEMM_WGMMA.all_schedules())
     assert all(c.env == {"T": 512} for c in found)
 
 

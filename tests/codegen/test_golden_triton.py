@@ -13,10 +13,9 @@ import pytest
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
 from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
-from llmc.codegen.backends.triton.gemv import GEMV
+from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
 from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
-from llmc.codegen.backends.triton.norm_gemv import NORM_GEMV
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.shape import COPY, TAKE

@@ -63,7 +63,7 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("schedule", GEMM_WGMMA.ways(), ids=str)
+@pytest.mark.parametrize("schedule", GEMM_WGMMA.all_schedules(), ids=str)
 def test_linear(schedule: Schedule, card: Card, tmp_path: Path) -> None:
     check([product(*size, schedule) for size in SIZES], card, tmp_path)
 

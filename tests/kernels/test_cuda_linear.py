@@ -88,7 +88,10 @@ def chosen(**options: object) -> Module:
 
 def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     assert product(chosen()).choice["kernel"].startswith("triton/")
-    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {"kernel": "cuda/gemm_wgmma", **GEMM_WGMMA.ways()[1]}
+    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {
+        "kernel": "cuda/gemm_wgmma",
+        **GEMM_WGMMA.all_schedules()[1],
+    }
     node, path = product(module()), tmp_path / "tuning.jsonl"
     way = GEMM_WGMMA.schedules(node, sm_90())[2]
     path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")

@@ -90,7 +90,6 @@ class Linear(CppKernel):
     headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if why := unsupported(node, FLOATS):
             return why
         p = Problem.of(node)
@@ -139,12 +138,10 @@ class Linear(CppKernel):
         pack_node(g, node, schedule, target, ops)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         p = Problem.of(node)
         return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         p, s = Problem.of(node), schedule
         k = p.k.const or 1
         padded = -(-k // p.pair) * p.pair
@@ -154,7 +151,6 @@ class Linear(CppKernel):
         return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        """Return the complete, self-contained C++ source."""
         if node.op.name != "packed_linear":
             raise Diagnostic(
                 "E430", f"{node.op.name} reached code generation with its weight not packed", PACK, loc=node.loc
@@ -162,7 +158,6 @@ class Linear(CppKernel):
         return super().emit(node, schedule, target)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        """Return the definitions that precede the kernel function."""
         p, s = Problem.of(node), schedule
         config = (
             f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.w.dtype]} W;\n"
@@ -175,7 +170,6 @@ class Linear(CppKernel):
         return config + epilogue(p, s["rows"] // p.parts) + check
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         p = Problem.of(node)
         members = ", ".join(["y0", *(f"x{i + 2}" for i in range(len(p.extras)))])
         rows = product_text(p.x.shape[:-1], sizes)

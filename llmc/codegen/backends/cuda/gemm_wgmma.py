@@ -37,9 +37,9 @@ class GemmWgmma(CudaKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return self.ways()
+        return self.all_schedules()
 
-    def ways(self) -> list[Schedule]:
+    def all_schedules(self) -> list[Schedule]:
         """All schedules; they fit every node."""
         return [{"bn": bn, "stages": stages, "group": g} for g in GROUPS for bn, stages in TILES]
 

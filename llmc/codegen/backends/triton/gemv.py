@@ -39,6 +39,13 @@ MEASURED: tuple[Measured, ...] = (
     (6144, 1024, (4, 512, 4, 1)),
     (1024, 3072, (2, 1024, 4, 1)),
 )
+# The same of norm_linear.
+NORM_MEASURED: tuple[Measured, ...] = (
+    (28672, 4096, (4, 2048, 8, 2)),
+    (6144, 4096, (2, 1024, 4, 1)),
+    (16384, 2048, (2, 1024, 4, 2)),
+    (6144, 1024, (8, 1024, 2, 1)),
+)
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # of the bandwidth that the best of these schedules reach
 
@@ -151,4 +158,12 @@ def _holds(p: Product, s: Shape, rows: int) -> bool:
     return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
 
 
+class NormGemv(Gemv):
+    """norm_linear of 1 to about 4 tokens; any number is right. The norm takes no launch of its own: every program sums
+    the squares of its tokens while it reads weights, and divides its sums by the root at the end."""
+
+    measured: ClassVar[tuple[Measured, ...]] = NORM_MEASURED
+
+
 GEMV = Gemv("triton/gemv", ("linear", "linear_map"))
+NORM_GEMV = NormGemv("triton/norm_gemv", ("norm_linear",))

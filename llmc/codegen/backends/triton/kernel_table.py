@@ -17,7 +17,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/moe_route": f"{_HERE}.moe:ROUTE",
         "triton/moe_up": f"{_HERE}.moe:UP",
         "triton/moe_down": f"{_HERE}.moe:DOWN",
-        "triton/norm_gemv": f"{_HERE}.norm_gemv:NORM_GEMV",
+        "triton/norm_gemv": f"{_HERE}.gemv:NORM_GEMV",
         "triton/prefill_attention": f"{_HERE}.prefill_attention:PREFILL_ATTENTION",
         "triton/packed_attention": f"{_HERE}.prefill_attention:PACKED_ATTENTION",
         "triton/reduce": f"{_HERE}.reduce:REDUCE",

@@ -59,8 +59,8 @@ class PrefillAttention(TritonKernel):
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        held = shared(rows, keys, schedule["stages"], p.width, p.item, target)
-        resident = max(1, min(target.limits.shared // held, 16 // schedule["warps"]))
+        block_bytes = shared(rows, keys, schedule["stages"], p.width, p.item, target)
+        resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
         peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
