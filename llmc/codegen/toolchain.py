@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from llmc.codegen.kernel import Box, Source
+from llmc.codegen.launch_plan import Placed
 from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
@@ -37,14 +39,23 @@ class Compiled:
     boxes: tuple[Box, ...] = ()
 
 
+# (launched graphs, their module) -> the source of the step unit, and each graph's function in it
+StepWriter = Callable[[Sequence[Placed], Module], tuple[Source, tuple[str, ...]]]
+
+
 @dataclass(frozen=True)
 class Output:
     """The file suffixes of a toolchain's sources and binaries, without dots, and the calling convention of the
-    binaries, which the runtime's device has to know."""
+    binaries, which the runtime's device has to know.
+
+    step: writes the step unit, the compiled function that runs all launches of a program; None if the runtime runs
+    them. That of the target's first language counts.
+    """
 
     source: str
     binary: str
     abi: str
+    step: StepWriter | None = None
 
 
 class Toolchain(Protocol):
@@ -98,6 +109,11 @@ class Toolset:
                 raise Diagnostic("E504", cause, "install the package that offers it (llmc.Extension, toolchains=...)")
             self._found[language] = self.finders[language](self.target)
         return self._found[language]
+
+    def step_unit(self, placed: Sequence[Placed], m: Module) -> tuple[Source | None, tuple[str, ...]]:
+        """The step unit of a module's launched graphs and each graph's function in it; (None, ()) if there is none."""
+        write = self.of(self.target.languages[0]).output.step
+        return write(placed, m) if write else (None, ())
 
     def key(self, source: Source) -> str:
         """The key of a source under its language's toolchain."""

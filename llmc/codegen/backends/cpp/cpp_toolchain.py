@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
 from llmc.diagnostics import Diagnostic
@@ -37,7 +38,7 @@ class CppToolchain:
     compiler: str
     version: str
     flags: tuple[str, ...]
-    output = Output("cpp", "so", "cpu-1")
+    output = Output("cpp", "so", "cpu-1", step_source)
 
     @staticmethod
     def find(target: Target, names: Sequence[str] = COMPILERS, path: str | None = None) -> CppToolchain:
