@@ -227,7 +227,9 @@ def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
     """
     table, idx = n.operands
     packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)
-    name = next((k for k in ctx.kernels if k.endswith("/packed_take")), "")
+    languages = _target(ctx).languages
+    takers = (k for k, x in ctx.kernels.items() if "packed_take" in x.ops and x.language in languages)
+    name = next(takers, "")
     only = all(u is n or u is packed for u in table.uses) and not any(table is o for o in g.outputs)
     if not (table.weight and table.type.rank == 2 and packed and name and only):
         return False
