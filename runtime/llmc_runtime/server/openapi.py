@@ -14,7 +14,7 @@ from llmc_runtime.server.requests.request_fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmc_runtime.server.serving import MOST_SECONDS
+from llmc_runtime.server.serving import MAX_SECONDS
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
@@ -110,7 +110,7 @@ def _request_headers() -> dict[str, Any]:
     }
     schemas = {
         "X-Request-Id": {"type": "string"},
-        "X-Request-Timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
+        "X-Request-Timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
     }
     return {
         name: {"name": name, "in": "header", "required": False, "description": told, "schema": schemas[name]}

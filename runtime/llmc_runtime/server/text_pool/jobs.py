@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
-from llmc_runtime.defaults import default_params
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import Prompting, prompts_in
-from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.parse import check_model, parse
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -36,16 +34,18 @@ class Job:
 
     reasons = opened = False
 
-    def __init__(self, parsed: m.Parsed, prompts: Iterator[Prompt], most_tokens: int) -> None:
-        self.parsed, self._prompts, self._most = parsed, prompts, most_tokens
+    def __init__(self, parsed: m.Parsed, prompts: Iterator[Prompt], max_tokens: int) -> None:
+        self.parsed, self._prompts, self._max_tokens = parsed, prompts, max_tokens
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts one by one. Raises ApiError 400 if they have too many tokens together."""
         total = 0
         for prompt in self._prompts:
             total += len(prompt.ids)
-            if total > self._most:
-                cause = f"the prompts have more than {self._most} tokens together, which the server takes at a time"
+            if total > self._max_tokens:
+                cause = (
+                    f"the prompts have more than {self._max_tokens} tokens together, which the server takes at a time"
+                )
                 raise ApiError(f"{cause}; send several requests", param="prompt")
             yield prompt
 
@@ -53,8 +53,8 @@ class Job:
 class ChatJob(Job):
     """A chat. `reasons` and `opened` are set once the prompt is rendered."""
 
-    def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], asked: ChatRequest, plan: Plan) -> None:
-        self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, asked, plan
+    def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], request: ChatRequest, plan: Plan) -> None:
+        self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, request, plan
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompt. Raises ApiError 400."""
@@ -73,61 +73,56 @@ class Texts:
         self._dialect = dialect_of(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
         self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
-        self._defaults = _Defaults(spec.generation, spec.vocab_size)
         spec.tokenizer = None
 
     def completion(self, body: bytearray) -> Job:
         """Parse and check a completion, except for its prompts. Raises ApiError."""
-        asked = self._parse(body, CompletionRequest)
-        check_silent(asked)
-        self._check_model(asked.model)
-        of_completion(asked, self._defaults)
-        count, known = prompts_in(asked.prompt)
-        left = msgspec.structs.replace(asked, prompt="")
+        request = self._parse(body, CompletionRequest)
+        check_silent(request)
+        check_model(request.model, self._spec.names)
+        of_completion(request, self._spec)
+        count, known = prompts_in(request.prompt)
+        left = msgspec.structs.replace(request, prompt="")
         parsed = m.Parsed(_fields(left), count, known)
-        return Job(parsed, self._prompting.completion(asked), self._spec.most_tokens)
+        return Job(parsed, self._prompting.completion(request), self._spec.max_prompt_tokens)
 
     def chat(self, body: bytearray) -> Job:
         """Parse and check a chat, except for its messages. Raises ApiError."""
-        asked = self._parse(body, ChatRequest)
-        self._check_model(asked.model)
-        of_chat(asked, self._defaults)
-        plan = plan_of(asked, self._dialect)
+        request = self._parse(body, ChatRequest)
+        check_model(request.model, self._spec.names)
+        of_chat(request, self._spec)
+        plan = plan_of(request, self._dialect)
         left = msgspec.structs.replace(
-            asked, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
+            request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
         tools = None if plan.tools is None else plan.tools.given
         parsed = m.Parsed(_fields(left), earlier=plan.earlier)
-        return ChatJob(parsed, lambda: self._prompting.chat(asked, tools, self._dialect.short_ids), asked, plan)
+        return ChatJob(parsed, lambda: self._prompting.chat(request, tools, self._dialect.short_ids), request, plan)
 
     def tokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /tokenize. Raises ApiError."""
-        asked = self._parse(body, TokenizeRequest)
-        self._check_model(asked.model)
-        check_tokenize(asked)
-        if asked.prompt is not None:
-            ids = self._prompting.listed_ids(asked.prompt, asked.add_special_tokens is not False)
+        request = self._parse(body, TokenizeRequest)
+        check_model(request.model, self._spec.names)
+        check_tokenize(request)
+        if request.prompt is not None:
+            ids = self._prompting.listed_ids(request.prompt, request.add_special_tokens is not False)
         else:
-            tools = tools_of(asked.tools, None, None)
-            ids = self._prompting.chat(asked, None if tools is None else tools.given, self._dialect.short_ids).ids
-        return msgspec.json.encode(token_list(self._prompting, ids, asked, self._spec.max_model_len))
+            tools = tools_of(request.tools, None, None)
+            ids = self._prompting.chat(request, None if tools is None else tools.given, self._dialect.short_ids).ids
+        return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
-        asked = self._parse(body, DetokenizeRequest)
-        self._check_model(asked.model)
-        return msgspec.json.encode({"prompt": self._prompting.text_of(asked.tokens)})
+        request = self._parse(body, DetokenizeRequest)
+        check_model(request.model, self._spec.names)
+        return msgspec.json.encode({"prompt": self._prompting.text_of(request.tokens)})
 
     def _parse(self, body: bytearray, kind: type[T]) -> T:
         self.unknown = 0
         check_size(body)
-        asked = parse(body, kind, self._count)
+        request = parse(body, kind, self._count)
         body.clear()
-        return asked
-
-    def _check_model(self, name: str | None) -> None:
-        if name and name not in self._spec.names:
-            raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
+        return request
 
     def _count(self, unknown: int) -> None:
         self.unknown = unknown
@@ -151,27 +146,16 @@ def check_size(body: bytearray) -> None:
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
 
 
-def check_tokenize(asked: TokenizeRequest) -> None:
+def check_tokenize(request: TokenizeRequest) -> None:
     """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
-    if (asked.prompt is None) == (asked.messages is None):
+    if (request.prompt is None) == (request.messages is None):
         raise ApiError("give one of prompt and messages", param="prompt")
 
 
-def token_list(prompting: Prompting, ids: list[int], asked: TokenizeRequest, length: int) -> dict[str, Any]:
+def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
     """Return the response of /tokenize. `length` is the model's maximum context length."""
-    names = [prompting.tokenizer.token(i) for i in ids] if asked.return_token_strs else None
+    names = [prompting.tokenizer.token(i) for i in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
-
-
-class _Defaults:
-    """The sampling defaults of the model (see sampling.Defaults)."""
-
-    def __init__(self, generation: Mapping[str, Any], vocab_size: int) -> None:
-        self.generation, self.vocab_size = generation, vocab_size
-
-    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
-        """Return the model's default sampling parameters."""
-        return default_params(self.generation, max_tokens=max_tokens)
 
 
 def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
@@ -180,14 +164,14 @@ def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)
 
 
-def _fields(asked: CompletionRequest | ChatRequest) -> bytes:
+def _fields(request: CompletionRequest | ChatRequest) -> bytes:
     """Encode the fields as JSON.
 
     Raises ApiError 400, naming the largest field, if they are too large for the server process.
     """
-    encoded = msgspec.json.encode(asked)
+    encoded = msgspec.json.encode(request)
     if len(encoded) > m.MAX_FIELDS or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
-        sizes = {name: len(msgspec.json.encode(getattr(asked, name))) for name in asked.__struct_fields__}
+        sizes = {name: len(msgspec.json.encode(getattr(request, name))) for name in request.__struct_fields__}
         name = max(sizes, key=lambda name: sizes[name])
         cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELDS} bytes"
         raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists", param=name)

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.field_limits import MAX_CALLS as MAX_ALL_CALLS
 from llmc_runtime.server.requests.parse import document
+from llmc_runtime.server.requests.request_fields import MAX_CALLS as MAX_ALL_CALLS
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.text.template_analysis import Reads
 
