@@ -197,11 +197,12 @@ class Workers:
     def _send(self, worker: Worker, number: int, guide: GrammarGuide, token: int | None) -> None:
         operation = wire.OPERATION.pack(number, wire.OPEN if token is None else wire.ACCEPT, token or 0)
         try:
-            if worker.link is None:
-                raise OSError
-            worker.link.send(operation)
-        except OSError:
+            if worker.link is not None:
+                worker.link.send(operation)
+        except BlockingIOError:  # it does not read
             guide.fail(_GONE)
+        except OSError:  # it has ended; the guide fails when the host reports how
+            pass
 
     def _close_guide(self, worker: Worker, number: int) -> None:
         if worker.guides.pop(number, None) is None:

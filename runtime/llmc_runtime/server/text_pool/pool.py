@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from array import array
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.python_command import memory_file
 from llmc_runtime.server.fair_slots import Lanes
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import ApiError, unavailable
@@ -139,7 +139,8 @@ class TextPool:
         self._starting += 1
         try:
             if self._file is None:
-                self._file = await asyncio.to_thread(self._spec_file)
+                encoded = await asyncio.to_thread(lambda: msgspec.msgpack.encode(self._spec()))
+                self._file = memory_file("llmc-texts", encoded)
             process = TextProcess(self._file)
             self._busy.add(process)
         except OSError as e:
@@ -159,12 +160,6 @@ class TextPool:
                 raise unavailable("the process for large bodies does not start") from None
             raise
         return process
-
-    def _spec_file(self) -> BinaryIO:
-        file = os.fdopen(os.memfd_create("llmc-texts"), "wb+")
-        file.write(msgspec.msgpack.encode(self._spec()))
-        file.flush()
-        return file
 
 
 class OffloadedJob:
