@@ -59,22 +59,14 @@ class HostProcess(LinkedProcess):
             self.control.send(wire.ORDER.pack(wire.KILL, number))
 
 
-def compile_limit(status: int) -> str | None:
-    """Return the limit that a compilation exceeded, from the process's wait status; None if it exceeded none."""
-    return _limit(status, f"{COMPILE_CPU_SECONDS:g} s of CPU time to compile")
-
-
-def operation_limit(status: int) -> str | None:
-    """Return the limit that the processing of a token exceeded, from the worker's wait status, or None."""
-    return _limit(status, f"{OPERATION_CPU_SECONDS:g} s of CPU time for one token")
-
-
-def _limit(status: int, cpu: str) -> str | None:
-    if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) == signal.SIGPROF:
-            return cpu
-        if os.WTERMSIG(status) in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-            return f"{MEMORY_BYTES >> 20} MiB of memory"
-    elif os.WEXITSTATUS(status) == OUT_OF_MEMORY:
+def exceeded_limit(status: int, compiled: bool) -> str | None:
+    """Return the limit that a worker exceeded, from its wait status; None if it ended for another reason."""
+    signaled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if signaled == signal.SIGPROF:
+        if compiled:
+            return f"{OPERATION_CPU_SECONDS:g} s of CPU time for one token"
+        return f"{COMPILE_CPU_SECONDS:g} s of CPU time to compile"
+    aborted = signaled in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+    if aborted or (signaled is None and os.WEXITSTATUS(status) == OUT_OF_MEMORY):
         return f"{MEMORY_BYTES >> 20} MiB of memory"
     return None
