@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
@@ -96,7 +95,7 @@ class Serving:
     """Serves a started AsyncLLM under `names`; responses carry the first one.
 
     `template` is a chat template to use instead of the model's. `calls` and `thoughts` name the formats of tool calls
-    and reasoning (see tools.dialect). `timeout` is the maximum time of a request in seconds, and `max_answer` the
+    and reasoning (see parser_select). `timeout` is the maximum time of a request in seconds, and `max_answer` the
     maximum size of a response in bytes. Raises LlmcError E601 for unknown formats.
     """
 
@@ -121,15 +120,26 @@ class Serving:
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
-        spec = partial(_spec, llm, self.names, admission.tokens, template, calls, thoughts)
         self.bodies = BodyBudget(self._no_room)
         self.lanes = Lanes(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
-        self.offload = TextPool(spec, self._too_many_texts, meters.unknown, admission.keys)
+        self._options = template, calls, thoughts
+        self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
         """Stop tokenization."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.offload.close()
+
+    def _spec(self) -> Spec:
+        """Return the configuration of text processes."""
+        tokenizer, config = self.llm.tokenizer, self.llm.config
+        return Spec(
+            None if tokenizer is None else tokenizer.backend.to_str(),
+            {} if tokenizer is None else dict(tokenizer.named_tokens),
+            {} if tokenizer is None else dict(tokenizer.chat_templates),
+            *self._options, list(self.names), config.vocab_size, config.max_model_len, self.admission.tokens,
+            dict(self.llm.generation),
+        )  # fmt: skip
 
     def _no_room(self) -> ApiError:
         error = self.admission.turn_away("bodies", "too many bytes of request bodies are on their way")
@@ -228,15 +238,21 @@ class Serving:
 
         Raises ApiError, before the first item if a prompt cannot be served.
         """
-        config = self.llm.config
-        if (longest := max(len(prompt.ids) for prompt in prompts)) >= config.max_model_len:  # independent of the queue
-            raise self._too_long(longest, call)
+        config, lengths = self.llm.config, [len(prompt.ids) for prompt in prompts]
+        if max(lengths) >= config.max_model_len:  # independent of the queue
+            raise self._too_long(max(lengths), call)
         limited = request.max_tokens is not None or getattr(request, "max_completion_tokens", None) is not None
         each = [params] * len(prompts)
         if not limited:
             room = min(config.max_model_len, config.num_pages * config.page_size + 1)
-            each = [fitted(params, room - len(prompt.ids)) for prompt in prompts]
-        each = self._sized(prompts, each, params, request, call, limited)
+            each = [fitted(params, room - length) for length in lengths]
+        size = size_of(request, params, lengths, self._tokens(each, lengths))
+        if not limited and size.total > self.max_answer:  # shorten the outputs
+            each = [cut(own, size, self.max_answer, params.n * len(prompts)) for own in each]
+            size = replace(size, tokens=self._tokens(each, lengths))
+        check_size(request, size, self.max_answer)
+        if size.held:
+            call.hold.answer = self.admission.answer(call.key, size.total)
         if request.priority is not None and not -(2**31) <= request.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
         if call.hold.place is None:
@@ -244,33 +260,10 @@ class Serving:
         jobs = list(zip(prompts, each, strict=True))
         return self._admitted(jobs, request.priority or 0, f"{call.key}/{request.cache_salt or ''}", call)
 
-    def _sized(
-        self,
-        prompts: list[Prompt],
-        each: list[SamplingParams],
-        params: SamplingParams,
-        request: Generation,
-        call: Call,
-        limited: bool,
-    ) -> list[SamplingParams]:
-        """Return the parameters for each prompt, after reserving memory for the response.
-
-        Without a client's limit on tokens, outputs are shortened to the maximum size of a response. Raises ApiError
-        400, 429 or 503.
-        """
-        lengths, context = [len(prompt.ids) for prompt in prompts], self.llm.config.max_model_len
-
-        def tokens() -> int:
-            return sum((own.max_tokens or context - length) * own.n for own, length in zip(each, lengths))
-
-        size = size_of(request, params, lengths, tokens())
-        if not limited and size.total > self.max_answer:
-            each = [cut(own, size, self.max_answer, params.n * len(prompts)) for own in each]
-            size = replace(size, tokens=tokens())
-        check_size(request, size, self.max_answer)
-        if size.held:
-            call.hold.answer = self.admission.answer(call.key, size.total)
-        return each
+    def _tokens(self, each: list[SamplingParams], lengths: list[int]) -> int:
+        """Return the maximum number of tokens that may be generated after prompts of these lengths."""
+        context = self.llm.config.max_model_len
+        return sum((params.max_tokens or context - length) * params.n for params, length in zip(each, lengths))
 
     def _too_long(self, tokens: int, call: Call) -> ApiError:
         length = self.llm.config.max_model_len
@@ -286,7 +279,8 @@ class Serving:
         assert hold.place is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
-            hold.place.resize(sum(_weight(params) * len(prompt.ids) for prompt, params in jobs), outputs)
+            weights = (1 if params.prompt_logprobs is None else SCORE_WEIGHT for _, params in jobs)
+            hold.place.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
             updates = [
                 self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
@@ -335,22 +329,6 @@ class Serving:
             raise internal() from e
         finally:
             meter.end(unfinished)
-
-
-def _weight(params: SamplingParams) -> int:
-    """Return the weight of a prompt token in admission."""
-    return 1 if params.prompt_logprobs is None else SCORE_WEIGHT
-
-
-def _spec(llm: AsyncLLM, names: tuple[str, ...], tokens: int, template: str | None, calls: str, thoughts: str) -> Spec:
-    """Return the configuration for text processes."""
-    tokenizer, config = llm.tokenizer, llm.config
-    return Spec(
-        None if tokenizer is None else tokenizer.backend.to_str(),
-        {} if tokenizer is None else dict(tokenizer.named_tokens),
-        {} if tokenizer is None else dict(tokenizer.chat_templates),
-        template, calls, thoughts, list(names), config.vocab_size, config.max_model_len, tokens, dict(llm.generation),
-    )  # fmt: skip
 
 
 async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:

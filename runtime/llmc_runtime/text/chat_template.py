@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.tokenizer_files import plain_bytes
 from llmc_runtime.text.json_file import read_json
-from llmc_runtime.text.template_analysis import reads
 
 if TYPE_CHECKING:
     import jinja2
@@ -106,6 +106,7 @@ class ChatTemplate:
         self, text: str, named_tokens: Mapping[str, str], *, seconds: float = SECONDS, size: int = SIZE
     ) -> None:
         from llmc_runtime.text.sandbox import Budget, ChatEnvironment
+        from llmc_runtime.text.template_analysis import reads
 
         if len(text) > _LONGEST_TEMPLATE:
             raise LlmcError(
@@ -220,16 +221,15 @@ def _cut_at_mark(text: str, final: str) -> str:
     return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
 
 
-class _clear_errors:
-    """Context manager that converts every exception of a template into an LlmcError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, LlmcError) or not isinstance(error, Exception):
-            return
-        raise _explained(error) from error
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Convert every exception of a template to an LlmcError."""
+    try:
+        yield
+    except LlmcError:
+        raise
+    except Exception as e:
+        raise _explained(e) from e
 
 
 def _explained(error: Exception) -> LlmcError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmc_runtime.text.detokenizer import Detokenizer
+from llmc_runtime.text.detokenizer import detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
 
@@ -82,7 +82,7 @@ class OutputText:
         self._detokenizer = (
             None
             if tokenizer is None
-            else Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens, visible=visible)
+            else detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens, visible=visible)
         )
 
     def push(self, token_id: int) -> str | None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import nodes
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -27,8 +29,6 @@ class Reads:
 
 def reads(tree: Any) -> Reads:
     """Analyze a template parsed by Jinja2."""
-    from jinja2 import nodes
-
     loops = any("content" in _names(loop.iter) for loop in tree.find_all(nodes.For))
     tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
     return Reads(loops, tools, "tool_calls" in _names(tree), _joins_arguments(tree), frozenset(_roles(tree)))
@@ -36,8 +36,6 @@ def reads(tree: Any) -> Reads:
 
 def _names(node: Any) -> Iterator[Any]:
     """Yield the attributes, constants and variables in a node and its descendants."""
-    from jinja2 import nodes
-
     yield from (n.attr for n in [node, *node.find_all(nodes.Getattr)] if isinstance(n, nodes.Getattr))
     yield from (n.value for n in node.find_all(nodes.Const))
     yield from (n.name for n in [node, *node.find_all(nodes.Name)] if isinstance(n, nodes.Name))
@@ -45,7 +43,6 @@ def _names(node: Any) -> Iterator[Any]:
 
 def _roles(tree: Any) -> Iterator[str]:
     """Yield the strings that a role is compared with or set to, and the keys of dicts that are indexed with a role."""
-    from jinja2 import nodes
 
     def is_role(node: Any) -> bool:
         node = _bare(node)
@@ -80,8 +77,6 @@ def _roles(tree: Any) -> Iterator[str]:
 
 def _bare(node: Any) -> Any:
     """Return the expression without the sandbox's checks around it (see sandbox.Guard)."""
-    from jinja2 import nodes
-
     while isinstance(node, nodes.Call) and isinstance(node.node, nodes.ExtensionAttribute) and len(node.args) == 1:
         node = node.args[0]
     return node
@@ -89,7 +84,6 @@ def _bare(node: Any) -> Any:
 
 def _joins_arguments(tree: Any) -> bool:
     """Return whether arguments are output or concatenated as they are, without any test of their type."""
-    from jinja2 import nodes
 
     def bare(node: Any) -> bool:
         if isinstance(node, nodes.Getattr):
