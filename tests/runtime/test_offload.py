@@ -326,7 +326,7 @@ def test_the_prompts_of_a_request_together_are_bounded_too() -> None:
     assert job.parsed.prompts == 5 and job.parsed.known == 0
     found = []
     with pytest.raises(Exception, match="more than 100 tokens together"):
-        for prompt in job.prompts():
+        for prompt in job.prompts:
             found.append(prompt)
     assert [len(prompt.ids) for prompt in found] == [40, 40]
 

@@ -37,8 +37,8 @@ class HostProcess(LinkedProcess):
             try:
                 super().__init__(self.control, [*module_command("llmc_runtime.grammar.host"), *arguments], descriptors)
             except OSError as e:
-                cause = f"the system gives no process for grammars: {e.strerror}"
-                raise LlmcError("E100", cause, "more processes (ulimit -u), files (-n) or memory (-v)") from e
+                cause = f"the system cannot create a process for grammars: {e.strerror}"
+                raise LlmcError("E100", cause, "allow more processes (ulimit -u), files (-n) or memory (-v)") from e
 
     def spawn(self, number: int, definition: bytes) -> socket.socket:
         """Fork a worker for the definition and return our end of its socket. Raises OSError if the system refuses."""

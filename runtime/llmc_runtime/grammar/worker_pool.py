@@ -148,7 +148,7 @@ class WorkerPool:
             except OSError as e:
                 self._queue.end(tenant)
                 worker.grammar.workers.remove(worker)
-                cause = f"the system gives no process for the grammar: {e.strerror}"
+                cause = f"the system cannot create a process for the grammar: {e.strerror}"
                 self._changed(worker.grammar, _unavailable(cause))
                 continue
             worker.queued, worker.began = False, time.monotonic()
@@ -282,7 +282,7 @@ class WorkerPool:
             self._refuse(worker, grammar.refusal(payload.decode()))
         elif (guide := worker.guides.get(number)) is not None:
             if kind == wire.BROKEN:
-                guide.fail(_failed(f"the grammar cannot go on: {payload.decode()}"))
+                guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
                 guide.take(None if kind == wire.SAME else payload)
 

@@ -195,8 +195,10 @@ class Prompting:
     ) -> str:
         template = self._template(tools is not None)
         if tools is not None and not template.reads.tools:
-            cause = "tools: the model's chat template has no place for them"
-            raise ApiError(f"{cause}. Try: serve with --chat-template FILE, one that shows tools", param="tools")
+            cause = "tools: the model's chat template does not show tools"
+            raise ApiError(
+                f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param="tools"
+            )
         _check_roles(messages, template.reads.roles)
         return template.render(for_template(messages, template.reads, short), tools=tools, **variables)
 
@@ -277,7 +279,7 @@ def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
         return message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else _part(part) for part in content]
     if None in parts:
-        cause = f'messages[{i}].content: parts of the form {{"type": "text", "text": TEXT}} alone'
+        cause = f'messages[{i}].content: only parts of the form {{"type": "text", "text": TEXT}}'
         raise ApiError(cause, param=f"messages[{i}].content")
     return {**message, "content": parts}
 

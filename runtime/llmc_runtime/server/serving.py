@@ -142,7 +142,7 @@ class Serving:
         )  # fmt: skip
 
     def _no_room(self) -> ApiError:
-        error = self.admission.turn_away("bodies", "too many bytes of request bodies are on their way")
+        error = self.admission.turn_away("bodies", "too many bytes of request bodies are being received")
         error.headers["Connection"] = "close"
         return error
 
@@ -224,7 +224,7 @@ class Serving:
         if known >= length and count == 1:
             raise self._too_long(known, call)
         if (params.max_tokens or 0) >= length:
-            cause = f"max_tokens ({params.max_tokens}) leaves a prompt no room, the model was compiled for {length}"
+            cause = f"max_tokens ({params.max_tokens}) leaves no room for a prompt; the model was compiled for {length}"
             raise told(LlmcError("E603", cause, f"a smaller max_tokens, at most {length - 1}"), call.prompt_param)
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
@@ -251,7 +251,7 @@ class Serving:
             each = [cut(own, size, self.max_answer, params.n * len(prompts)) for own in each]
             size = replace(size, tokens=self._tokens(each, lengths))
         check_size(request, size, self.max_answer)
-        if size.held:
+        if size.reserved:
             call.hold.answer = self.admission.answer(call.key, size.total)
         if request.priority is not None and not -(2**31) <= request.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
@@ -267,7 +267,7 @@ class Serving:
 
     def _too_long(self, tokens: int, call: Call) -> ApiError:
         length = self.llm.config.max_model_len
-        cause = f"the prompt is {tokens} tokens, the model was compiled for {length} with output"
+        cause = f"the prompt has {tokens} tokens; the model was compiled for {length}, output included"
         return told(LlmcError("E602", cause, f"shorten the prompt to {length - 1} tokens"), call.prompt_param)
 
     async def _admitted(

@@ -59,17 +59,17 @@ def _roles(tree: Any) -> Iterator[str]:
         return isinstance(node, nodes.Filter) and is_role(node.node)
 
     named = {"role"}  # variables that contain roles
-    sets = [one for one in tree.find_all(nodes.Assign) if isinstance(one.target, nodes.Name)]
-    named |= {one.target.name for one in sets if is_role(one.node)}
-    found = [one.node for one in sets if one.target.name in named]
-    for one in tree.find_all(nodes.Getitem):
-        mapping = _bare(one.node)
-        if is_role(one.arg) and isinstance(mapping, nodes.Dict):
-            found += [pair.key for pair in mapping.items]
-    for one in tree.find_all(nodes.Compare):
-        sides = [one.expr, *(operand.expr for operand in one.ops)]
-        found += sides if any(map(is_role, sides)) else []
-    for node in found:
+    assigned = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
+    named |= {node.target.name for node in assigned if is_role(node.node)}
+    candidates = [node.node for node in assigned if node.target.name in named]
+    for item in tree.find_all(nodes.Getitem):
+        mapping = _bare(item.node)
+        if is_role(item.arg) and isinstance(mapping, nodes.Dict):
+            candidates += [pair.key for pair in mapping.items]
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        candidates += sides if any(map(is_role, sides)) else []
+    for node in candidates:
         if not is_role(node):
             texts = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
             yield from (text.value for text in texts if isinstance(text.value, str))
@@ -89,14 +89,15 @@ def _joins_arguments(tree: Any) -> bool:
         if isinstance(node, nodes.Getattr):
             return bool(node.attr == "arguments")
         if isinstance(node, nodes.Name):
-            return node.name in called
+            return node.name in named
         return isinstance(node, nodes.Getitem) and getattr(node.arg, "value", None) == "arguments"
 
-    called: set[str] = set()  # variables that contain arguments
-    called |= {one.target.name for one in tree.find_all(nodes.Assign) if bare(one.node) and hasattr(one.target, "name")}
-    asked = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
+    named: set[str] = set()  # variables that contain arguments
+    assigned = [node for node in tree.find_all(nodes.Assign) if hasattr(node.target, "name")]
+    named |= {node.target.name for node in assigned if bare(node.node)}
+    tested = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     joins = [
         call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"
     ]  # the sandbox's replacement of ~
     writers = [*tree.find_all((nodes.Add, nodes.Concat, nodes.Output)), *joins]
-    return not asked and any(bare(child) for writer in writers for child in writer.iter_child_nodes())
+    return not tested and any(bare(child) for writer in writers for child in writer.iter_child_nodes())

@@ -30,10 +30,9 @@ _USE = "use structured_outputs"
 # Known fields that are rejected if they are set: ignoring them would change the response.
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "tools": "they are of /v1/chat/completions", "functions": "use tools",
-        "function_call": "use tool_choice",
-        "suffix": "this version does not fill in", "audio": "models here are of text alone",
-        "web_search_options": "this server fetches nothing", "prompt_embeds": "give text or token ids",
+        "tools": "use /v1/chat/completions", "functions": "use tools", "function_call": "use tool_choice",
+        "suffix": "text is only appended to a prompt", "audio": "only text is generated",
+        "web_search_options": "the server has no access to the web", "prompt_embeds": "send text or token ids",
         "guided_json": _USE, "guided_regex": _USE, "guided_choice": _USE, "guided_grammar": _USE,
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
@@ -83,9 +82,9 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
         if fields.get(name) and name not in known and (name, fields[name]) not in _NO_CALLS:
             raise _unsupported(name, f"{name} is not supported: {remedy}")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "tool_choice is not supported: tools are of /v1/chat/completions")
+        raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
     if fields.get("modalities") not in (None, ["text"]):
-        raise _unsupported("modalities", "modalities: models here are of text alone")
+        raise _unsupported("modalities", "modalities: only text is generated")
     check_lengths({name: fields[name] for name in known if name in fields})
     values = {name: _with_integers(fields[name]) for name in known if fields.get(name) is not None}
     try:

@@ -24,14 +24,14 @@ class Size:
     """The estimated size of a response.
 
     `fixed` are the bytes for the prompts, `each` the bytes per generated token, and `tokens` the maximum number of
-    generated tokens of all outputs. `held` is true if the response contains more than text, so that the server needs
-    much memory for it until it is sent.
+    generated tokens of all outputs. `reserved` is true if the response contains more than text, so that memory is
+    reserved for it until it is sent.
     """
 
     fixed: int
     each: int
     tokens: int
-    held: bool
+    reserved: bool
 
     @property
     def total(self) -> int:
@@ -62,9 +62,9 @@ def check_size(request: Generation, size: Size, limit: int) -> None:
     if size.total <= limit:
         return
     param = "prompt_logprobs" if request.prompt_logprobs is not None and size.fixed > limit // 2 else "logprobs"
-    if not size.held:
+    if not size.reserved:
         param = "max_tokens"
-    cause = f"the answer may have {size.total:,} bytes, and the limit is {limit:,} (--max-answer-bytes)"
+    cause = f"the response may have {size.total:,} bytes; the limit is {limit:,} (--max-answer-bytes)"
     remedy = "send fewer prompts or outputs in one request, or ask for fewer alternatives or tokens"
     raise ApiError(f"{cause}. Try: {remedy}", param=param, code="answer_too_large")
 

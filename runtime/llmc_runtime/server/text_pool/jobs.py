@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,46 +23,23 @@ from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, 
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
-from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
+from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
+@dataclass
 class Job:
-    """A completion whose body is checked and whose prompts are still to be tokenized."""
+    """A checked body whose prompts are still to be tokenized: `prompts` raises ApiError 400.
 
-    reasons = opened = False
+    `done` is complete once the prompts have been taken.
+    """
 
-    def __init__(self, parsed: m.Parsed, prompts: Iterator[Prompt], max_tokens: int) -> None:
-        self.parsed, self._prompts, self._max_tokens = parsed, prompts, max_tokens
-
-    def prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts one by one. Raises ApiError 400 if they have too many tokens together."""
-        total = 0
-        for prompt in self._prompts:
-            total += len(prompt.ids)
-            if total > self._max_tokens:
-                cause = (
-                    f"the prompts have more than {self._max_tokens} tokens together, which the server takes at a time"
-                )
-                raise ApiError(f"{cause}; send several requests", param="prompt")
-            yield prompt
-
-
-class ChatJob(Job):
-    """A chat. `reasons` and `opened` are set once the prompt is rendered."""
-
-    def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], request: ChatRequest, plan: Plan) -> None:
-        self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, request, plan
-
-    def prompts(self) -> Iterator[Prompt]:
-        """Yield the prompt. Raises ApiError 400."""
-        prompt = self._prompt()
-        plan = self._plan.behind(prompt, self._asked)
-        self.reasons, self.opened = plan.thoughts is not None, plan.opened
-        yield prompt
+    parsed: m.Parsed
+    prompts: Iterator[Prompt]
+    done: m.Done = field(default_factory=m.Done)
 
 
 class Texts:
@@ -82,9 +60,8 @@ class Texts:
         check_model(request.model, self._spec.names)
         of_completion(request, self._spec)
         count, known = prompts_in(request.prompt)
-        left = msgspec.structs.replace(request, prompt="")
-        parsed = m.Parsed(_fields(left), count, known)
-        return Job(parsed, self._prompting.completion(request), self._spec.max_prompt_tokens)
+        parsed = m.Parsed(_fields(msgspec.structs.replace(request, prompt="")), count, known)
+        return Job(parsed, self._limited(self._prompting.completion(request)))
 
     def chat(self, body: bytearray) -> Job:
         """Parse and check a chat, except for its messages. Raises ApiError."""
@@ -92,12 +69,30 @@ class Texts:
         check_model(request.model, self._spec.names)
         of_chat(request, self._spec)
         plan = plan_of(request, self._dialect)
-        left = msgspec.structs.replace(
+        rest = msgspec.structs.replace(
             request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
         tools = None if plan.tools is None else plan.tools.given
-        parsed = m.Parsed(_fields(left), earlier=plan.earlier)
-        return ChatJob(parsed, lambda: self._prompting.chat(request, tools, self._dialect.short_ids), request, plan)
+        parsed = m.Parsed(_fields(rest), earlier=plan.earlier)
+        done = m.Done()
+
+        def prompts() -> Iterator[Prompt]:
+            prompt = self._prompting.chat(request, tools, self._dialect.short_ids)
+            after = plan.behind(prompt, request)
+            done.reasons, done.opened = after.thoughts is not None, after.opened
+            yield prompt
+
+        return Job(parsed, prompts(), done)
+
+    def _limited(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts. Raises ApiError 400 if they have too many tokens together."""
+        total, limit = 0, self._spec.max_prompt_tokens
+        for prompt in prompts:
+            total += len(prompt.ids)
+            if total > limit:
+                cause = f"the prompts have more than {limit} tokens together, which the server takes at a time"
+                raise ApiError(f"{cause}; send several requests", param="prompt")
+            yield prompt
 
     def tokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /tokenize. Raises ApiError."""

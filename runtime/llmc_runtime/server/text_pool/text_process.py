@@ -80,7 +80,7 @@ class TextProcess(LinkedProcess):
             left = left[count:]
         return data
 
-    async def why(self) -> ApiError:
+    async def end_error(self) -> ApiError:
         """Return the error for the client of the job during which the process ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
