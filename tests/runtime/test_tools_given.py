@@ -20,7 +20,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import ROLES as ROLES_OF_THE_API
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.request_fields import ChatRequest, JsonSchema, ResponseFormat, TokenizeRequest
-from llmc_runtime.server.requests.sampling_fields import _of_response_format
+from llmc_runtime.server.requests.sampling_fields import _of_format
 from llmc_runtime.server.tool_calls.definitions import enforced, tools_of
 from llmc_runtime.server.tool_calls.grammar import form_of
 from llmc_runtime.server.tool_calls.history import for_template
@@ -256,7 +256,7 @@ def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:
         "default": {"properties": {"no": "schema"}}, "const": {"properties": {}},
     }  # fmt: skip
     wanted = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=copy.deepcopy(schema), strict=True))
-    form = _of_response_format(wanted)
+    form = _of_format(wanted)
     assert form is not None and form.disable_additional_properties and form.whitespace_pattern == " ?"
     close_objects(schema)
     both = [schema["properties"]["x"], schema["properties"]["y"]["anyOf"][0]]
@@ -270,9 +270,7 @@ def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:
     close_objects(together)
     assert together == {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
     for strict in (None, False):
-        open_form = _of_response_format(
-            ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={}, strict=strict))
-        )
+        open_form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={}, strict=strict)))
         assert open_form is not None and not open_form.disable_additional_properties
 
 
@@ -287,9 +285,7 @@ def test_strict_answers_and_strict_calls_have_no_further_properties() -> None:
         return bool(matcher.consume_tokens(TOK.encode(text, add_special_tokens=False)))
 
     for strict in (True, False):
-        form = _of_response_format(
-            ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema, strict=strict))
-        )
+        form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema, strict=strict)))
         assert form is not None
         grammar = f"start: form\n{form_of(form, 'response_format')}"
         assert takes(grammar, '{"a": 1}') and takes(grammar, '{"a":1}') and takes(grammar, '{ "a" : 1 }')

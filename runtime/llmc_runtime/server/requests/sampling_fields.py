@@ -101,7 +101,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
 
 def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     """Return the output format that structured_outputs or response_format requests."""
-    form = None if request.response_format is None else _of_response_format(request.response_format)
+    form = None if request.response_format is None else _of_format(request.response_format)
     outputs = request.structured_outputs
     if outputs is None:
         return form
@@ -111,7 +111,7 @@ def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**fields)
 
 
-def _of_response_format(form: ResponseFormat) -> StructuredOutputsParams | None:
+def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
     if form.type == "text":
         return None
     if form.type == "json_object":
