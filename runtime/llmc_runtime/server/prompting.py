@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Prompting:
-    """Tokenizes for one model. The coroutine methods work in threads of `pool`.
+    """Tokenizes for one model. `in_thread` runs in threads of `pool`.
 
     `template` is the text or name of a chat template to use instead of the model's default. `length` is the model's
     maximum context in tokens; longer prompts are rejected during tokenization. `longest` is described in
@@ -95,26 +95,9 @@ class Prompting:
             count += 1
         return count
 
-    async def of_completion(self, request: CompletionRequest) -> list[Prompt]:
-        """Return the prompts of a completion, with their texts if available. Raises ApiError 400."""
-        listed(request.prompt)
-        return await self._off(lambda: list(self.completion(request)))
-
-    async def of_chat(
-        self, request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None = None, short_ids: bool = False
-    ) -> Prompt:
-        """Run `chat` in a thread."""
-        return await self._off(lambda: self.chat(request, tools, short_ids))
-
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Tokenize a text. Raises ApiError 400 if it has more than `list_tokens` tokens."""
-        return await self._off(lambda: self.listed_ids(text, special))
-
-    async def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids. Raises ApiError 400 if one is not in the vocabulary, or if there are too
-        many.
-        """
-        return await self._off(lambda: self.text_of(ids))
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Return the result of `work`, usually a method of this object, from a thread of `pool`."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def completion(self, request: CompletionRequest) -> Iterator[Prompt]:
         """Yield the prompts of a completion. Raises ApiError 400."""
@@ -148,12 +131,12 @@ class Prompting:
                 return Prompt(self._ids(text, False, self._length), text)
             return Prompt(self._listed_ids(text, False, "messages"), text)
 
-    def listed_ids(self, text: str, special: bool) -> list[int]:
-        """Tokenize a text for /tokenize. Raises ApiError 400 if it has more than `list_tokens` tokens."""
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Tokenize a text, for /tokenize. Raises ApiError 400 if it has more than `list_tokens` tokens."""
         with _errors("prompt"):
             return self._listed_ids(text, special, "prompt")
 
-    def text_of(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, for /detokenize. Raises ApiError 400."""
         if len(ids) > self.list_tokens:
             raise ApiError(f"tokens: {len(ids)} token ids, at most {self.list_tokens}", param="tokens")
@@ -201,9 +184,6 @@ class Prompting:
             )
         _check_roles(messages, template.reads.roles)
         return template.render(for_template(messages, template.reads, short), tools=tools, **variables)
-
-    async def _off(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
 @contextmanager

@@ -54,9 +54,9 @@ class Chat(GenerationResponse[ChatRequest]):
             (prompt,) = await job.prompts(self._call.logged_characters)
             thoughts = plan.thoughts if job.done.reasons else None
             return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.parsed.earlier)
-        tools = None if plan.tools is None else plan.tools.given
+        tools, prompting = None if plan.tools is None else plan.tools.given, serving.prompting
         async with serving.lanes.slot(self._call.key):
-            prompt = await serving.prompting.of_chat(request, tools, serving.dialect.short_ids)
+            prompt = await prompting.in_thread(prompting.chat, request, tools, serving.dialect.short_ids)
         return prompt, plan.behind(prompt, request)
 
     async def _updates(self) -> Updates:

@@ -20,7 +20,7 @@ from llmc_runtime.server.openai.response import (
     prompt_logprobs,
     token_text,
 )
-from llmc_runtime.server.prompting import prompts_in
+from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import check_silent, of_completion
 from llmc_runtime.server.serving import Call, Serving
@@ -50,7 +50,8 @@ class Completion(GenerationResponse[CompletionRequest]):
             self._prompts = await job.prompts(-1 if request.echo else self._call.logged_characters)
             return
         async with serving.lanes.slot(self._call.key):
-            self._prompts = await serving.prompting.of_completion(request)
+            listed(request.prompt)  # reject malformed prompts before they occupy a thread
+            self._prompts = await serving.prompting.in_thread(list, serving.prompting.completion(request))
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         return {

@@ -100,7 +100,7 @@ class Texts:
         check_model(request.model, self._spec.names)
         check_tokenize(request)
         if request.prompt is not None:
-            ids = self._prompting.listed_ids(request.prompt, request.add_special_tokens is not False)
+            ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
             tools = tools_of(request.tools, None, None)
             ids = self._prompting.chat(request, None if tools is None else tools.given, self._dialect.short_ids).ids
@@ -110,7 +110,7 @@ class Texts:
         """Return the JSON response of /detokenize. Raises ApiError."""
         request = self._parse(body, DetokenizeRequest)
         check_model(request.model, self._spec.names)
-        return msgspec.json.encode({"prompt": self._prompting.text_of(request.tokens)})
+        return msgspec.json.encode({"prompt": self._prompting.decode(request.tokens)})
 
     def _parse(self, body: bytearray, kind: type[T]) -> T:
         self.unknown = 0
