@@ -53,7 +53,7 @@ def test_refusals_come_before_tokenizing_and_say_when_to_come_back(monkeypatch: 
         async def never(*args: Any) -> Any:
             raise AssertionError("it was tokenized")
 
-        monkeypatch.setattr(server.serving.prompting, "of_completion", never)
+        monkeypatch.setattr(server.serving.prompting, "in_thread", never)
         with httpx.Client(base_url=server.url) as client:
             took = []
             for _ in range(20):
@@ -306,12 +306,12 @@ def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     async def main(server: Served) -> list[int]:
         release = asyncio.Event()
 
-        async def encode(text: str, special: bool) -> list[int]:
+        async def in_thread(work: Any, text: str, special: bool) -> list[int]:
             while not release.is_set():  # of the client's loop
                 await asyncio.sleep(0.01)
             return [1]
 
-        monkeypatch.setattr(server.serving.prompting, "encode", encode)
+        monkeypatch.setattr(server.serving.prompting, "in_thread", in_thread)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
             tasks = [
