@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from look.conftest import Made
+from report.conftest import Made
 
 from llmc.cli import main
 from llmc.dry_run import render

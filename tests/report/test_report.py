@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from artifact import tiny
 from llmc_runtime.format.program import Program
-from look.conftest import Made
+from report.conftest import Made
 
 from llmc.artifact.write import write_artifact
 from llmc.cli import main
