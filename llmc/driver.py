@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,39 +20,16 @@ from llmc.extension import Registry, load
 from llmc.frontend.hub import PUBLIC, Hub, Located, locate
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
+from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MOST_LEN = 32768
 # Per target family: the dtype compiled for a checkpoint's dtype; CPU kernels multiply bfloat16, not float16.
 INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a compile. A limit of None means the target's default, or the model's own limit, at most 32768.
-
-    `tuning` is a file of measurements that choose kernels (None: those shipped with llmc). `cache` is a folder for
-    kernels and, if `reuse`, whole artifacts. `weights` is "packed", "none" (pack later) or "random:SEED" (filled in by
-    the runtime). `layers` compiles only the first N layers, for experiments. `hub` is where model ids are looked up.
-    """
-
-    target: str = "cpu:native"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    pipeline: str = ""
-    tuning: Path | None = None
-    cache: Path | None = None
-    reuse: bool = True
-    weights: str = "packed"
-    layers: int | None = None
-    hub: Hub = PUBLIC
 
 
 def compile_model(
@@ -91,7 +68,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     from llmc.codegen.tuning_records import read as read_records
 
     registry = load()
-    target = parse_target(options.target, registry.targets)
+    target = registry.target(options.target)
     settled = settle(options, target)
     if settled.tuning:
         read_records(settled.tuning)  # report a malformed file before any work is done
@@ -119,7 +96,7 @@ def _key_options(o: Options, target: Target, origin: Located, toolchains: Mappin
 
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
-    return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
+    return {**o.recorded(), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
 class Trip:
@@ -208,8 +185,7 @@ class Trip:
         """Parse the pipeline and set its size options."""
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
-        named = {**registry.pipelines, "serve": target.pipeline}
-        passes = parse_pipeline(text, registry.passes, named)
+        passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
@@ -290,7 +266,7 @@ class Trip:
     def told(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
         """The options and decisions of the compile, for the artifact's report. It holds no time and no path, so that
         equal compiles give equal reports. toolchains: compiler name -> version."""
-        options, notes = fixed_options(self.options), self.summary.notes
+        options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains)}
 
 
@@ -299,11 +275,6 @@ def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
     from importlib.metadata import version
 
     return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
-
-
-def fixed_options(o: Options) -> dict[str, Any]:
-    """The options that determine the artifact's contents, as opposed to where files are stored."""
-    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning", "hub")}
 
 
 def source_of(traced: Any, origin: Located) -> Source:

@@ -15,7 +15,8 @@ from llmc.artifact.inspect import size_text
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import Sketch, sketch
 from llmc.console import Console
-from llmc.driver import Options, Trip, start, states_of
+from llmc.driver import Trip, start, states_of
+from llmc.options import Options
 from llmc.report.formatting import count_text, us_text
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see

@@ -13,13 +13,12 @@ from llmc.extension import load
 from llmc.ir.cost import Row, graph_cost, rows
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import parse
-from llmc.targets.target import Target
 
 
 def main_roofline(args: Namespace, out: IO[str]) -> int:
     """Run `llmc roofline`: print one table (or JSON object) per graph."""
     module = load_module(args.model)
-    target = load_target(args.target)
+    target = load().target(args.target)
     peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
     bandwidth = args.bandwidth or target.bandwidth
     sizes = parse_sizes(args.bind)
@@ -29,13 +28,6 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
     else:
         print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in found), file=out)
     return 0
-
-
-def load_target(name: str) -> Target:
-    """Return the target of that name."""
-    from llmc.targets.target_names import parse as parse_target
-
-    return parse_target(name, load().targets)
 
 
 def load_module(path: str) -> Module:

@@ -14,7 +14,7 @@ from llmc_runtime.format.program import Program
 from llmc.artifact.cost_report import memory, roofline
 from llmc.artifact.report_schema import read_reports
 from llmc.diagnostics import Diagnostic
-from llmc.targets.target_names import parse as parse_target
+from llmc.extension import load
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _predictions(reports: Mapping[str, Any], m: Manifest, programs: Sequence[Pro
     if "roofline" in reports:
         return dict(reports["roofline"]["programs"])
     try:
-        target = parse_target(m.target.name)
+        target = load().target(m.target.name)
     except Diagnostic:
         return {}
     return dict(roofline(programs, target)["programs"])

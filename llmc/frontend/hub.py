@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.option_type import option
+
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
@@ -26,15 +28,15 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 @dataclass(frozen=True)
 class Hub:
-    """Where hub ids are looked up.
+    """Where hub ids are looked up."""
 
-    endpoint: address of the hub (None: the public one). folder: download folder (None: huggingface_hub's cache).
-    offline: use only what is in the folder.
-    """
-
-    endpoint: str | None = None
-    folder: Path | None = None
-    offline: bool = False
+    endpoint: str | None = option(
+        None, "address of the hub for model ids (the public one)", flags=("--hub-endpoint",), metavar="URL"
+    )
+    folder: Path | None = option(
+        None, "download folder of models (huggingface_hub's cache)", flags=("--download-dir",), read=Path, metavar="DIR"
+    )
+    offline: bool = option(False, "send no request: models by id come from the download folder only", read=None)
 
 
 PUBLIC = Hub()

@@ -26,7 +26,6 @@ from llmc.ir.text import parse as parse_text
 from llmc.measure.operands import unknown_operand
 from llmc.measure.timing import Candidate, Timer
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 BATCH = 96  # candidates compiled together
 OF_ONE = ("E502", "E503")  # environment errors that a single kernel may cause
@@ -125,7 +124,7 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     if not at:
         raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
     m = parse_text(stages[at - 1].read_text(), registry.opset())
-    return m, parse_target(name, registry.targets), manifest.kv.page_size
+    return m, registry.target(name), manifest.kv.page_size
 
 
 def works(
@@ -231,10 +230,11 @@ def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) ->
 
 def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
     """Compile the model without weights, after checking that this machine has the target's device."""
-    from llmc.driver import Options, compile_model
+    from llmc.driver import compile_model
+    from llmc.options import Options
 
     settled = replace(options or Options(), weights="none", reuse=False)
-    target = parse_target(settled.target, registry.targets)
+    target = registry.target(settled.target)
     Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)

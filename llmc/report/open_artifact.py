@@ -15,7 +15,6 @@ from llmc.artifact.cost_report import roofline
 from llmc.artifact.report_schema import read_reports
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
-from llmc.targets.target_names import parse as parse_target
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Opened:
         if "roofline" in self.reports:
             return dict(self.reports["roofline"])
         try:
-            return roofline(self.programs, parse_target(self.manifest.target.name, load().targets))
+            return roofline(self.programs, load().target(self.manifest.target.name))
         except Diagnostic:
             return {}
 

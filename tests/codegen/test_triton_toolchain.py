@@ -20,8 +20,9 @@ from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import write_entry
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, Trip
+from llmc.driver import Trip
 from llmc.ir.graph import Module
+from llmc.options import Options
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 
 TEXT = """# toy: doubles

@@ -17,12 +17,13 @@ from llmc.cli import main
 from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import Tuning, record, save
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.measure import tune as tuning
 from llmc.measure.timing import Candidate, Timer, _places
+from llmc.options import Options
 from llmc.passes.base import Ctx
 from llmc.targets.cpu_targets import native
 

@@ -11,9 +11,10 @@ from models.kit import fails
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.frontend.model_folder import open_source
 from llmc.frontend.tokenizer_files import without_tokenizer
+from llmc.options import Options
 
 
 def config(folder: Path) -> None:
