@@ -258,7 +258,7 @@ def _completion(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.artifact.inspect import inspect_artifact, render
+    from llmc.report.inspect import inspect_artifact, render
 
     found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
     _print(found, args.json, render, out)

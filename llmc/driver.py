@@ -44,7 +44,7 @@ def compile_model(
     If the cache has an artifact of an identical compile, its files are linked instead. Raises Diagnostic (E3xx model
     and checkpoint, E4xx passes, E5xx toolchain, E12x output folder); a failed compile leaves no files behind.
     """
-    from llmc.artifact.inspect import facts_of
+    from llmc.report.inspect import facts_of
     from llmc.reuse import Reuse
 
     trip = start(model, Path(output), options or Options(), force, console or Quiet())

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmc.artifact.cost_report import memory, roofline
-from llmc.artifact.inspect import size_text
+from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import Sketch, sketch
 from llmc.console import Console
 from llmc.driver import Trip, start, states_of
 from llmc.options import Options
-from llmc.report.formatting import count_text, us_text
+from llmc.report.formatting import count_text, size_text, us_text
+from llmc.report.inspect import program_facts
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see
 # bench/RESULTS.md.
@@ -39,10 +39,10 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     cache = trip.options.cache / "kernels" if trip.options.cache else None
     made = sketch(traced.module, trip.target, cache, trip.registry.kernels, trip.registry.toolchains)
     trip.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
-    weights = _weights(made)
+    weights = weight_bytes(made.programs)
     plan = {
         "model": _model(trip, traced),
-        "programs": [_program(p) for p in made.programs],
+        "programs": [program_facts(p) for p in made.programs],
         "time": _times(made, trip),
         "compile": _compile(made, trip, weights, options.weights),
     }
@@ -63,17 +63,6 @@ def _model(trip: Trip, traced: Any) -> dict[str, Any]:
         "max_num_seqs": trip.rows,
         "max_num_batched_tokens": trip.tokens,
     }
-
-
-def _program(p: Any) -> dict[str, Any]:
-    serves = {s: list(r) for s, r in p.serves.items()}
-    return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
-
-
-def _weights(made: Sketch) -> int:
-    """Total bytes of the weights that the programs read, each counted once."""
-    found = {b.name: b.bytes({}) for p in made.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
-    return sum(found.values())
 
 
 def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:

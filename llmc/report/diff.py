@@ -11,11 +11,11 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.cost_report import memory
-from llmc.artifact.inspect import size_text
-from llmc.report.formatting import us_text
+from llmc.report.formatting import size_text, us_text
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import Stage, stage
-from llmc.report.open_artifact import Opened, open_to_look
+from llmc.report.launch_costs import step_sizes
+from llmc.report.open_artifact import Opened, open_artifact
 from llmc.report.weights_diff import compare_weights
 
 Rows = list[dict[str, Any]]
@@ -47,9 +47,9 @@ def _open(name: str) -> Opened | Stage:
     if path.suffix == ".llir":
         return stage(path.read_text(), name)
     if path.is_dir() or ":" not in name:
-        return open_to_look(path)
+        return open_artifact(path)
     folder, _, wanted = name.rpartition(":")
-    opened = open_to_look(Path(folder))
+    opened = open_artifact(Path(folder))
     stages = opened.stages
     numbered = {file.removeprefix("ir/").removesuffix(".llir"): file for file in stages.values()}
     file = stages.get(wanted) or numbered.get(wanted)
@@ -98,11 +98,7 @@ def _memory(a: Opened) -> dict[str, int]:
 
 def _time(a: Opened) -> dict[str, float]:
     told = a.predictions().get("programs", {})
-    return {f"{n} ({_at(p['sizes'])})": p["us"] for n, p in told.items()}
-
-
-def _at(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{s}={n}" for s, n in sizes.items() if s != "P")
+    return {f"{n} ({step_sizes(p['sizes'])})": p["us"] for n, p in told.items()}
 
 
 def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:

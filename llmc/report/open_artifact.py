@@ -27,6 +27,12 @@ class Opened:
     reports: Mapping[str, Any]
 
     @property
+    def nbytes(self) -> int:
+        """The total bytes of the files."""
+        m = self.manifest
+        return sum(i.bytes for i in m.files.values()) + sum(w.bytes for w in m.weights.files)
+
+    @property
     def stages(self) -> dict[str, str]:
         """Pass name -> file with the IR after it, in order; a repeated pass is listed as name.2."""
         out: dict[str, str] = {}
@@ -57,7 +63,7 @@ class Opened:
             return {}
 
 
-def open_to_look(path: Path) -> Opened:
+def open_artifact(path: Path) -> Opened:
     """Open an artifact; raises LlmcError E101 to E108 if a size, or a hash of a small file, is wrong."""
     folder = Folder(path)
     m = folder.manifest()
