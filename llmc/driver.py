@@ -232,13 +232,9 @@ class Trip:
 
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         """Write the artifact folder and return its manifest."""
-        from llmc.artifact.write import KernelBinary, Parts, write_artifact
+        from llmc.artifact.write import Parts, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
-        kernels = [
-            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
-            for k in built.kernels.values()
-        ]
         parts = Parts(
             compiler=f"llmc {__version__}",
             source=source_of(traced, self.origin),
@@ -248,7 +244,7 @@ class Trip:
             eos_token_ids=facts.eos_token_ids,
             page_size=target.page_size,
             states=states_of(module),
-            kernels=kernels,
+            kernels=built.kernels.values(),
             programs=built.programs,
             weights=weights,
             tokenizer=traced.source.tokenizer_files,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,26 +31,12 @@ from llmc.artifact.files import Files, Hook, no_hook
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
+from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"
-
-
-@dataclass(frozen=True)
-class KernelBinary:
-    """A compiled kernel with its content hash, its source text and its launch parameters."""
-
-    hash: str
-    binary: bytes
-    source: str
-    entry: str
-    threads: int = 0
-    shared: int = 0
-    suffix: str = "so"
-    language: str = "cpp"
-    abi: str = "cpu-1"
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class Parts:
     eos_token_ids: Sequence[int]
     page_size: int
     states: Sequence[State]
-    kernels: Sequence[KernelBinary]
+    kernels: Iterable[Binary]
     programs: Sequence[Program]
     weights: PackedWeights | int | None
     tokenizer: Sequence[Path] = ()
@@ -165,7 +151,7 @@ class _Writer:
             files=self.hashes,
         )
 
-    def _kernel(self, k: KernelBinary) -> KernelFile:
+    def _kernel(self, k: Binary) -> KernelFile:
         binary = self.put(f"kernels/{k.hash}.{k.suffix}", k.binary)
         source = self.put(f"kernels/{k.hash}.{k.language}", k.source.encode())
         return KernelFile(k.hash, binary, source, k.entry, k.threads, k.shared, k.abi)

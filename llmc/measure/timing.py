@@ -21,7 +21,7 @@ from llmc_runtime.format.manifest import Limits, Source, TargetInfo
 from llmc_runtime.format.program import Buffer, Program
 
 from llmc import __version__
-from llmc.artifact.write import KernelBinary, Parts, write_artifact
+from llmc.artifact.write import Parts, write_artifact
 from llmc.codegen.build import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.scratch_dir import scratch
@@ -155,14 +155,10 @@ class Timer:
 
     def _artifact(self, built: Built, path: Path) -> Artifact:
         t = self.target
-        kernels = [
-            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
-            for k in built.kernels.values()
-        ]
         parts = Parts(
             compiler=f"llmc {__version__}", source=Source("tune", "tune"),
             target=TargetInfo(t.name, t.arch, tuple(sorted(t.features))), limits=Limits(1, 1, 1), vocab_size=1,
-            eos_token_ids=(), page_size=self.page, states=(), kernels=kernels, programs=(), weights=0,
+            eos_token_ids=(), page_size=self.page, states=(), kernels=built.kernels.values(), programs=(), weights=0,
         )  # fmt: skip
         write_artifact(path, parts)
         folder = Folder(path)
