@@ -14,7 +14,7 @@ from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import Sketch, sketch
 from llmc.console import Console
-from llmc.driver import Trip, start, states_of
+from llmc.driver import Compilation, start, states_of
 from llmc.options import Options
 from llmc.report.formatting import count_text, size_text, us_text
 from llmc.report.inspect import program_facts
@@ -33,45 +33,45 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
-    trip = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
-    traced = trip.trace()
-    trip.optimise(traced.module, traced.facts.max_positions)
-    cache = trip.options.cache / "kernels" if trip.options.cache else None
-    made = sketch(traced.module, trip.target, cache, trip.registry.kernels, trip.registry.toolchains)
-    trip.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
+    job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
+    traced = job.trace()
+    job.optimise(traced.module, traced.facts.max_positions)
+    cache = job.options.cache / "kernels" if job.options.cache else None
+    made = sketch(traced.module, job.target, cache, job.registry.kernels, job.registry.toolchains)
+    job.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
     weights = weight_bytes(made.programs)
     plan = {
-        "model": _model(trip, traced),
+        "model": _model(job, traced),
         "programs": [program_facts(p) for p in made.programs],
-        "time": _times(made, trip),
-        "compile": _compile(made, trip, weights, options.weights),
+        "time": _times(made, job),
+        "compile": _compile(made, job, weights, options.weights),
     }
-    return plan | _memory(made, trip, traced, weights, memory_bytes)
+    return plan | _memory(made, job, traced, weights, memory_bytes)
 
 
-def _model(trip: Trip, traced: Any) -> dict[str, Any]:
+def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     facts = traced.facts
     sizes = [v.type.numel.const or 0 for v in traced.module.graphs["weights"].inputs]
     return {
-        "name": str(trip.origin.name or trip.model.resolve().name),
+        "name": str(job.origin.name or job.model.resolve().name),
         "architecture": facts.architecture,
         "parameters": sum(sizes),
         "dtype": facts.dtype,
         "layers": len(facts.heads),
-        "target": trip.target.name,
+        "target": job.target.name,
         "max_model_len": facts.max_positions,
-        "max_num_seqs": trip.rows,
-        "max_num_batched_tokens": trip.tokens,
+        "max_num_seqs": job.rows,
+        "max_num_batched_tokens": job.tokens,
     }
 
 
-def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
+def _times(made: Sketch, job: Compilation) -> list[dict[str, Any]]:
     """Predicted microseconds per step of every program at typical sizes, with and without launch overhead."""
-    told = roofline(made.programs, trip.target)["programs"]
+    predicted = roofline(made.programs, job.target)["programs"]
     rows = []
     for p in made.programs:
-        us, sizes = told[p.name]["us"], told[p.name]["sizes"]
-        floor = us - len(p.launches) * trip.target.launch_us
+        us, sizes = predicted[p.name]["us"], predicted[p.name]["sizes"]
+        floor = us - len(p.launches) * job.target.launch_us
         tokens = sizes.get("T", 1)
         rows.append(
             {
@@ -83,10 +83,10 @@ def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
     return rows
 
 
-def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any]:
+def _compile(made: Sketch, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
     """Seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the others."""
-    spent = trip.summary.seconds
-    each = next(s for language, s in KERNEL_S if language in trip.target.languages)
+    spent = job.summary.seconds
+    each = next(s for language, s in KERNEL_S if language in job.target.languages)
     jobs = max(1, min(os.cpu_count() or 1, 16))
     seconds = {
         "trace": spent["trace"],
@@ -99,22 +99,22 @@ def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any
     return {**kernels, "seconds": rounded, "total": round(sum(seconds.values()), 1)}
 
 
-def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | None) -> dict[str, Any]:
+def _memory(made: Sketch, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
     """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
     found = memory(made.programs, states, weights)
-    kv = kv_of(states, trip.target.page_size)
+    kv = kv_of(states, job.target.page_size)
     arena, rows = max(found["arena_bytes"].values(), default=0), sum(found["state_bytes"].values())
     fixed = weights + arena + rows
-    device = trip.target.memory if given is None else given
+    device = job.target.memory if requested is None else requested
     limit = traced.facts.max_positions
     sequence = -(-limit // kv.page_size) * kv.bytes_per_page
     pages = max(0, device - fixed) // kv.bytes_per_page if kv.bytes_per_page else 0
-    useful = trip.rows * -(-limit // kv.page_size)
+    useful = job.rows * -(-limit // kv.page_size)
     tokens = min(pages, useful) * kv.page_size
     return {
         "memory": {
-            "device": device, "given": given is not None, "weights": weights, "arena": arena, "rows": rows,
+            "device": device, "given": requested is not None, "weights": weights, "arena": arena, "rows": rows,
             "one_sequence": sequence, "needed": fixed + sequence, "left_for_kv": max(0, device - fixed),
         },
         "kv": {
@@ -156,8 +156,8 @@ def _command(argv: Sequence[str]) -> str:
     p.add_argument("--dry-run", action="store_true")
     for option in ("--memory", "-o", "--output"):
         p.add_argument(option)
-    given, rest = p.parse_known_args(argv)
-    return shlex.join(["llmc", *rest, "-o", given.o or given.output or "model.llmc"])
+    parsed, rest = p.parse_known_args(argv)
+    return shlex.join(["llmc", *rest, "-o", parsed.o or parsed.output or "model.llmc"])
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:

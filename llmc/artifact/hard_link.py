@@ -13,7 +13,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME, Manifest, Weights
 
 from llmc.artifact.files import Files
-from llmc.artifact.publish import CANARY, PART, locked, publish, sweep
+from llmc.artifact.publish import CANARY, PART, locked, publish, sweep, temporary
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
@@ -66,9 +66,7 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 @contextmanager
 def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
     """A temporary folder beside `out` with links to the files of `source`, except its manifest and those in `skip`."""
-    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    files.folder()
-    try:
+    with temporary(out) as files:
         for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
             name = path.relative_to(source)
             if name.as_posix() in (NAME, PART) or name.parts[0] in skip:
@@ -76,9 +74,6 @@ def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Fil
             (files.root / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, files.root / name)
         yield files
-    except BaseException:
-        shutil.rmtree(files.root, ignore_errors=True)
-        raise
 
 
 def _link(old: Path, new: Path) -> None:

@@ -14,7 +14,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.files import Files, sync_folder, writing
+from llmc.artifact.files import Files, Hook, no_hook, sync_folder, writing
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
@@ -93,6 +93,19 @@ def sweep(out: Path) -> None:
     for path in out.parent.glob(f".{out.name}.tmp-*"):
         if _is_remains(path) or (path / NAME).is_file():
             shutil.rmtree(path)
+
+
+@contextmanager
+def temporary(out: Path, hook: Hook = no_hook) -> Iterator[Files]:
+    """A temporary folder beside `out`, removed if the block fails."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
+    files.folder()
+    try:
+        yield files
+    except BaseException:
+        hook("remove", files.root)
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
 
 
 def publish(files: Files, out: Path) -> None:

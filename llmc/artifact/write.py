@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.json_fields import is_safe_name
-from llmc_runtime.format.manifest import (
-    FileInfo,
-    KernelFile,
-    Kv,
-    Limits,
-    Manifest,
-    Source,
-    State,
-    TargetInfo,
-    Weights,
-)
+from llmc_runtime.format.manifest import FileInfo, KernelFile, Kv, Limits, Manifest, Source, State, TargetInfo, Weights
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.publish import PART, check_free, locked, publish, sweep
+from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.codegen.binary import Binary
@@ -86,7 +74,7 @@ def write_artifact(
     with locked(path):
         check_free(path, force)
         sweep(path)
-        with _temp(path, hook) as files:
+        with temporary(path, hook) as files:
             files.put(PART, b"")
             writer = _Writer(files)
             manifest = writer.write(parts, progress)
@@ -94,19 +82,6 @@ def write_artifact(
             files.sync()
             publish(files, path)
     return Manifest.load(manifest.dump())
-
-
-@contextmanager
-def _temp(out: Path, hook: Hook) -> Iterator[Files]:
-    """A temporary folder beside `out`, removed if the block fails."""
-    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
-    files.folder()
-    try:
-        yield files
-    except BaseException:
-        hook("remove", files.root)
-        shutil.rmtree(files.root, ignore_errors=True)
-        raise
 
 
 class _Writer:

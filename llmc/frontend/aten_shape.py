@@ -140,10 +140,10 @@ def repeat(c: Call, x: Value, repeats: Sequence[Any]) -> Value:
 
 def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     """Lower x[:, idx] with one integer tensor as a lookup of rows; axes before the indexed one must have size 1."""
-    given = [(i, v) for i, v in enumerate(indices) if v is not None]
-    if len(given) != 1 or given[0][1].type.dtype == "bool":
+    tensors = [(i, v) for i, v in enumerate(indices) if v is not None]
+    if len(tensors) != 1 or tensors[0][1].type.dtype == "bool":
         raise Unsupported("an index other than one integer tensor")
-    axis, at = given[0]
+    axis, at = tensors[0]
     if product(x.type.shape[:axis]).const != 1:
         raise Unsupported(f"an index along axis {axis} behind axes of size {list(map(str, x.type.shape[:axis]))}")
     return c.reshape(c.b.take(c.reshape(x, x.type.shape[axis:]), at), c.shape)

@@ -75,11 +75,11 @@ def _lowered(traced: Any) -> Graph:
 def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
     fakes = n.meta["val"] if isinstance(n.meta["val"], list | tuple) else [n.meta["val"]]
     call = Call(Builder(g, OPS), tuple(Sizes({}).type(f) for f in fakes), next(iter(g.inputs)))
-    given = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
+    arguments = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
     row = TABLE.get(str(n.target))
     if row is None:
         raise Unsupported(f"{n.target} has no row in the aten table")
-    return row(call, *given[0], **given[1])
+    return row(call, *arguments[0], **arguments[1])
 
 
 def _expression(g: Graph) -> E:

@@ -32,22 +32,8 @@ from transformers.models.auto.modeling_auto import (
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, legacy_attention, rope_interface, unsupported
+from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
-
-TORCH = types.MappingProxyType(
-    {
-        "f64": torch.float64,
-        "f32": torch.float32,
-        "bf16": torch.bfloat16,
-        "f16": torch.float16,
-        "i64": torch.int64,
-        "i32": torch.int32,
-        "i16": torch.int16,
-        "i8": torch.int8,
-        "u8": torch.uint8,
-        "bool": torch.bool,
-    }
-)
 
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
@@ -116,8 +102,8 @@ def _what(name: str) -> str:
     """Explain why transformers has no causal language model for a type, as far as its tables tell."""
     if name not in CONFIG_MAPPING_NAMES:
         return "is not in this transformers"
-    told = next((what for table, what in OTHERS if name in table), "")
-    return f"has no causal language model: {told}" if told else "has no causal language model"
+    reason = next((what for table, what in OTHERS if name in table), "")
+    return f"has no causal language model: {reason}" if reason else "has no causal language model"
 
 
 def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
@@ -131,9 +117,9 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
-        wanted = _computed_names(model, program)
+        names = _computed_names(model, program)
         made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
-        buffers = {n: made[n] if n in made else _recompute(model, n) for n in wanted}
+        buffers = {n: made[n] if n in made else _recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
 
@@ -146,12 +132,12 @@ def _build(config: Any, dtype: str) -> Any:
                 config,
                 attn_implementation=attention_interface.NAME,
                 experts_implementation=attention_interface.NAME,
-                dtype=TORCH[dtype],
+                dtype=TORCH_DTYPE[dtype],
             )
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
-    _keep_wide(model, TORCH[dtype])
+    _keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     model.config.use_cache = False
     _check_positions(model)

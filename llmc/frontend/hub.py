@@ -69,7 +69,7 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
     return at
 
 
-def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
+def files_to_download(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
@@ -98,12 +98,12 @@ class _Fetch:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        commit, sizes = self.cached() if self.hub.offline else self.asked()
+        commit, sizes = self.downloaded() if self.hub.offline else self.online()
         if "config.json" not in sizes:
             raise unsupported.refuse_without_config(sizes, self.where)
         folder = self.file("config.json", commit).parent
         unsupported.check_config(read_json(folder / "config.json"), self.where)
-        files = wanted(sizes, self.shards(sizes, commit) if weights else None)
+        files = files_to_download(sizes, self.shards(sizes, commit) if weights else None)
         total, done = sum(sizes[n] for n in files), 0
         for n in files:
             self.file(n, commit)
@@ -128,7 +128,7 @@ class _Fetch:
             raise self.useless(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
         return sorted(named)
 
-    def asked(self) -> tuple[str, dict[str, int]]:
+    def online(self) -> tuple[str, dict[str, int]]:
         """Ask the hub for the commit of the revision, and for its relevant files with their sizes."""
         from huggingface_hub import HfApi
 
@@ -142,7 +142,7 @@ class _Fetch:
         files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
         return str(info.sha), files
 
-    def cached(self) -> tuple[str, dict[str, int]]:
+    def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
         found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]

@@ -16,8 +16,8 @@ from llmc_runtime.format.json_fields import too_much
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 
-MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
-MOST_SMALL = 256 << 20  # limit of a file that is copied into the artifact
+MAX_BYTES, MAX_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
+MAX_SMALL = 256 << 20  # limit of a file that is copied into the artifact
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -92,9 +92,7 @@ def open_source(path: str | Path) -> Source:
         raise unsupported.refuse_adapter(str(folder), base)
     generation = folder / "generation_config.json"
     source = Source(
-        folder,
-        MappingProxyType(config),
-        MappingProxyType(read_json(generation) if generation.is_file() else {}),
+        folder, MappingProxyType(config), MappingProxyType(read_json(generation) if generation.is_file() else {})
     )
     _check(source)
     return source
@@ -119,8 +117,8 @@ def check_files(folder: Path) -> None:
         target = Path(os.path.realpath(path))
         if not is_regular(path):
             raise Diagnostic("E308", f"{path} is no plain file ({target})", "fetch the file again")
-        if (size := path.stat().st_size) > MOST_SMALL:
-            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MOST_SMALL}", "fetch the file again")
+        if (size := path.stat().st_size) > MAX_SMALL:
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MAX_SMALL}", "fetch the file again")
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -139,10 +137,10 @@ def read_json(path: Path) -> dict[str, Any]:
         what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
         raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, over the cap of {MOST_BYTES}")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, over the cap of {MAX_BYTES}")
         data = path.read_bytes()
-        if (why := too_much(data, MOST_BYTES, MOST_VALUES)) is not None:
+        if (why := too_much(data, MAX_BYTES, MAX_VALUES)) is not None:
             raise ValueError(why)
         value = json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:

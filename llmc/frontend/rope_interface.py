@@ -17,11 +17,7 @@ KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 
 # How a module arranges h frequencies in the columns of its tables.
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
-    {
-        "half": lambda a: a,
-        "twice": lambda a: torch.cat((a, a), -1),
-        "pairs": lambda a: a.repeat_interleave(2, -1),
-    }
+    {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 

@@ -22,7 +22,7 @@ from llmc.frontend import unsupported
 from llmc.frontend.model_folder import check_weights, is_regular, read_json
 from llmc.frontend.unsupported import INDEX, SINGLE
 
-MOST_VALUES = 500_000  # limit of one header; about 60,000 tensors
+MAX_VALUES = 500_000  # limit of one header; about 60,000 tensors
 
 # The float dtypes by their names in safetensors.
 STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
@@ -109,7 +109,7 @@ def _check_header(file: Path) -> None:
         with open(file, "rb") as opened:
             count = header_length(opened.read(8), size, "")
             with mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
-                why = too_much(data[8 : 8 + count], MAX_HEADER, MOST_VALUES)
+                why = too_much(data[8 : 8 + count], MAX_HEADER, MAX_VALUES)
     except LlmcError as e:
         raise _corrupt(file, e.cause.removeprefix(": ")) from None
     except OSError as e:

@@ -142,9 +142,9 @@ def _stored_dtype(source: Source, config: Any) -> str:
     if not any(source.folder.glob("*.safetensors")):
         return "f32"
     files = TensorFiles(source.folder)
-    held = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
+    counts = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
     files.close()
-    common = held.most_common(1)[0][0] if held else "f32"
+    common = counts.most_common(1)[0][0] if counts else "f32"
     return common if common in FLOATS else "f32"
 
 
@@ -199,6 +199,6 @@ def _generation(source: Source) -> dict[str, Any]:
     found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
     for key, value in found.items():
         if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
-            told = repr(value)[:40]
-            raise Diagnostic("E302", f"generation_config.json: {key} is {told}, not a number", "correct the file")
+            shown = repr(value)[:40]
+            raise Diagnostic("E302", f"generation_config.json: {key} is {shown}, not a number", "correct the file")
     return found

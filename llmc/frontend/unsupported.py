@@ -104,11 +104,11 @@ def refuse_file(path: Path) -> Diagnostic:
     return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
 
 
-def refuse_code(asked: str) -> Diagnostic:
-    """The error for a model that needs Python code from its repository; `asked` names what requests it."""
+def refuse_code(request: str) -> Diagnostic:
+    """The error for a model that needs Python code from its repository; `request` is what asks for it."""
     return Diagnostic(
         "E304",
-        f"{asked}: Python code that comes with a model is never run",
+        f"{request}: Python code that comes with a model is never run",
         "use an architecture that transformers itself has",
     )
 
@@ -122,10 +122,10 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
         if found := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
             return Diagnostic("E302", f"{where} has no config.json; {found[0]} is {what}", remedy)
-    held = ", ".join(sorted(names)[:4]) or "nothing"
+    listed = ", ".join(sorted(names)[:4]) or "nothing"
     return Diagnostic(
         "E302",
-        f"{where} has no config.json (it holds {held})",
+        f"{where} has no config.json (it holds {listed})",
         "copy config.json from the model's repository, or point at the folder that holds it",
     )
 

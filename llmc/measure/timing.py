@@ -37,8 +37,8 @@ from llmc.targets.target import Target
 
 PASSES = "pack, lift-weights, memory"
 SPREAD = 4  # multiple of the last-level cache
-LEAST_SPREAD = 96 << 20
-MOST_COPIES, MOST_BYTES = 48, 4 << 30
+MIN_SPREAD_BYTES = 96 << 20
+MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
 ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
@@ -75,8 +75,8 @@ def node_bytes(n: Node, env: Mapping[str, int]) -> int:
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     """Return the number of copies that exceed the caches several times, within bounds."""
     each = max(1, node_bytes(n, env))
-    wanted = max(SPREAD * target.limits.l2, LEAST_SPREAD)
-    return max(2, min(MOST_COPIES, -(-wanted // each), MOST_BYTES // each))
+    spread = max(SPREAD * target.limits.l2, MIN_SPREAD_BYTES)
+    return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
 
 
 def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
@@ -190,8 +190,8 @@ class Timer:
             return time.perf_counter() - begin
 
         seconds(1)
-        wanted = ROUND_SECONDS[self.target.family]
-        times = max(1, min(200, round(wanted / max(seconds(1), 1e-6))))
+        length = ROUND_SECONDS[self.target.family]
+        times = max(1, min(200, round(length / max(seconds(1), 1e-6))))
         found = statistics.median(seconds(times) for _ in range(ROUNDS))
         return found / times / len(p.program.launches) * 1e6
 

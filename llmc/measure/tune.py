@@ -35,14 +35,14 @@ RIVALS = 4  # maximum schedules of other kernels to measure for comparison with 
 
 @dataclass(frozen=True)
 class Work:
-    """A node with several possible kernels or schedules (`ways`, most promising first) and its number of launches."""
+    """A node with its candidates (kernels and schedules, most promising first) and its number of launches."""
 
     node: Node
     graph: Graph
     env: Mapping[str, int]
     launches: int
     floor_us: float
-    ways: tuple[Offer, ...]
+    candidates: tuple[Offer, ...]
 
 
 @dataclass
@@ -103,8 +103,8 @@ def tune(
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
         tuned = Tuned(str(output))
-        held = Tuning.load(output) if output.exists() else Tuning()
-        work = works(m, known, target, tuned, settings.every, settings.kernels, held)
+        measured = Tuning.load(output) if output.exists() else Tuning()
+        work = works(m, known, target, tuned, settings.every, settings.kernels, measured)
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
@@ -131,15 +131,15 @@ def works(
     m: Module,
     registry: Registry,
     target: Target,
-    told: Tuned,
+    tuned: Tuned,
     every: bool = False,
     kernels: Sequence[str] = (),
-    held: Tuning | None = None,
+    measured: Tuning | None = None,
 ) -> list[Work]:
     """Return the distinct nodes with several candidates (or all nodes), by decreasing potential gain.
 
     If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
-    `held`, the measurements so far, lacks for comparison.
+    `measured`, the measurements so far, lacks for comparison.
     """
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
@@ -153,15 +153,15 @@ def works(
                 found[key] = replace(found[key], launches=found[key].launches + 1)
                 continue
             offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
-            ways = offered if every or len(offered) > 1 else []
+            candidates = offered if every or len(offered) > 1 else []
             if kernels:
-                points = (held or Tuning()).records.get((machine(target), key[0]), {})
-                ways = _named(ways, kernels, {kernel for kernel, _ in points.get(key[1], {})})
-            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(ways[:SCHEDULES]))
-    some = [w for w in found.values() if w.ways]
+                points = (measured or Tuning()).records.get((machine(target), key[0]), {})
+                candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+    some = [w for w in found.values() if w.candidates]
     for w in some:
         if name := unknown_operand(w.node):
-            told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+            tuned.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
     some = [w for w in some if unknown_operand(w.node) is None]
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
 
@@ -179,14 +179,14 @@ def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str])
 
 def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
     """Group nodes into batches of candidates; the candidates of one node stay together."""
-    held: list[Work] = []
+    batch: list[Work] = []
     for w in work:
-        if held and sum(len(x.ways) for x in held) + len(w.ways) > BATCH:
-            yield held
-            held = []
-        held.append(w)
-    if held:
-        yield held
+        if batch and sum(len(x.candidates) for x in batch) + len(w.candidates) > BATCH:
+            yield batch
+            batch = []
+        batch.append(w)
+    if batch:
+        yield batch
 
 
 def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
@@ -197,7 +197,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         if time.monotonic() - begin >= settings.limit:
             tuned.left += len(some)
             continue
-        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.ways]
+        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
         times = _times(timer, candidates, m, tuned)
         found = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)

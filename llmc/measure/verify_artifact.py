@@ -85,8 +85,8 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
 def _record(path: Path, executor: Executor) -> dict[str, Any]:
     recorded = canaries.record(executor)
     put_file(path, canaries.NAME, recorded.dump())
-    told = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
-    return {"state": "recorded", **told, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
+    counts = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
+    return {"state": "recorded", **counts, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
 
 
 def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
@@ -102,14 +102,13 @@ def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """Format the data of `verify_artifact` as text."""
     canary, problems = found["canary"], found["problems"]
-    words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
-    told = words[canary["state"]]
+    state = "no canary" if canary["state"] == "absent" else f"canary {canary['state']}"
     if "checked" in canary:
-        told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
-        told += f" of {canary['tolerance']:g} allowed)"
+        state += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
+        state += f" of {canary['tolerance']:g} allowed)"
     elif "prompts" in canary:
-        told += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
-    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
+        state += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
+    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {state} ({found['seconds']:.2f} s)"]
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
     if "not_opened" in found:
         lines.append(f"every hash is right; it was not opened on this machine: {found['not_opened']}")

@@ -73,7 +73,7 @@ def facts_of(m: Manifest) -> dict[str, Any]:
     """Return the facts about a finished artifact that a compile prints."""
     size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
-    part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
+    part = {"quick_build": f"{m.source.part} only, not the model"} if m.source.part else {}
     return {
         **part,
         "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
@@ -110,8 +110,8 @@ def program_facts(p: Program) -> dict[str, Any]:
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Every program's `count` largest kernels, by predicted microseconds summed over their launches."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for program, told in predicted.items():
-        for x in told["launches"]:
+    for program, prediction in predicted.items():
+        for x in prediction["launches"]:
             row = found.setdefault(
                 (program, x["kernel"]),
                 {"program": program, "op": x["op"], "kernel": x["kernel"], "loc": x["loc"], "launches": 0, "us": 0.0},
@@ -149,8 +149,8 @@ def render(found: Mapping[str, Any]) -> str:
     lines += ["  made with " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
     lines += [f"  note      {n}" for n in found["compile"].get("notes", ())]
     largest = found["kernels"]["largest"]
-    told = ", of every program the largest by predicted time" if largest else ""
-    lines.append(f"  kernels   {found['kernels']['count']}{told}")
+    order = ", of every program the largest by predicted time" if largest else ""
+    lines.append(f"  kernels   {found['kernels']['count']}{order}")
     for p in found["programs"]:
         lines.append(_program_line(p, found["predicted_us"].get(p["name"])))
         lines += [
