@@ -18,7 +18,6 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Program
 
-from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
 from llmc.artifact.cost_report import typical
 from llmc.artifact.hard_link import pack_weights
@@ -26,6 +25,7 @@ from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
 from llmc.measure import verify_artifact as verifying
 from llmc.measure.verify_artifact import verify_artifact
+from llmc.report import inspect as inspection
 from llmc.targets.cpu_targets import portable
 
 
