@@ -202,9 +202,9 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     if args.dry_run:
         return _dry_run(args, out)
     if not args.output:
-        args.refuse("name the artifact's folder with -o, or ask for a plan with --dry-run")
+        args.refuse("give the artifact's folder with -o, or --dry-run")
     if args.memory is not None:
-        args.refuse("--memory is for --dry-run")
+        args.refuse("--memory needs --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
         from llmc.report.html_report import write_report
@@ -284,7 +284,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.measure.tune import Settings, render, show, tune
 
     if not args.show and not args.source:
-        args.refuse("name an artifact or a model to measure, or a file to --show")
+        args.refuse("give an artifact or a model to measure, or a file to --show")
     if not args.show:
         target, args.target = args.target, args.target or "cpu:native"
         options = _options(args)

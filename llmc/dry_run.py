@@ -132,7 +132,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
     stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
     launches = sum(p["launches"] for p in plan["programs"])
     lines = [
-        f"{m['name']} for {m['target']}: a plan, nothing was compiled",
+        f"{m['name']} for {m['target']}: a plan; nothing was compiled",
         f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
         f"{m['dtype']}",
         f"  limits    {m['max_model_len']} tokens a sequence, {m['max_num_seqs']} sequences, "
@@ -164,19 +164,19 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
     """The lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
-        return ["  fits      not known: the target does not say its memory; give --memory 24GiB"]
+        return ["  fits      unknown: the target has no memory size; give --memory 24GiB"]
     whose = "given" if mem["given"] else f"of the smallest common {plan['model']['target']}"
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
         whose = "of this machine"
     head = f"{size_text(mem['device'])} {whose}"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"
-        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} are left for KV: {room}"]
+        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} remain for KV: {room}"]
     tokens = mem["left_for_kv"] // max(1, kv["bytes_per_token"])
     if tokens >= 2 * kv["page_size"]:
         remedy = f"--max-model-len {tokens // kv['page_size'] * kv['page_size']} fits"
     else:
-        remedy = "take a device with more memory, or a smaller model"
+        remedy = "use a device with more memory, or a smaller model"
     return [f"  fits      NO: one sequence needs {size_text(mem['needed'])}, there are {head}", f"    Try: {remedy}"]
 
 

@@ -39,7 +39,7 @@ def last_stage(path: Path) -> tuple[Manifest, str]:
         raise error
     last = max((n for n in manifest.files if n.startswith("ir/")), default="")
     if not last:
-        raise Diagnostic("E328", f"{path} has no stage in ir/ to be packed by", "compile the model again")
+        raise Diagnostic("E328", f"{path} has no IR text in ir/ to pack weights with", "compile the model again")
     return manifest, folder.read(last, manifest.files[last].bytes).decode()
 
 

@@ -58,14 +58,12 @@ def check_free(out: Path, force: bool) -> None:
     if not os.path.lexists(out) or _is_remains(out):
         return
     if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():
-        raise Diagnostic(
-            "E122", f"{out} exists and is not an artifact", "choose another -o; llmc removes nothing there"
-        )
+        raise Diagnostic("E122", f"{out} exists and is not an artifact", "choose another -o; llmc does not remove it")
     if not force:
         raise Diagnostic("E120", f"{out} exists", "add --force to replace it, or choose another -o")
     foreign = foreign_files(out)
     if foreign:
-        cause = f"{out} holds {len(foreign)} files that are not the artifact's, such as {foreign[0]}"
+        cause = f"{out} contains {len(foreign)} files that are not the artifact's, such as {foreign[0]}"
         raise Diagnostic("E122", cause, "move them away, or choose another -o")
 
 

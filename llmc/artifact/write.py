@@ -93,7 +93,7 @@ class _Writer:
 
     def put(self, name: str, data: bytes) -> str:
         if not is_safe_name(name):
-            raise Diagnostic("E104", f"{name!r} is not a name that an artifact may hold", "rename the file")
+            raise Diagnostic("E104", f"{name!r} is not a permitted file name in an artifact", "rename the file")
         self.files.put(name, data)
         self.hashes[name] = FileInfo(sha256(data), len(data))
         return name

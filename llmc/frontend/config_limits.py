@@ -22,10 +22,10 @@ def check_sizes(config: Any) -> None:
         raise _wrong("num_hidden_layers", layers, f"1 to {MAX_LAYERS} layers can be compiled")
     for key, value in config.to_dict().items():
         if _COUNTED.match(key) and isinstance(value, int) and value > MAX_SIZE:
-            raise _wrong(key, value, f"at most {MAX_SIZE} make sense")
+            raise _wrong(key, value, f"the maximum is {MAX_SIZE}")
         for x in value.values() if isinstance(value, dict) else (value,):
             if isinstance(x, float) and not math.isfinite(x):
-                raise _wrong(key, value, "a number is wanted")
+                raise _wrong(key, value, "it must be a finite number")
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads > 0 and config.hidden_size // heads > MAX_SIZE:
         raise _wrong("hidden_size", config.hidden_size, f"its {heads} heads would be wider than {MAX_SIZE}")
@@ -43,8 +43,8 @@ def check_layers(folder: Path, layers: int) -> None:
     found = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
     files.close()
     if found and layers > 8 * max(found) + 8:  # a model that reuses its layers may count every pass
-        cause = f"config.json counts {layers} layers; the checkpoint holds tensors of {max(found)}"
-        raise Diagnostic("E323", cause, "fetch the whole checkpoint; config.json and weights must be of one model")
+        cause = f"config.json counts {layers} layers; the checkpoint contains tensors of {max(found)}"
+        raise Diagnostic("E323", cause, "download the whole checkpoint; config.json and weights must be of one model")
 
 
 def _wrong(key: str, value: Any, why: str) -> Diagnostic:

@@ -43,14 +43,14 @@ def read(module: Any) -> Gate:
         graph = _lowered(traced.graph)
         turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
         if len(turns) != 1:
-            raise Unsupported("it takes gate and up in no known order")
+            raise Unsupported("the order of gate and up is unknown")
         body = str(_expression(graph))
         gate(body)
         return Gate(body, turns.pop())
     except (Unsupported, Mismatch, KeyError, TypeError) as e:
         raise Diagnostic(
             "E305",
-            f"{type(module).__name__}: its experts' gate is no single expression: {e}",
+            f"{type(module).__name__}: its experts' gate is not a single expression: {e}",
             "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it",
         ) from e
 

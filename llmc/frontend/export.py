@@ -37,9 +37,12 @@ from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
 
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "it sees images, too, and its language half is not offered alone"),
+    (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "it sees images, and has no separate language model",
+    ),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
-    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it hears"),
+    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
     (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
     (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
 )
@@ -81,7 +84,7 @@ def load_config(source: Source) -> Any:
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
-            raise unsupported.refuse_code(f"model_type {name!r} is in auto_map alone")
+            raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
@@ -166,7 +169,7 @@ def _check_positions(model: Any) -> None:
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise Diagnostic(
                 "E305",
-                f"{type(module).__name__} derives positions from its own padding token, which we do not model",
+                f"{type(module).__name__} derives positions from its padding token, which is not supported",
                 KNOWN_TO_WORK,
                 loc=path,
             )

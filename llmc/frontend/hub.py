@@ -125,7 +125,7 @@ class _Fetch:
             return [unsupported.SINGLE]
         lacking = sorted(str(n) for n in named if n not in sizes or not str(n).endswith(".safetensors"))
         if not named or lacking:
-            raise self.useless(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
+            raise self.unusable(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
         return sorted(named)
 
     def online(self) -> tuple[str, dict[str, int]]:
@@ -138,7 +138,7 @@ class _Fetch:
             )
         )
         if not COMMIT.fullmatch(str(info.sha)):
-            raise self.useless(f"its commit is {info.sha!r}, not 40 digits")
+            raise self.unusable(f"its commit is {info.sha!r}, not 40 digits")
         files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
         return str(info.sha), files
 
@@ -172,48 +172,50 @@ class _Fetch:
         except errors.GatedRepoError:
             raise Diagnostic(
                 "E331",
-                f"{self.name} is gated: its publisher lets in those who agreed to the terms",
-                "agree on the model's page, then `hf auth login` with a token that may read it",
+                f"{self.name} is gated: access requires accepting its publisher's terms",
+                "accept the terms on the model's page, then run `hf auth login` with a token that has access",
             ) from None
         except errors.RepositoryNotFoundError:
             raise Diagnostic(
                 "E330",
-                f"{self.name} is no repository that {self.at} shows; private ones are shown to those with a token",
-                "check the name (owner/name), or `hf auth login`; a local folder needs a path that exists",
+                f"{self.at} has no public repository {self.name}; a private one needs a token",
+                "check the name (owner/name), or run `hf auth login`; the path of a local folder must exist",
             ) from None
         except errors.RevisionNotFoundError:
             raise Diagnostic(
-                "E333", f"{self.name} has no revision {self.revision!r}", "name a branch, a tag or a commit of it"
+                "E333", f"{self.name} has no revision {self.revision!r}", "give an existing branch, tag or commit"
             ) from None
         except errors.LocalEntryNotFoundError as e:
-            raise self.silent(e) from None
+            raise self.unreachable(e) from None
         except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError) as e:
-            raise self.useless(_line(e)) from None
+            raise self.unusable(_line(e)) from None
         except (HTTPError, ConnectionError, TimeoutError) as e:
-            raise self.silent(e) from None
+            raise self.unreachable(e) from None
 
     @property
     def at(self) -> str:
         return self.hub.endpoint or "the hub"
 
-    def silent(self, e: Exception) -> Diagnostic:
+    def unreachable(self, e: Exception) -> Diagnostic:
         """The error for a hub that does not respond."""
         if self.hub.offline:
             return Diagnostic(
                 "E332",
-                f"{self.where} is not in {self.hub.folder or 'the download folder'}, and --offline asks nobody",
-                "fetch it once without --offline, or give a local folder",
+                f"{self.where} is not in {self.hub.folder or 'the download folder'}, and --offline sends no request",
+                "download it once without --offline, or give a local folder",
             )
         return Diagnostic(
             "E332",
             f"{self.at} does not answer for {self.where}: {_line(e)}",
-            "check the network, try --offline if it was fetched before, or give a local folder",
+            "check the network, try --offline if it was downloaded before, or give a local folder",
         )
 
-    def useless(self, why: str) -> Diagnostic:
+    def unusable(self, why: str) -> Diagnostic:
         """The error for an unusable answer."""
         return Diagnostic(
-            "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
+            "E334",
+            f"the answer of {self.at} for {self.where} is unusable: {why}",
+            "try again, or give another revision",
         )
 
 

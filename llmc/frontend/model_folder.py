@@ -116,9 +116,11 @@ def check_files(folder: Path) -> None:
             continue
         target = Path(os.path.realpath(path))
         if not is_regular(path):
-            raise Diagnostic("E308", f"{path} is no plain file ({target})", "fetch the file again")
+            raise Diagnostic("E308", f"{path} is not a regular file ({target})", "download the file again")
         if (size := path.stat().st_size) > MAX_SMALL:
-            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MAX_SMALL}", "fetch the file again")
+            raise Diagnostic(
+                "E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", "download the file again"
+            )
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -134,19 +136,21 @@ def check_weights(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
     if not is_regular(path):
-        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
-        raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
+        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
+        raise Diagnostic("E302", f"{path} {what}", "download the file again")
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise ValueError(f"it has {size} bytes, over the cap of {MAX_BYTES}")
+            raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")
         data = path.read_bytes()
         if (why := too_much(data, MAX_BYTES, MAX_VALUES)) is not None:
             raise ValueError(why)
         value = json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "fetch the file again") from None
+        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "download the file again") from None
     if not isinstance(value, dict):
-        raise Diagnostic("E302", f"{path} holds a {type(value).__name__}, not a JSON object", "fetch the file again")
+        raise Diagnostic(
+            "E302", f"{path} contains a {type(value).__name__}, not a JSON object", "download the file again"
+        )
     return value
 
 
@@ -164,7 +168,7 @@ def _check(source: Source) -> None:
     if not isinstance(name, str) or not name:
         raise Diagnostic(
             "E303",
-            f"{source.folder / 'config.json'} names no model_type",
+            f"{source.folder / 'config.json'} has no model_type",
             f"add the architecture's name, for example one of {', '.join(TESTED[:8])}",
         )
     unsupported.check_config(config, str(source.folder))

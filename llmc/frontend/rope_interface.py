@@ -86,7 +86,7 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(
             "E306",
-            f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were asked for",
+            f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were requested",
             f"compile for at most {limit} positions",
         )
     if kind not in KNOWN:
@@ -116,8 +116,8 @@ def _layout(
             return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype
     raise Diagnostic(
         "E306",
-        f"{path}: {type(module).__name__} makes rotary tables of a kind that is not known",
-        "add its order to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
+        f"{path}: {type(module).__name__} makes rotary tables in an unknown layout",
+        "add its layout to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
         "llmc/frontend/aten_table.py",
     )
 

@@ -72,7 +72,7 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
             raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
         return {}
     if canary and not record and canaries.NAME not in manifest.files:
-        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a machine that you trust")
+        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a trusted machine")
     executor = load_executor(path)
     try:
         if record:
@@ -111,7 +111,7 @@ def render(found: Mapping[str, Any]) -> str:
     lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {state} ({found['seconds']:.2f} s)"]
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
     if "not_opened" in found:
-        lines.append(f"every hash is right; it was not opened on this machine: {found['not_opened']}")
+        lines.append(f"all hashes are correct; it was not opened on this machine: {found['not_opened']}")
     many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
     return "\n".join(lines)

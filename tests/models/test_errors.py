@@ -182,7 +182,7 @@ ODD = {
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
     "bamba": (SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [0]}, "recurrent"),
-    "moshi": (SMALL | {"head_dim": 16}, "answers 2 tensors"),
+    "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip
 
 
