@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+DOWNLOAD_AGAIN = "download the file again"
 TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
 # Architectures whose logits tests/models compares with those of transformers; others may work, too.
@@ -116,11 +117,9 @@ def check_files(folder: Path) -> None:
             continue
         target = Path(os.path.realpath(path))
         if not is_regular(path):
-            raise Diagnostic("E308", f"{path} is not a regular file ({target})", "download the file again")
+            raise Diagnostic("E308", f"{path} is not a regular file ({target})", DOWNLOAD_AGAIN)
         if (size := path.stat().st_size) > MAX_SMALL:
-            raise Diagnostic(
-                "E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", "download the file again"
-            )
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", DOWNLOAD_AGAIN)
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -137,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
     if not is_regular(path):
         what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
-        raise Diagnostic("E302", f"{path} {what}", "download the file again")
+        raise Diagnostic("E302", f"{path} {what}", DOWNLOAD_AGAIN)
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")
@@ -146,11 +145,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(why)
         value = json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "download the file again") from None
+        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", DOWNLOAD_AGAIN) from None
     if not isinstance(value, dict):
-        raise Diagnostic(
-            "E302", f"{path} contains a {type(value).__name__}, not a JSON object", "download the file again"
-        )
+        raise Diagnostic("E302", f"{path} contains a {type(value).__name__}, not a JSON object", DOWNLOAD_AGAIN)
     return value
 
 
