@@ -13,6 +13,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME, Manifest, Weights
 
 from llmc.artifact.files import Files
+from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.publish import CANARY, PART, locked, publish, sweep, temporary
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
@@ -34,9 +35,7 @@ def last_stage(path: Path) -> tuple[Manifest, str]:
     Raises LlmcError E101 to E107 if they are damaged, Diagnostic E328 if there is no IR text.
     """
     folder = Folder(path)
-    manifest = folder.manifest()
-    for error in [*folder.sizes(manifest)] or [*folder.check_small(manifest.files)]:
-        raise error
+    manifest = open_undamaged(folder)
     last = max((n for n in manifest.files if n.startswith("ir/")), default="")
     if not last:
         raise Diagnostic("E328", f"{path} has no IR text in ir/ to pack weights with", "compile the model again")

@@ -15,6 +15,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 
 from llmc.artifact.amend import put_file
+from llmc.artifact.integrity import find_damage
 
 THREADS = 4
 
@@ -29,7 +30,7 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     begin = time.monotonic()
     folder = Folder(path)
     manifest = folder.manifest()
-    problems = check_files(folder, manifest)
+    problems = find_damage(folder, manifest, THREADS)
     found: dict[str, Any] = {
         "artifact": str(path),
         "digest": manifest.digest,
@@ -52,17 +53,6 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     found["digest"] = Folder(path).manifest().digest if found["ok"] else manifest.digest
     found["seconds"] = round(time.monotonic() - begin, 3)
     return found
-
-
-def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
-    """Return the errors in names, sizes and hashes."""
-    problems = list(folder.sizes(manifest))
-    if problems:
-        return problems
-    problems += folder.check_small(manifest.files)
-    for file in manifest.weights.files:
-        problems += folder.check_weights(file, folder.map(file.file), THREADS)
-    return problems
 
 
 def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
+from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.report_schema import read_reports
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -66,9 +67,6 @@ class Opened:
 def open_artifact(path: Path) -> Opened:
     """Open an artifact; raises LlmcError E101 to E108 if a size, or a hash of a small file, is wrong."""
     folder = Folder(path)
-    m = folder.manifest()
-    problems: Sequence[Any] = [*folder.sizes(m)] or [*folder.check_small(m.files)]
-    if problems:
-        raise problems[0]
+    m = open_undamaged(folder)
     programs = tuple(Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs)
     return Opened(folder, m, programs, read_reports(folder, m))

@@ -81,9 +81,7 @@ def parts(folder: Path, arch: str, weights: object = ...) -> Parts:
     )
 
 
-def _program(
-    name: str, uniform: bool, rows: tuple[int, int], toy: Binary, stamp: Binary, arch: str
-) -> Program:
+def _program(name: str, uniform: bool, rows: tuple[int, int], toy: Binary, stamp: Binary, arch: str) -> Program:
     old = tiny.program(name, "ab" * 16, "cd" * 16, uniform)
     arena = Buffer("scratch", "arena", "i32", (expr.of(2),), expr.of(8))
     pdl, args, end = int(arch[3:]) >= 90, old.launches[0].args, len(old.buffers)
