@@ -179,9 +179,9 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
 
 
-def _print(found: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
+def _print(result: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
     """Print a command's data as JSON, or as the text that `render` makes of it."""
-    print(json.dumps(found, indent=2) if as_json else render(found), file=out)
+    print(json.dumps(result, indent=2) if as_json else render(result), file=out)
 
 
 def _gib(text: str) -> int:
@@ -260,17 +260,17 @@ def _completion(args: argparse.Namespace, out: IO[str]) -> int:
 def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.report.inspect import inspect_artifact, render
 
-    found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
-    _print(found, args.json, render, out)
+    result = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
+    _print(result, args.json, render, out)
     return 0
 
 
 def _diff(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.report.diff import diff, render
 
-    found = diff(args.a, args.b)
-    _print(found, args.json, lambda f: render(f, sys.maxsize if args.all else 60), out)
-    return 0 if found["same"] else 1
+    result = diff(args.a, args.b)
+    _print(result, args.json, lambda f: render(f, sys.maxsize if args.all else 60), out)
+    return 0 if result["same"] else 1
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:
@@ -291,8 +291,8 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> int:
         kernels = tuple(k.strip() for k in args.kernels.split(",") if k.strip())
         settings = Settings(args.limit, args.context, args.all, target, options.cache, say=_to_stderr, kernels=kernels)
         _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
-    found = show(Path(args.show or args.output))
-    _print(found, args.json, render, out)
+    result = show(Path(args.show or args.output))
+    _print(result, args.json, render, out)
     return 0
 
 
@@ -303,9 +303,9 @@ def _to_stderr(line: str) -> None:
 def _verify(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.measure.verify_artifact import render, verify_artifact
 
-    found = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
-    _print(found, args.json, render, out)
-    return 0 if found["ok"] else 4
+    result = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
+    _print(result, args.json, render, out)
+    return 0 if result["ok"] else 4
 
 
 if __name__ == "__main__":

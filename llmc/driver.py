@@ -50,10 +50,10 @@ def compile_model(
     job = start(model, Path(output), options or Options(), force, console or Quiet())
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
-    found = reuse.find()
-    if found is not None:
-        reuse.place(found, job.output, force)
-        job.done("reuse", f"an equal artifact from {found}")
+    entry = reuse.find()
+    if entry is not None:
+        reuse.place(entry, job.output, force)
+        job.done("reuse", f"an equal artifact from {entry}")
         job.summary.facts |= facts_of(Manifest.load((job.output / "manifest.json").read_bytes()))
         return job.summary
     manifest = job.run()
@@ -330,14 +330,14 @@ def weight_bytes(m: Manifest) -> int:
 
 def states_of(m: Module) -> tuple[State, ...]:
     """The states of the module's entry points: tensors that the runtime keeps between steps."""
-    found: dict[str, State] = {}
+    states: dict[str, State] = {}
     for g in m.graphs.values():
         for v in g.inputs:
             if v.type.state:
                 role = "kv" if v.name.startswith("kv.") else v.name.removeprefix("row.")
                 shape = tuple(parse_size(str(d)) for d in v.type.shape)
-                found[v.name] = State(v.name, v.type.dtype, shape, role)
-    return tuple(found.values())
+                states[v.name] = State(v.name, v.type.dtype, shape, role)
+    return tuple(states.values())
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target) -> str:

@@ -102,9 +102,9 @@ def _compile(made: Sketch, job: Compilation, weights: int, kind: str) -> dict[st
 def _memory(made: Sketch, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
     """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
-    found = memory(made.programs, states, weights)
+    needed = memory(made.programs, states, weights)
     kv = kv_of(states, job.target.page_size)
-    arena, rows = max(found["arena_bytes"].values(), default=0), sum(found["state_bytes"].values())
+    arena, rows = max(needed["arena_bytes"].values(), default=0), sum(needed["state_bytes"].values())
     fixed = weights + arena + rows
     device = job.target.memory if requested is None else requested
     limit = traced.facts.max_positions

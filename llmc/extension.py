@@ -53,10 +53,10 @@ def resolve(text: str, what: str = "") -> Any:
     """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `what`."""
     module, _, name = text.partition(":")
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     except (ImportError, AttributeError, ValueError) as e:
         head = f"{what}: " if what else ""
         raise Diagnostic("E423", f"{head}{text!r} cannot be loaded: {e}", "name it as module:object, importable") from e
@@ -143,9 +143,9 @@ def load(more: Iterable[Extension] = ()) -> Registry:
     """Return the registry of llmc's own extension, the installed packages' and `more` (for tests and notebooks)."""
     from importlib.metadata import entry_points
 
-    found = {p.value: p for p in entry_points(group=GROUP)}
-    found.pop(OURS, None)
-    values = [OURS, *(v for v, p in sorted(found.items(), key=lambda item: item[1].name))]
+    points = {p.value: p for p in entry_points(group=GROUP)}
+    points.pop(OURS, None)
+    values = [OURS, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
     extensions = []
     for value in values:
         extension = resolve(value, "extension")

@@ -115,7 +115,7 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
     Raises Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
-    with quiet(), legacy_attention.taken_in(config.model_type):
+    with quiet(), legacy_attention.llmc_attention(config.model_type):
         model = _build(config, dtype)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)

@@ -44,7 +44,7 @@ CALL = "_flash_attention_forward"
 
 
 @contextmanager
-def taken_in(model_type: str) -> Iterator[None]:
+def llmc_attention(model_type: str) -> Iterator[None]:
     """Within this context, models of an older family are traced with our attention. Others are unaffected."""
     if model_type not in FAMILIES and model_type not in METHODS:
         yield

@@ -79,10 +79,10 @@ def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
 
 
-def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
+def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
     """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set."""
     m = Module({}, dict(symbols))
-    for i, c in enumerate(found):
+    for i, c in enumerate(candidates):
         g = m.graphs[f"c{i}"] = Graph(f"c{i}")
         g.ranges = dict(c.graph.ranges)
         weights, _ = depends_on(c.graph)
@@ -128,26 +128,26 @@ class Timer:
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
-    def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
+    def microseconds(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
         """Return the time of one launch of each candidate.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
         """
-        built = self._build(found, symbols)
+        built = self._build(candidates, symbols)
         with scratch() as folder:
             artifact = self._artifact(built, folder / "tune.llmc")
             device = open_device(artifact, None)
             try:
                 device.load(artifact)
                 by_name = {p.name: p for p in built.programs}
-                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(found)]
+                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(candidates)]
                 memory = device.alloc(max(p.nbytes for p in placed))  # candidates take turns with the same memory
                 return [self._time(device, memory, p) for p in placed]
             finally:
                 device.close()
 
-    def _build(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
-        m = module_of(found, symbols, self.target)
+    def _build(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
+        m = module_of(candidates, symbols, self.target)
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,8 @@ class Timer:
         seconds(1)
         length = ROUND_SECONDS[self.target.family]
         times = max(1, min(200, round(length / max(seconds(1), 1e-6))))
-        found = statistics.median(seconds(times) for _ in range(ROUNDS))
-        return found / times / len(p.program.launches) * 1e6
+        median = statistics.median(seconds(times) for _ in range(ROUNDS))
+        return median / times / len(p.program.launches) * 1e6
 
     def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
         """Write plausible integers to the integer inputs and states."""

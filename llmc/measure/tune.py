@@ -141,7 +141,7 @@ def works(
     If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
     `measured`, the measurements so far, lacks for comparison.
     """
-    found: dict[tuple[str, Sizes], Work] = {}
+    distinct: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights, _ = depends_on(g)
         for n in g.nodes:
@@ -149,16 +149,16 @@ def works(
                 continue
             env = typical(m, g, n)
             key = (node_text(n), sizes_of(n, env))
-            if key in found:
-                found[key] = replace(found[key], launches=found[key].launches + 1)
+            if key in distinct:
+                distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
                 continue
             offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
             candidates = offered if every or len(offered) > 1 else []
             if kernels:
                 points = (measured or Tuning()).records.get((machine(target), key[0]), {})
                 candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
-            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
-    some = [w for w in found.values() if w.candidates]
+            distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+    some = [w for w in distinct.values() if w.candidates]
     for w in some:
         if name := unknown_operand(w.node):
             tuned.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
@@ -199,33 +199,33 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
             continue
         candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
         times = _times(timer, candidates, m, tuned)
-        found = [
+        records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
             for c, us in zip(candidates, times, strict=True)
             if us is not None
         ]
-        save(output, found)
-        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(found)
+        save(output, records)
+        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
         settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
 
 
-def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
     """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
 
     Raises LlmcError if the machine is the cause, since all other candidates would fail, too.
     """
     try:
-        return list(timer.microseconds(found, m.symbols))
+        return list(timer.microseconds(candidates, m.symbols))
     except LlmcError as e:
         if e.of_environment and e.code not in OF_ONE:
             raise
-        if len(found) == 1:
-            c = found[0]
+        if len(candidates) == 1:
+            c = candidates[0]
             tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")
             return [None]
-    half = len(found) // 2
-    return [*_times(timer, found[:half], m, tuned), *_times(timer, found[half:], m, tuned)]
+    half = len(candidates) // 2
+    return [*_times(timer, candidates[:half], m, tuned), *_times(timer, candidates[half:], m, tuned)]
 
 
 def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
@@ -241,10 +241,10 @@ def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> P
     return out
 
 
-def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
+def choices(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the fastest candidate of every node at every size, with the time of the second best."""
     groups: dict[tuple[str, str, Sizes], list[Record]] = {}
-    for r in found:
+    for r in records:
         groups.setdefault((r.target, r.node, r.sizes), []).append(r)
     out = []
     for (target, node, sizes), some in groups.items():
@@ -264,11 +264,11 @@ def show(path: Path) -> list[dict[str, Any]]:
     return choices(read(path))
 
 
-def render(found: Sequence[Mapping[str, Any]]) -> str:
+def render(chosen: Sequence[Mapping[str, Any]]) -> str:
     """Format choices as a table, in the file's order."""
     head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
     rows = [head]
-    for c in found:
+    for c in chosen:
         sizes = " ".join(f"{k}={v}" for k, v in c["sizes"].items()) or "-"
         after = "" if c["next_us"] is None else f"{c['next_us']:.4g}"
         rows.append((sizes, f"{c['us']:.4g}", after, str(c["measured"]), c["kernel"], c["schedule"], c["node"]))

@@ -31,7 +31,7 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     folder = Folder(path)
     manifest = folder.manifest()
     problems = find_damage(folder, manifest, THREADS)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "artifact": str(path),
         "digest": manifest.digest,
         "files": len(manifest.files) + len(manifest.weights.files),
@@ -40,19 +40,19 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     }
     if not problems:
         try:
-            found["canary"] |= _run(path, manifest, record, canary, problems)
+            result["canary"] |= _run(path, manifest, record, canary, problems)
         except LlmcError as error:
             if not error.of_environment:
                 problems.append(error)
             elif record or canary:
                 raise
             else:
-                found["not_opened"] = f"LLMC-{error.code}: {error.cause}"
-    found["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
-    found["ok"] = not problems
-    found["digest"] = Folder(path).manifest().digest if found["ok"] else manifest.digest
-    found["seconds"] = round(time.monotonic() - begin, 3)
-    return found
+                result["not_opened"] = f"LLMC-{error.code}: {error.cause}"
+    result["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
+    result["ok"] = not problems
+    result["digest"] = Folder(path).manifest().digest if result["ok"] else manifest.digest
+    result["seconds"] = round(time.monotonic() - begin, 3)
+    return result
 
 
 def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:
@@ -89,19 +89,21 @@ def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
     return {"state": state, **vars(verdict), "problems": list(verdict.problems), **devices, **recorded_on}
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(result: Mapping[str, Any]) -> str:
     """Format the data of `verify_artifact` as text."""
-    canary, problems = found["canary"], found["problems"]
+    canary, problems = result["canary"], result["problems"]
     state = "no canary" if canary["state"] == "absent" else f"canary {canary['state']}"
     if "checked" in canary:
         state += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
         state += f" of {canary['tolerance']:g} allowed)"
     elif "prompts" in canary:
         state += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
-    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {state} ({found['seconds']:.2f} s)"]
+    lines = [
+        f"{result['artifact']}: {result['files']} files, {result['bytes']} bytes, {state} ({result['seconds']:.2f} s)"
+    ]
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
-    if "not_opened" in found:
-        lines.append(f"all hashes are correct; it was not opened on this machine: {found['not_opened']}")
+    if "not_opened" in result:
+        lines.append(f"all hashes are correct; it was not opened on this machine: {result['not_opened']}")
     many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
+    lines.append(f"ok, digest {result['digest']}" if result["ok"] else many)
     return "\n".join(lines)

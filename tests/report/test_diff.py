@@ -13,7 +13,7 @@ import pytest
 from artifact import tiny
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Limits
-from look.conftest import Made
+from report.conftest import Made
 
 from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main

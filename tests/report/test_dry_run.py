@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from look.conftest import Made
+from report.conftest import Made
 
 from llmc.artifact.cost_report import weight_bytes
 from llmc.cli import main

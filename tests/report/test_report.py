@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from artifact import tiny
 from llmc_runtime.format.program import Program
-from look.conftest import Made
 from markupsafe import escape
+from report.conftest import Made
 
 from llmc.artifact.write import write_artifact
 from llmc.cli import main
