@@ -98,13 +98,7 @@ def _folders(m: Manifest) -> dict[str, Any]:
 def program_facts(p: Program) -> dict[str, Any]:
     """Return a program's name, sizes, number of launches and arena as data."""
     serves = {s: list(r) for s, r in p.serves.items()}
-    return {
-        "name": p.name,
-        "serves": serves,
-        "launches": len(p.launches),
-        "arena_bytes": p.arena_bytes,
-        "ranks": p.ranks,
-    }
+    return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

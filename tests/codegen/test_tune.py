@@ -49,7 +49,7 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
         save(tmp_path / f"{len(kernels)}.jsonl", [at])
         known = Tuning.load(tmp_path / f"{len(kernels)}.jsonl")
-        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), held=known)
+        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), measured=known)
         assert {o.kernel.name for o in added.candidates} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
     found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
