@@ -57,7 +57,7 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
     fitting = planned(made, "--memory", f"{need - 1}B", "--max-model-len", tokens)
     assert fitting["fits"] and fitting["kv"]["tokens"] >= int(tokens) == plan["model"]["max_model_len"] - 16
     hopeless = {**short, "memory": {**short["memory"], "left_for_kv": 0}}
-    assert "take a device with more memory" in render(hopeless, [])
+    assert "use a device with more memory" in render(hopeless, [])
     assert "give --memory" in render({**short, "fits": None}, [])
 
 
