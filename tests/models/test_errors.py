@@ -175,7 +175,7 @@ VOCAB = {"vocab_size": 320}
 ODD = {
     "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "ALiBi"),
     "falcon": (SMALL | {"alibi": True}, "ALiBi"),
-    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "attention is chunked"),
+    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "is chunked"),
     "xglm": (VOCAB, "does not use transformers. AttentionInterface"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
     "axk2": (SMALL, "bypasses"),
