@@ -81,7 +81,7 @@ def test_a_machine_without_the_device_checks_the_files(tmp_path: Path, capsys: p
     path = tmp_path / "toy.llmc"
     write_artifact(path, there)
     found = verify_artifact(path)
-    assert found["ok"] and "E115" in found["not_opened"] and "every hash is right" in verifying.render(found)
+    assert found["ok"] and "E115" in found["not_opened"] and "all hashes are correct" in verifying.render(found)
     assert main(["verify", str(path), "--record"]) == 3 and "E115" in capsys.readouterr().err
     data = bytearray((path / "weights/00000.safetensors").read_bytes())
     data[-2] ^= 1
