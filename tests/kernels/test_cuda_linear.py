@@ -119,7 +119,7 @@ def test_tuning_measures_it_where_it_is_named() -> None:
         (work,) = [
             w for w in works(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
         ]
-        return {o.kernel.name for o in work.ways}
+        return {o.kernel.name for o in work.candidates}
 
     assert "cuda/gemm_wgmma" not in measured() and len(measured()) > 1
     assert (
