@@ -138,7 +138,7 @@ NEW_PARAMETER = '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", f
 PARAMETER_PROGRAM = """
 import json, sys
 from llmc_runtime.cli import _changed, parser
-from llmc_runtime.engine.messages import params_of, sampling_of
+from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
@@ -169,7 +169,7 @@ print(json.dumps({
     "request": completion(b'{"prompt": "x", "max_tokens": 2, "top_a": 0.125}'),
     "model": completion(b'{"prompt": "x", "max_tokens": 2}'),
     "flag": _changed(parser("llmc-run", False).parse_args(["m", "--top-a", "0.75"])),
-    "message": params_of(SamplingParams(top_a=0.25)), "back": sampling_of({"top_a": 0.25}).top_a,
+    "message": params_message(SamplingParams(top_a=0.25)), "back": params_of({"top_a": 0.25}).top_a,
     "row": request.row_params.floats(), "docs": [row for row in parameters() if "top_a" in row],
 }))
 """

@@ -186,8 +186,8 @@ class EngineArgs(EngineOptions):
 
     heartbeat_timeout: float = option(
         0.8,
-        "seconds without a sign of life after which the engine process counts as hung; five times as many while it "
-        "only waits for a processor", check=_seconds(0.1),
+        "seconds without a heartbeat after which the engine process counts as hung; five times as long while it is "
+        "runnable but gets no processor", check=_seconds(0.1),
     )  # fmt: skip
     step_timeout: float | None = option(
         None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_seconds(0.1, True)

@@ -106,8 +106,8 @@ def as_priorities(given: Any, count: int) -> list[int]:
 
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """Defaults, of which nobody has asked for `max_tokens`, cut to the `room` for output; the same where there is none
-    (the engine then says what does not fit)."""
+    """Reduce a default max_tokens to the `room` for output, in tokens. Without room the parameters stay as they are,
+    and the scheduler's error says what does not fit."""
     if params.max_tokens is None or not 0 < room < params.max_tokens:
         return params
     return params.changed(max_tokens=room, min_tokens=min(params.min_tokens, room))

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: its loop, what is said to it and by it, who watches it, and AsyncLLM. No HTTP.
+"""The engine: its step loop, requests and outputs, and the process, client and supervisor with which AsyncLLM runs it.
 
-Everything here but `args` needs the extra "serve" (pyzmq, msgspec).
+messages, client, control_rpc, engine_loop, engine_process and supervisor need the extra "serve" (pyzmq, msgspec).
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -152,20 +152,25 @@ def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> 
 def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
     if not isinstance(prompt, list | tuple) or not set(map(type, prompt)) <= {int}:
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
-    if not prompt:
-        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= config.vocab_size:
-        raise LlmcError(
-            "E606",
-            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {config.vocab_size - 1}",
-            "tokenize the prompt with the artifact's own tokenizer",
-        )
+    check_token_ids(prompt, config.vocab_size)
     if len(prompt) >= config.max_model_len:
         raise LlmcError(
             "E602",
             f"the prompt is {len(prompt)} tokens, the model was compiled for {config.max_model_len} with output",
             f"shorten the prompt to {config.max_model_len - 1} tokens, or compile with a larger --max-model-len",
+        )
+
+
+def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raise LlmcError E605 for an empty prompt, E606 for a token id that the vocabulary lacks."""
+    if not prompt:
+        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise LlmcError(
+            "E606",
+            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {vocab_size - 1}",
+            "tokenize the prompt with the artifact's own tokenizer",
         )
 
 
