@@ -105,7 +105,7 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
     """
     device.catch_up()
     size = device.page_size
-    late = next((step for step, _ in scheduler._under_way if step.open), Step())
+    late = next((step for step, _ in scheduler._in_flight if step.open), Step())
     built, work = {init.row for init in late.inits}, {item.row: item for item in late.work}
     grown = {grow.row: len(grow.pages) for grow in late.pages}
     for request in scheduler.running:

@@ -1,4 +1,4 @@
-"""Log-probabilities of many tokens, packed: 12 bytes a candidate where Python's objects take over 60."""
+"""PackedLogprobs: log-probabilities of many tokens in 12 bytes per candidate; Python objects take more than 60."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import overload
 
 from llmc_runtime.sched.step import TokenLogprobs
 
-_NONE = -1  # the id of a candidate that a row lacks
+_NONE = -1  # id of a missing candidate
 
 
 @lru_cache(64)
@@ -18,8 +18,10 @@ def _layout(width: int) -> struct.Struct:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """A sequence of TokenLogprobs with up to `width` likeliest candidates each, kept as bytes. Rows can be added;
-    each is unpacked when it is read. ValueError where `data` does not hold whole rows."""
+    """A sequence of TokenLogprobs with up to `width` most likely candidates each, stored as bytes.
+
+    Rows are unpacked when they are read. Raises ValueError if `data` does not consist of whole rows.
+    """
 
     __slots__ = ("_layout", "data", "width")
 
@@ -29,7 +31,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
             raise ValueError(f"{len(self.data)} bytes are not rows of {self._layout.size}")
 
     def append(self, row: TokenLogprobs) -> None:
-        """Add one row; of its candidates the likeliest `width` are kept."""
+        """Add a row with the `width` most likely of its candidates."""
         width = self.width
         ids, values = row.top_ids[:width], row.top_logprobs[:width]
         if lacking := width - len(ids):
@@ -37,7 +39,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         self.data += self._layout.pack(row.logprob, row.rank, *ids, *values)
 
     def extend(self, rows: Iterable[TokenLogprobs]) -> None:
-        """Add several rows."""
+        """Add rows."""
         if isinstance(rows, PackedLogprobs) and rows.width == self.width:
             self.data += rows.data
             return
@@ -45,7 +47,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
             self.append(row)
 
     def own(self, index: int) -> tuple[float, int]:
-        """The log-probability and the rank of the token of a row, without its candidates."""
+        """Return the log-probability and the rank of a row's token."""
         logprob, rank = _OWN.unpack_from(self.data, index * self._layout.size)
         return logprob, rank
 
