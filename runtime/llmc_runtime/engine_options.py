@@ -15,26 +15,28 @@ from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
 
-MOST_THREADS = 1024  # more only take turns, and a machine that starts a hundred thousand stands still
+MAX_THREADS = 1024
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
 
-def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
-    """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
+def whole(name: str, value: Any, maximum: int = (1 << 63) - 1) -> int | None:
+    """Return `value` as an int from 1 to `maximum`, or None. Raises LlmcError E201 for other values."""
     if value is None:
         return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
-        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= maximum:
+        raise LlmcError(
+            "E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {maximum}"
+        )
     return int(value)
 
 
 def _threads(name: str, value: Any) -> int | None:
-    return whole(name, value, MOST_THREADS)
+    return whole(name, value, MAX_THREADS)
 
 
 def _integer(code: str) -> Any:
-    """An int or None, whose range is checked against the artifact or the memory; LlmcError `code` for other types."""
+    """Return a check for int or None, with error `code` for other types. The range is checked when the model opens."""
 
     def check(name: str, value: Any) -> int | None:
         if value is None:
@@ -47,7 +49,7 @@ def _integer(code: str) -> Any:
 
 
 def _seed(name: str, value: Any) -> int:
-    """An integer of 64 bits; None: one that is drawn now."""
+    """Return a 64-bit integer, a random one for None."""
     if value is None:
         return secrets.randbits(63)
     if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
@@ -63,9 +65,9 @@ def _switch(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is opened. LlmcError E201 and E204 for values that no engine can have.
+    """The options of an engine. Raises LlmcError E201 and E204 for values that are not possible.
 
-    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
+    `model` is an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
     """
 
     model: str | Path
@@ -146,35 +148,35 @@ class EngineOptions:
 
     @property
     def compile_options(self) -> dict[str, str]:
-        """The options of a compile where `model` is a Hugging Face folder."""
+        """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
         return {"target": self.target, "dtype": self.dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:
-        """What the engine process needs, by name, where it is no default; paths are percent-encoded bytes."""
-        found = {}
+        """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""
+        values = {}
         for one in options_of(EngineOptions).values():
             value = getattr(self, one.name)
             if one.engine and value != one.default:
-                found[one.name] = quoted(value) if one.read is Path else value
-        return found
+                values[one.name] = quoted(value) if one.read is Path else value
+        return values
 
     @classmethod
     def of_message(cls, model: str, values: Mapping[str, Any]) -> EngineOptions:
-        """The options that `message` made; `model` and paths are percent-encoded."""
+        """Return the options of a `message`. `model` and paths are percent-encoded."""
         known = options_of(EngineOptions)
         read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
         return cls(unquoted(model), **read)
 
 
-def _seconds(least: float, optional: bool = False) -> Any:
+def _number(minimum: float, optional: bool = False) -> Any:
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e6:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
             cause = f"{name} = {value!r:.60} is not possible"
-            raise LlmcError("E201", cause, f"give {name} a number of {least} or more, up to 1000000")
+            raise LlmcError("E201", cause, f"give {name} a number from {minimum} to 1000000")
         return value
 
     return check
@@ -182,35 +184,35 @@ def _seconds(least: float, optional: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class EngineArgs(EngineOptions):
-    """The options of AsyncLLM: those of an engine, and those of the process that it runs in."""
+    """The options of AsyncLLM: those of an engine, and those of its process. Raises LlmcError as EngineOptions does."""
 
     heartbeat_timeout: float = option(
         0.8,
         "seconds without a heartbeat after which the engine process counts as hung; five times as long while it is "
-        "runnable but gets no processor", check=_seconds(0.1),
+        "runnable but gets no processor", check=_number(0.1),
     )  # fmt: skip
     step_timeout: float | None = option(
-        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_seconds(0.1, True)
+        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_number(0.1, True)
     )
-    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_seconds(0.1))
+    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_number(0.1))
     max_restarts: int = option(
-        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_seconds(0)
+        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
     )
     restart_delay: float = option(
-        0.5, "seconds before the first restart; doubled for each further one", check=_seconds(0)
+        0.5, "seconds before the first restart; doubled for each further one", check=_number(0)
     )
     max_restart_delay: float | None = option(
         None,
-        "with this, AsyncLLM never gives up: after max_restarts it tries again at intervals that double from a second "
-        "up to so many seconds", check=_seconds(0.1, True),
+        "maximum interval of restarts in seconds: after max_restarts, AsyncLLM tries again at intervals that double "
+        "from a second (default: it gives up)", check=_number(0.1, True),
     )  # fmt: skip
 
 
 def quoted(path: str | Path) -> str:
-    """An absolute path in ASCII: file names are bytes."""
+    """Return the absolute path, percent-encoded, since file names are bytes."""
     return quote_from_bytes(os.fsencode(Path(path).resolve()))
 
 
 def unquoted(name: str) -> str:
-    """The path that was quoted."""
+    """Return the path that `quoted` encoded."""
     return os.fsdecode(unquote_to_bytes(name))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import overload
+from typing import TypeVar, overload
 
 from llmc_runtime.sched.step import TokenLogprobs
 
+T = TypeVar("T")
 _NONE = -1  # id of a missing candidate
 
 
@@ -17,7 +18,38 @@ def _layout(width: int) -> struct.Struct:
     return struct.Struct(f"<di{width}i{width}d")
 
 
-class PackedLogprobs(Sequence[TokenLogprobs]):
+class LazySequence(Sequence[T]):
+    """A read-only sequence whose items are made by `_row` when they are read. It is equal to a list of its items."""
+
+    __slots__ = ()
+
+    def _row(self, index: int) -> T:
+        """Make the item at `index`, which is from 0 to len(self) - 1."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"index {index} is out of range")
+        return self._row(at)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class PackedLogprobs(LazySequence[TokenLogprobs]):
     """A sequence of TokenLogprobs with up to `width` most likely candidates each, stored as bytes.
 
     Rows are unpacked when they are read. Raises ValueError if `data` does not consist of whole rows.
@@ -54,37 +86,17 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
     def __len__(self) -> int:
         return len(self.data) // self._layout.size
 
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
-
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
-        if isinstance(index, slice):
-            return [self._row(i) for i in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
-            raise IndexError("no such row")
-        return self._row(at)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"PackedLogprobs({list(self)!r})"
 
     def _row(self, index: int) -> TokenLogprobs:
-        found, width = self._layout.unpack_from(self.data, index * self._layout.size), self.width
-        ids, values = found[2 : 2 + width], found[2 + width :]
-        if width and ids[-1] == _NONE:
-            there = ids.index(_NONE)
-            ids, values = ids[:there], values[:there]
-        return TokenLogprobs(found[0], found[1], ids, values)
+        logprob, rank, *candidates = self._layout.unpack_from(self.data, index * self._layout.size)
+        count = self.width
+        ids, values = tuple(candidates[:count]), tuple(candidates[count:])
+        if count and ids[-1] == _NONE:
+            count = ids.index(_NONE)
+            ids, values = ids[:count], values[:count]
+        return TokenLogprobs(logprob, rank, ids, values)
 
 
 _OWN = struct.Struct("<di")
