@@ -222,7 +222,7 @@ FIELDS: tuple[Row, ...] = (
     ("server.requests.field_limits", "sched.sampling_params")),
     Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
         "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
-        ("server.requests.field_limits", "engine.input_processor", "sched.token_mask")),
+        ("server.requests.field_limits", "engine.input_processor", "sched.token_guide")),
     Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE,
         ("server.requests.field_limits", "sched.sampling_params", "sched.token_guide")),

@@ -20,43 +20,24 @@ _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
 
-def whole(name: str, value: Any, maximum: int = (1 << 63) - 1) -> int | None:
-    """Return `value` as an int from 1 to `maximum`, or None. Raises LlmcError E201 for other values."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= maximum:
-        raise LlmcError(
-            "E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {maximum}"
-        )
-    return int(value)
-
-
-def _threads(name: str, value: Any) -> int | None:
-    return whole(name, value, MAX_THREADS)
-
-
-def _integer(code: str) -> Any:
-    """Return a check for int or None, with error `code` for other types. The range is checked when the model opens."""
+def _integer(code: str, low: int = 0, high: int = 0) -> Any:
+    """Return a check for None or an integer from `low` to `high`, with this error code. Without bounds the range is
+    checked when the model opens."""
+    allowed = f"a whole number, {low} to {high}" if high else "a whole number"
 
     def check(name: str, value: Any) -> int | None:
         if value is None:
             return None
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} a whole number")
-        return int(value)
+        if isinstance(value, Integral) and not isinstance(value, bool) and (not high or low <= int(value) <= high):
+            return int(value)
+        raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} {allowed}")
 
     return check
 
 
 def _seed(name: str, value: Any) -> int:
     """Return a 64-bit integer, a random one for None."""
-    if value is None:
-        return secrets.randbits(63)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
-        raise LlmcError(
-            "E201", f"{name} = {value!r:.60} is not possible", f"give {name} an integer of 64 bits, or None"
-        )
-    return int(value)
+    return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -90,7 +71,7 @@ class EngineOptions:
     )  # fmt: skip
     threads: int | None = option(
         None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
-        check=_threads, engine=True,
+        check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,

@@ -188,13 +188,13 @@ class Collector:
 
     def output(self) -> CompletionOutput:
         """Return everything so far."""
-        wanted, count = self.params.logprobs is not None, len(self.token_ids)
+        with_logprobs, count = self.params.logprobs is not None, len(self.token_ids)
         return CompletionOutput(
             self.index,
             self._text.text,
             list(self.token_ids),
-            self._total if wanted else None,
-            list(LogprobRows(self.token_ids, self._rows, self._decoded, 0, count)) if wanted else None,
+            self._total if with_logprobs else None,
+            list(LogprobRows(self.token_ids, self._rows, self._decoded, 0, count)) if with_logprobs else None,
             self.finish_reason,
             self.stop_reason,
         )

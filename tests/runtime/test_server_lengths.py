@@ -17,8 +17,7 @@ from llmc_runtime.engine.input_processor import bad_word_tokens, token_mask, wit
 from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams, is_over
-from llmc_runtime.sched.token_guide import Bans, mask_of, mask_size
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import Bans, TokenMask, mask_of, mask_size
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.field_limits import MAX_CALLS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
 from llmc_runtime.server.requests.parse import parse

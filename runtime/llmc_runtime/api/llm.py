@@ -290,15 +290,14 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
         raise LlmcError("E101", f"{path!s:.200} cannot be opened: {e.strerror}", "check the path") from e
     if compiled:
         return path
+    from llmc_runtime import compile_cache  # not needed for an artifact
+
+    root = root or compile_cache.default_root()
     if source:
-        from llmc_runtime import compile_cache
-
-        return compile_cache.compiled(path, options, root or compile_cache.default_root(), say)
+        return compile_cache.compiled(path, options, root, say)
     if not there:
-        from llmc_runtime import compile_cache
-
         if compile_cache.is_id(model):
-            return compile_cache.fetched(str(model), options, root or compile_cache.default_root(), say)
+            return compile_cache.fetched(str(model), options, root, say)
         cause, remedy = f"there is no folder {path}", "check the path, or name a model of a hub as owner/name"
     else:
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"

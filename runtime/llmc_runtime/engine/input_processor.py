@@ -13,8 +13,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, SamplingParams
 from llmc_runtime.sched.scheduler_config import check_token_ids
-from llmc_runtime.sched.token_guide import mask_size
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import TokenMask, mask_size
 from llmc_runtime.text.bad_words import bad_word_ids
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
 _ENGINE = tuple((one.name, one.default) for one in PARAMETERS.values() if one.engine)

@@ -25,7 +25,7 @@ from llmc_runtime.sched.parameter_type import (
     token_set,
 )
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import TokenMask
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # of one stop string
@@ -127,7 +127,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refused("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise refused("detokenize", False, "true where stop strings are given: they are looked for in the text")
+            raise refused("detokenize", False, "true with stop strings, which are searched for in the text")
         if self.structured_outputs is not None and self.min_tokens:
             raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.top_k < 0:

@@ -12,8 +12,7 @@ from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import RowParams
-from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, mask_size, without
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without
 
 # A policy returns a request's order in queues: smaller runs first, then earlier arrival.
 POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
@@ -186,19 +185,19 @@ def _check_stops(request: Request, config: SchedulerConfig) -> None:
 def _limit(prompt: int, max_tokens: int | None, config: SchedulerConfig) -> int:
     """Return the maximum number of tokens of the request, including the prompt. The last token needs no KV."""
     model, pool = config.max_model_len, config.pool_tokens + 1
-    wanted = min(model, pool) if max_tokens is None else prompt + max_tokens
-    if wanted > model:
+    limit = min(model, pool) if max_tokens is None else prompt + max_tokens
+    if limit > model:
         raise LlmcError(
             "E603",
-            f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) make {wanted}, the model was compiled for {model}",
+            f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) make {limit}, the model was compiled for {model}",
             f"use max_tokens of at most {model - prompt}, or none for all that fits",
         )
-    if max(wanted, prompt + 1) > pool:
-        tokens = max(wanted, prompt + 1) - 1
+    if max(limit, prompt + 1) > pool:
+        tokens = max(limit, prompt + 1) - 1
         raise LlmcError(
             "E604",
             f"the request needs {config.pages_for(tokens)} KV pages ({tokens} tokens), "
             f"the pool has {config.num_pages} ({config.pool_tokens} tokens)",
             "use a shorter prompt, a smaller max_tokens, or a larger KV cache",
         )
-    return wanted
+    return limit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
@@ -26,6 +27,13 @@ class Guide(Protocol):
 
     def close(self) -> None:
         """Free the guide: the request has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """A set of token ids as a mask, for SamplingParams.allowed_token_ids: its cost does not depend on their number."""
+
+    mask: bytes
 
 
 def mask_size(vocab_size: int) -> int:

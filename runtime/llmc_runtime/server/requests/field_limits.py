@@ -27,7 +27,7 @@ MAX_WORD = 256  # characters of names: of a model, a reasoning effort
 # Maximum items of a list or object, and maximum characters of a string, by the field's path.
 MOST_ITEMS: Mapping[str, int] = MappingProxyType(
     {
-        **{name: one.values.most_items for name, one in PARAMETERS.items() if one.values.most_items is not None},
+        **{name: one.values.max_items for name, one in PARAMETERS.items() if one.values.max_items is not None},
         "messages": MAX_MESSAGES, "tools": MAX_TOOLS, "documents": MAX_DOCUMENTS,
         "chat_template_kwargs": MAX_TEMPLATE_KWARGS, "structured_outputs.choice": MAX_CHOICES,
         "tool_choice.allowed_tools.tools": MAX_TOOLS,
@@ -35,7 +35,7 @@ MOST_ITEMS: Mapping[str, int] = MappingProxyType(
 )  # fmt: skip
 MOST_CHARACTERS: Mapping[str, int] = MappingProxyType(
     {
-        **{name: one.values.most_characters for name, one in PARAMETERS.items() if one.values.most_characters},
+        **{name: one.values.max_characters for name, one in PARAMETERS.items() if one.values.max_characters},
         "cache_salt": MAX_SALT, "model": MAX_WORD, "reasoning_effort": MAX_WORD,
         "tool_choice": MAX_WORD, "response_format.type": MAX_WORD, "response_format.json_schema.name": MAX_WORD,
         "structured_outputs.json": MAX_BYTES, "structured_outputs.regex": MAX_BYTES,
