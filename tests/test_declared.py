@@ -194,7 +194,7 @@ def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> No
 
 NEW_ENGINE_OPTION = (
     '    most_cats: int | None = option(None, "a new one", commands=("serve", "run"), read=positive, metavar="N",'
-    " check=whole, engine=True)\n"
+    ' check=_integer("E201", 1, 99), engine=True)\n'
 )
 NEW_SERVER_OPTION = '    greeting: str = serve_option("server", "hello", "another one", choices=("hello", "bye"))\n'
 OPTION_PROGRAM = """
