@@ -195,7 +195,7 @@ class Supervisor:
                 self._give_up()
                 return
             if self._next_attempt is not None:
-                self._say(f"the engine ended {self.failures} times within an hour; the next attempt is in {delay:g} s")
+                self._say(f"the engine ended {self.failures} times within an hour; the next try is in {delay:g} s")
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
