@@ -149,7 +149,7 @@ def test_a_slow_reader_holds_nobody_and_gets_everything() -> None:
     [
         ({"prompt_token_ids": [VOCAB]}, {}, "E606"),
         ({"prompt_token_ids": []}, {}, "E605"),
-        ({"prompt_token_ids": [2**70]}, {}, "E601"),
+        ({"prompt_token_ids": [2**70]}, {}, "E606"),
         ({"prompt_token_ids": [9] * LENGTH}, {}, "E602"),
         ({"prompt_token_ids": [9]}, {"max_tokens": LENGTH}, "E603"),
         ({"prompt_token_ids": [9]}, {"stop": "x"}, "E620"),
