@@ -24,9 +24,9 @@ class Values:
 
     allowed:  description of the allowed values
     check:    returns a value in its normal form; ValueError if it is not allowed
-    wire:     makes the type of a request's field, for msgspec: its JSON schema has the range, `check` enforces it
+    wire:     makes the type of a request's field, for msgspec. Its JSON schema has the range, which `check` enforces,
+              and the largest length, which the server checks before it reads the contents
     argument: how argparse reads the value of a flag; None: it cannot be a flag
-    max_items, max_characters: the maximum length of a list or mapping, and of a string, in a request
     unit:     of one value
     """
 
@@ -34,8 +34,6 @@ class Values:
     check: Callable[[Any], Any]
     wire: Callable[[], Any] | None = None
     argument: Mapping[str, Any] | None = None
-    max_items: int | None = None
-    max_characters: int | None = None
     unit: str = ""
 
 
@@ -108,14 +106,14 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
         return texts
 
     def wire() -> Any:
-        text = Annotated[str, _schema(minLength=1)]
+        text = Annotated[str, _schema(minLength=1, maxLength=size)]
         many = Annotated[list[text], _schema(maxItems=max_count)]
         return text | many if single else many
 
     together = f", {total} together" if total else ""
     allowed = f"{'a string or ' if single else ''}up to {max_count} strings of 1 to {size} bytes{together}"
     argument = {"action": "append", "metavar": "TEXT"}
-    return Values(allowed, check, wire, argument, max_count, size if single else None)
+    return Values(allowed, check, wire, argument)
 
 
 def token_ids(max_count: int) -> Values:
@@ -127,9 +125,7 @@ def token_ids(max_count: int) -> Values:
             raise ValueError
         return tuple(map(int, ids)) if ids else ()
 
-    return Values(
-        f"up to {max_count} token ids, each 0 or more", check, lambda: _ids(maxItems=max_count), max_items=max_count
-    )
+    return Values(f"up to {max_count} token ids, each 0 or more", check, lambda: _ids(maxItems=max_count))
 
 
 def token_set(max_count: int, mask: type) -> Values:
@@ -146,7 +142,7 @@ def token_set(max_count: int, mask: type) -> Values:
     def wire() -> Any:
         return _ids(minItems=1, maxItems=max_count)
 
-    return Values(f"1 to {max_count} token ids, each 0 or more", check, wire, max_items=max_count)
+    return Values(f"1 to {max_count} token ids, each 0 or more", check, wire)
 
 
 def biases(max_count: int, limit: float) -> Values:
@@ -175,9 +171,7 @@ def biases(max_count: int, limit: float) -> Values:
     def wire() -> Any:
         return Annotated[dict[str, float], _schema(maxProperties=max_count, propertyNames={"pattern": "^[0-9]+$"})]
 
-    return Values(
-        f"up to {max_count} token ids, each 0 or more, and a number for each", check, wire, max_items=max_count
-    )
+    return Values(f"up to {max_count} token ids, each 0 or more, and a number for each", check, wire)
 
 
 def instance(kind: type) -> Values:
