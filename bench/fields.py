@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.defaults import default_params
-from llmc_runtime.engine.client_requests import Requests
-from llmc_runtime.engine.messages import Add, Ready, params_of, sampling_of
-from llmc_runtime.engine.request_table import one_of
+from llmc_runtime.engine.input_processor import params_of_output, prepare
+from llmc_runtime.engine.messages import Add, Ready, add_message, params_of
+from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.format.row_abi import BIASES, STOPS
+from llmc_runtime.outputs import RequestState
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
@@ -143,18 +144,20 @@ class Front:
             return e.message
         words = self.words(tuple(params.bad_words or ()))
         prompt = Prompt([1, 2, 3], "abc")
-        requests = Requests(lambda ids: None)
-        requests.open("x", prompt, params, self.tokenizer, "delta")
-        return msgspec.msgpack.encode(Add(0, prompt.ids, params_of(params), 0, "", words))
+        request = prepare(prompt, params, words, self.llm.config.vocab_size)
+        state = RequestState("x", prompt.text, prompt.ids, request.params, self.tokenizer)
+        OutputProcessor(lambda ids: None).add(request, state)
+        return msgspec.msgpack.encode(add_message(request))
 
 
 def engine(message: bytes) -> list[Request]:
     """The work of the engine for it."""
     add = msgspec.msgpack.decode(message, type=Add)
-    params = sampling_of(add.params)
+    params = params_of(add.params)
     made: list[Request] = []
     for i in range(params.n):
-        request = Request(str(i), add.prompt, one_of(params, i), 0, "", add.bad_words, None, made[0] if made else None)
+        mine = params_of_output(params, i)
+        request = Request(str(i), add.prompt, mine, 0, "", add.bad_words, None, made[0] if made else None)
         admit(request, CONFIG, 1)
         made.append(request)
     return made

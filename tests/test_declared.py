@@ -155,7 +155,7 @@ NEW_PARAMETER = '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", f
 PARAMETER_PROGRAM = """
 import json, sys
 from llmc_runtime.cli import _changed, parser
-from llmc_runtime.engine.messages import params_of, sampling_of
+from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
@@ -186,7 +186,7 @@ print(json.dumps({
     "request": completion(b'{"prompt": "x", "max_tokens": 2, "top_a": 0.125}'),
     "model": completion(b'{"prompt": "x", "max_tokens": 2}'),
     "flag": _changed(parser("llmc-run", False).parse_args(["m", "--top-a", "0.75"])),
-    "message": params_of(SamplingParams(top_a=0.25)), "back": sampling_of({"top_a": 0.25}).top_a,
+    "message": params_message(SamplingParams(top_a=0.25)), "back": params_of({"top_a": 0.25}).top_a,
     "row": request.row_params.floats(), "docs": [row for row in parameters() if "top_a" in row],
 }))
 """
@@ -211,7 +211,7 @@ def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> No
 
 NEW_ENGINE_OPTION = (
     '    most_cats: int | None = option(None, "a new one", commands=("serve", "run"), read=positive, metavar="N",'
-    " check=whole, engine=True)\n"
+    ' check=_integer("E201", 1, 99), engine=True)\n'
 )
 NEW_SERVER_OPTION = '    greeting: str = serve_option("server", "hello", "another one", choices=("hello", "bye"))\n'
 OPTION_PROGRAM = """

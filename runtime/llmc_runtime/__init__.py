@@ -1,10 +1,10 @@
-"""The runtime: opens an artifact and serves it. It compiles nothing and knows no torch.
+"""The runtime: opens an artifact, generates text with it and serves it. It does not need the compiler or torch.
 
     from llmc_runtime import LLM, SamplingParams
     llm = LLM("model.llmc")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)
 
-Names are imported when they are first used, so that `import llmc_runtime` costs nothing.
+Names are imported on first use, so that `import llmc_runtime` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_FACE = MappingProxyType(
+_MODULES = MappingProxyType(
     {
         "LLM": "llmc_runtime.api.llm",
         "AsyncLLM": "llmc_runtime.api.async_llm",
@@ -46,10 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FACE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'llmc_runtime' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_FACE[name]), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     except ModuleNotFoundError as e:
         if e.name not in ("msgspec", "zmq"):
             raise

@@ -1,6 +1,6 @@
-"""What this machine and installation are, for a report of a problem: versions, CPU, GPUs, packages; it opens no device.
+"""Describes machine and installation for bug reports: versions, CPU, GPUs, packages. Opens no device.
 
-No values of environment variables but those that choose devices, no paths, no names of users or hosts.
+The report has no paths, no names of users or hosts, and of environment variables only those that select devices.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PACKAGES = (
 )  # fmt: skip
 _FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_READ = ("LLMC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH")
-_PATIENCE = 5.0  # seconds for a program that tells its version
+_SHOWN_AS_SET = ("LLMC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH")
+_TIMEOUT = 5.0  # seconds for a program that prints its version
 _GPU = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Everything, as plain data."""
+    """Return the report as JSON data. `environment` holds the environment variables."""
     return {
         "llmc": {"version": __version__, "artifact_format": f"{MAJOR}.{MINOR}"},
         "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
@@ -42,27 +42,27 @@ def collect(environment: Mapping[str, str]) -> dict[str, Any]:
         "programs": {name: _first_line([name, "--version"]) for name in ("c++", "nvcc", "hipcc")},
         "packages": {name: _version(name) for name in PACKAGES},
         "environment": {name: environment[name] for name in _DEVICES if name in environment}
-        | {name: "set" for name in _READ if name in environment},
+        | {name: "set" for name in _SHOWN_AS_SET if name in environment},
     }
 
 
-def render(found: Mapping[str, Any]) -> str:
-    """The data of `collect` as a page of text; what is not there is left out but for the packages."""
-    packages = found["packages"]
+def render(report: Mapping[str, Any]) -> str:
+    """Return the report of `collect` as text. Empty values are left out; packages that are missing are listed."""
+    packages = report["packages"]
     lines = []
-    for part, facts in found.items():
+    for part, facts in report.items():
         if part == "packages":
             lines += ["packages", *(f"  {name:<20} {version}" for name, version in packages.items() if version)]
             lines.append(f"  not installed: {', '.join(name for name, version in packages.items() if not version)}")
             continue
-        told = [f"  {name:<20} {_written(value)}" for name, value in facts.items() if value]
-        lines += [part, *told] if told else []
+        values = [f"  {name:<20} {_text_of(value)}" for name, value in facts.items() if value]
+        lines += [part, *values] if values else []
     return "\n".join(lines)
 
 
 def gpus() -> list[dict[str, str]]:
-    """NVIDIA's GPUs as nvidia-smi tells of them: name, memory.total and memory.free in MiB, driver_version,
-    compute_cap; none where it is not there, or does not answer."""
+    """Return the NVIDIA GPUs that nvidia-smi lists, with name, memory.total and memory.free in MiB, driver_version and
+    compute_cap. Empty if nvidia-smi is missing or fails."""
     text = _output(["nvidia-smi", f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"])
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [dict(zip(_GPU, row)) for row in rows if len(row) == len(_GPU)]
@@ -75,8 +75,8 @@ def _system() -> dict[str, str]:
     except OSError:
         pass
     libc = " ".join(platform.libc_ver())
-    told = {"os": release.get("PRETTY_NAME", platform.system()), "kernel": platform.release(), "libc": libc}
-    return told | {"machine": platform.machine()}
+    name = release.get("PRETTY_NAME", platform.system())
+    return {"os": name, "kernel": platform.release(), "libc": libc, "machine": platform.machine()}
 
 
 def _cpu() -> dict[str, Any]:
@@ -93,10 +93,10 @@ def _total_memory() -> int:
 
 
 def _drivers() -> dict[str, str]:
-    """By maker: what the kernel's modules say."""
+    """Return the versions of the loaded kernel modules, by vendor."""
     nvidia = _text("/proc/driver/nvidia/version").splitlines()
-    found = {"nvidia": nvidia[0] if nvidia else "", "amd": _text("/sys/module/amdgpu/version")}
-    return {name: words for name, words in found.items() if words}
+    versions = {"nvidia": nvidia[0] if nvidia else "", "amd": _text("/sys/module/amdgpu/version")}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _version(package: str) -> str | None:
@@ -108,7 +108,7 @@ def _version(package: str) -> str | None:
 
 def _first_line(command: Sequence[str]) -> str | None:
     lines = [line.strip() for line in _output(command).splitlines() if line.strip()]
-    release = [line for line in lines if "release" in line]  # nvcc's first lines are about rights
+    release = [line for line in lines if "release" in line]  # the first lines of nvcc are a copyright notice
     return next(iter(release or lines), None)
 
 
@@ -117,7 +117,7 @@ def _output(command: Sequence[str]) -> str:
         return ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, stdin=subprocess.DEVNULL,
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -132,9 +132,9 @@ def _text(path: str) -> str:
         return ""
 
 
-def _written(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, list):
-        return "; ".join(map(_written, value))
+        return "; ".join(map(_text_of, value))
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_written(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_text_of(one)}" for name, one in value.items())
     return str(value)

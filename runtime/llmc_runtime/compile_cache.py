@@ -1,7 +1,7 @@
-"""Where compiled models are kept: found by what they were made of, built once by the compiler as a subprocess.
+"""The cache of compiled models: each is built once, by the compiler in a subprocess.
 
-It compiles nothing itself and imports the standard library alone. An entry's key covers the contents of the source
-files, the options, the machine where the target is "native", and the compiler's own files; never paths or times.
+An entry's key covers the contents of the source files, the options, the compiler's own files and, for the target
+"native", the machine; never paths or times. The compiler need not be installed to use an entry.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.signals import unwinding
 
 MANIFEST = "manifest.json"
-_TAIL = 5
-_PATIENCE = 3.0  # seconds that a compiler has to end
-_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as llmc has it
+_NUM_LAST_LINES = 5  # of the compiler's output, in which its error is looked for
+_STOP_TIMEOUT = 3.0  # seconds for the compiler to exit after SIGTERM
+_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as in llmc
 
 Say = Callable[[str], None]
 
 
 def default_root(environ: Mapping[str, str] | None = None) -> Path:
-    """$LLMC_CACHE, else $XDG_CACHE_HOME/llmc, else ~/.cache/llmc; `environ` is the caller's, where it has one."""
+    """Return $LLMC_CACHE, else $XDG_CACHE_HOME/llmc, else ~/.cache/llmc. `environ` holds the variables."""
     environ = environ or {}
     if environ.get("LLMC_CACHE"):
         return Path(environ["LLMC_CACHE"])
@@ -43,15 +43,15 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a folder calls itself an artifact."""
+    """Whether a folder is an artifact: it has a manifest."""
     return (path / MANIFEST).is_file()
 
 
 def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> Path:
-    """The artifact made of the model folder `source`, compiled now if the cache has none.
+    """Return the artifact for the model folder `source`, compiling it if the cache has none.
 
-    `options` are those of `llmc compile`, by name without dashes. `say` is told what happens. LlmcError E640 where the
-    compiler is not installed, E641 where it fails, E642 where the cache cannot be written.
+    `options` are those of `llmc compile`, by name without dashes; `say` is called with log lines. Raises LlmcError E640
+    if the compiler is not installed, E641 if it fails, E642 if the cache cannot be written.
     """
     source = source.resolve()
     try:
@@ -71,26 +71,27 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
 
 def _unusable(root: Path, e: OSError) -> LlmcError:
     cause = f"the cache {root} cannot be used: {e.strerror or e}"
-    return LlmcError("E642", cause, "free space there, or name another folder")
+    return LlmcError("E642", cause, "free space there, or choose another folder")
 
 
 def is_id(model: str | Path) -> bool:
-    """Whether this means `owner/name` or `owner/name@revision` on a model hub: it is no path, nor one in a folder that
-    is there, and is not called as artifacts are."""
+    """Whether `model` means `owner/name` or `owner/name@revision` on a model hub: it is not a path below an existing
+    folder and does not end in .llmc."""
     text = str(model)
     known = text.endswith(".llmc") or os.path.lexists(text.partition("/")[0])
     return _ID.fullmatch(text) is not None and not known
 
 
 def fetched(name: str, options: Mapping[str, str], root: Path, say: Say) -> Path:
-    """The artifact made of the hub's model `name`, an id. The compiler asks the hub which commit is meant, each time,
-    and fetches and compiles what was not yet. LlmcError E640 to E642 as `compiled`."""
+    """Return the artifact for the model `name` of a hub. Raises LlmcError E640 to E642 as `compiled` does.
+
+    Each time the compiler looks up the revision's commit, and downloads and compiles it if the cache lacks it.
+    """
     require_compiler(f"there is no folder {name}, and a model of a hub has to be compiled")
     key = hashlib.sha256(json.dumps([name, sorted(options.items())]).encode()).hexdigest()
     entry = root / "artifacts" / f"{name.replace('/', '--').replace('@', '-')[:60]}-{key[:16]}.llmc"
-    flags = " ".join(f"--{option} {value}" for option, value in options.items())
-    say(f"{name} is a model of a hub; it is fetched and compiled where that was not done yet, into {entry}")
-    say(f"the same by hand: llmc compile {name} -o model.llmc {flags}")
+    say(f"{name} is a model of a hub; downloading and compiling it into {entry}, unless it is up to date")
+    _say_command(name, options, say)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.parent / f".{entry.name}.lock", say), unwinding():
@@ -104,28 +105,37 @@ def fetched(name: str, options: Mapping[str, str], root: Path, say: Say) -> Path
 
 
 def fetch_command(name: str, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
-    """The interpreter's arguments that fetch and compile `name` into `output`, or link what the cache has of it."""
-    flags = [text for option, value in options.items() for text in (f"--{option}", value)]
-    kept = ["--cache", str(root), "--force", "--json"]
-    return ["-P", "-m", "llmc.cli", "compile", name, "-o", str(output), *flags, *kept]
+    """Return the interpreter's arguments that download `name` and compile it into `output`, or link a cached result."""
+    return _command(name, output, options, root, "--force")
 
 
 def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
-    """The interpreter's arguments that compile `source` into `output`; -P: the working directory is no package."""
+    """Return the interpreter's arguments that compile `source` into `output`."""
+    return _command(str(source), output, options, root, "--no-reuse")
+
+
+def _command(model: str, output: Path, options: Mapping[str, str], root: Path, reuse: str) -> list[str]:
     flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-    kept = ["--cache", str(root), "--no-reuse", "--json"]
-    return ["-P", "-m", "llmc.cli", "compile", str(source), "-o", str(output), *flags, *kept]
+    # -P: modules are not imported from the working directory
+    compiler = ["-P", "-m", "llmc.cli", "compile", model, "-o", str(output)]
+    return [*compiler, *flags, "--cache", str(root), reuse, "--json"]
+
+
+def _say_command(model: str | Path, options: Mapping[str, str], say: Say) -> None:
+    flags = " ".join(f"--{name} {value}" for name, value in options.items())
+    say(f"the same as a command: llmc compile {model} -o model.llmc {flags}")
 
 
 def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, say: Say) -> None:
-    """Compile beside the entry and rename: a build that is ended leaves nothing, a killed one nothing that opens. The
-    caller holds the lock."""
+    """Compile beside the entry, then rename. The caller holds the lock.
+
+    A build that is interrupted leaves no files; one that is killed leaves no artifact that opens.
+    """
     _sweep(entry)
     require_compiler()
     partial = entry.parent / f".{entry.name}.{os.getpid()}.tmp"
-    by_hand = " ".join(f"--{name} {value}" for name, value in options.items())
     say(f"{source} is not compiled yet; compiling it into {entry} (once)")
-    say(f"the same by hand: llmc compile {source} -o model.llmc {by_hand}")
+    _say_command(source, options, say)
     try:
         _run([sys.executable, *compile_command(source, partial, options, root)], source)
         if entry.exists():
@@ -136,7 +146,7 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
 
 
 def _sweep(entry: Path) -> None:
-    """Remove what builds of the entry wrote, and what their compilers had begun beside that."""
+    """Remove the unfinished files of builds of the entry, and those of their compilers."""
     name = glob.escape(entry.name)
     for pattern in (f".{name}.*.tmp", f"..{name}.*.tmp.tmp-*", f".{name}.tmp-*"):
         for path in entry.parent.glob(pattern):
@@ -144,7 +154,7 @@ def _sweep(entry: Path) -> None:
 
 
 def require_compiler(why: str = "the model is not compiled") -> None:
-    """LlmcError E640 unless the compiler and what it needs are installed here; nothing is imported."""
+    """Raise LlmcError E640 unless the compiler and its dependencies are installed. Imports nothing."""
     lacking = [name for name in ("llmc", "torch", "transformers") if importlib.util.find_spec(name) is None]
     if lacking:
         raise LlmcError(
@@ -155,41 +165,43 @@ def require_compiler(why: str = "the model is not compiled") -> None:
 
 
 def _run(command: Sequence[str], source: Path | str) -> None:
-    """Run the compiler, its progress to our stderr line by line; whatever ends us ends it first. LlmcError E641 with
-    its own error if it fails."""
+    """Run the compiler and copy its stderr to ours line by line. An exception in this process stops the compiler.
+
+    Raises LlmcError E641 with the compiler's error if it fails.
+    """
     tail: list[str] = []
     process = subprocess.Popen(
         command,
-        stdout=subprocess.DEVNULL,  # the summary: it names a folder that is about to be renamed
+        stdout=subprocess.DEVNULL,  # the summary names a folder that will be renamed
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
-        process_group=0,  # with all that it starts
+        process_group=0,  # to stop its child processes, too
     )
     assert process.stderr is not None
     try:
         for line in process.stderr:
-            _pass_on(line)
-            tail = [*tail[1 - _TAIL :], line.rstrip()]
+            _print(line)
+            tail = [*tail[1 - _NUM_LAST_LINES :], line.rstrip()]
         code = process.wait()
     except BaseException:
         _end(process)
         raise
     if code:
-        said = next((line for line in reversed(tail) if line.startswith("LLMC-E")), "")
+        error = next((line for line in reversed(tail) if line.startswith("LLMC-E")), "")
         raise LlmcError(
             "E641",
-            f"compiling {source} failed with exit code {code}" + (f": {said}" if said else ""),
+            f"compiling {source} failed with exit code {code}" + (f": {error}" if error else ""),
             "see the compiler's lines above; llmc compile MODEL -o DIR -v shows more",
         )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the compiler and all that it started; what is there after its time is killed."""
+    """Terminate the compiler and its child processes, and kill them after _STOP_TIMEOUT."""
     try:
         os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=_PATIENCE)
+        process.communicate(timeout=_STOP_TIMEOUT)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
     finally:
@@ -198,8 +210,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _pass_on(line: str) -> None:
-    """To stderr, where somebody reads it."""
+def _print(line: str) -> None:
+    """Write a line to stderr, unless that is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(line)
 

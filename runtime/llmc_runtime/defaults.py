@@ -1,4 +1,4 @@
-"""How sampling goes where nobody says: a model's generation_config.json, or what was put in its place; no requests."""
+"""Sampling defaults: the model's generation_config.json, or what the options replace it with."""
 
 from __future__ import annotations
 
@@ -16,35 +16,40 @@ _FILE = "generation_config.json"
 _OF_MODEL = tuple(one.name for one in PARAMETERS.values() if one.of_model)
 _SAMPLES = frozenset(one.name for one in PARAMETERS.values() if one.of_model == "sampling")  # if do_sample is true
 KEYS = ("do_sample", *_OF_MODEL, "max_new_tokens")
-_MOST = 1 << 20  # characters of a file
+_MAX_SIZE = 1 << 20  # characters of a generation_config.json
 
 
 def generation_of(
     model: Mapping[str, Any], config: str | None = AUTO, override: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
-    """What counts: `model` is its own file's contents; `config`: "auto" (these), "vllm" (none of them) or a folder with
-    another file; `override` goes over that, and samples (do_sample) where it says how. LlmcError E612 where a file
-    cannot be used, a key of `override` is unknown, or a value makes no sense."""
-    found = dict(model) if config in (None, AUTO) else {} if config == NEUTRAL else _of_folder(Path(str(config)))
+    """Return the sampling defaults, by their names in generation_config.json.
+
+    model:     the contents of the model's own file
+    config:    "auto" (the model's), "vllm" (none), or a folder with another file
+    override:  replaces some of them; do_sample is set if it has sampling parameters
+
+    Raises LlmcError E612 if a file cannot be read, a key of `override` is unknown, or a value is not allowed.
+    """
+    values = dict(model) if config in (None, AUTO) else {} if config == NEUTRAL else _of_folder(Path(str(config)))
     if override:
         unknown = sorted(set(override) - set(KEYS))
         if unknown:
-            cause = f"override_generation_config: {unknown[0][:60]!r} is none of its keys"
+            cause = f"override_generation_config: {unknown[0][:60]!r} is not one of its keys"
             raise LlmcError("E612", cause, ", ".join(KEYS))
         samples = {"do_sample": True} if set(override) & set(_SAMPLES) else {}
-        found |= samples | dict(override)
+        values |= samples | dict(override)
     if override or config not in (None, AUTO):
         try:
-            default_params(found)
+            default_params(values)
         except LlmcError as e:
             raise LlmcError("E612", e.cause.replace(_FILE, "sampling defaults"), "values as in docs/running.md") from e
-    return found
+    return values
 
 
 def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16) -> SamplingParams:
-    """What a model's generation_config.json asks for, as transformers reads it: greedy unless it says do_sample.
+    """Return the parameters of a generation_config.json as transformers reads it: greedy unless do_sample is set.
 
-    `max_tokens` stands where the file names no max_new_tokens. LlmcError E601 where a value makes no sense.
+    `max_tokens` is used if there is no max_new_tokens. Raises LlmcError E601 for a value that is not allowed.
     """
     length = generation.get("max_new_tokens")
     params = SamplingParams(max_tokens=length if type(length) is int and length > 0 else max_tokens)
@@ -57,47 +62,46 @@ def default_params(generation: Mapping[str, Any], *, max_tokens: int | None = 16
         try:
             params = replace(params, **{name: value})
         except LlmcError as e:
-            remedy = "pass sampling_params, or mend the file and compile again"
+            remedy = "pass sampling_params, or correct the file and compile again"
             raise LlmcError(e.code, f"{_FILE}: {e.cause}", remedy) from e
     return params
 
 
 def of_model(generation: Mapping[str, Any]) -> list[str]:
-    """The parameters whose defaults this generation_config.json sets: those of the draw only if it says do_sample."""
+    """Return the names of the parameters whose defaults it sets; sampling parameters only with do_sample."""
     return [name for name in _OF_MODEL if name not in _SAMPLES or generation.get("do_sample")]
 
 
 def described(generation: Mapping[str, Any], config: str | None, override: Mapping[str, Any] | None) -> str | None:
-    """A line for the person who starts a command: which defaults there are, and how to be rid of them. None where there
-    are none."""
+    """Return a log line that lists the sampling defaults and how to disable them; None if there are none."""
     names = [name for name in KEYS[1:] if generation.get(name) is not None]
-    told = [f"{name} {generation[name]}" for name in names if name not in _SAMPLES or generation.get("do_sample")]
-    if not told:
+    texts = [f"{name} {generation[name]}" for name in names if name not in _SAMPLES or generation.get("do_sample")]
+    if not texts:
         return None
     own = f"the model's {_FILE}" if config in (None, AUTO) else f"{config}/{_FILE}"
     sources = [own] * (config != NEUTRAL and not set(names) <= set(override or ()))
     sources += ["--override-generation-config"] * bool(override)
-    rid = "" if config == NEUTRAL else f"; --generation-config {NEUTRAL} leaves out the model's"
-    return f"sampling where a request leaves it open: {', '.join(told)} (of {' and '.join(sources)}{rid})"
+    disable = "" if config == NEUTRAL else f"; --generation-config {NEUTRAL} disables the model's"
+    return f"sampling defaults: {', '.join(texts)} (from {' and '.join(sources)}{disable})"
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """A JSON object of a command line. ValueError where it is none."""
+    """Parse a JSON object from a command line. Raises ValueError if it is not one."""
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError('it is no JSON object, such as {"temperature": 0.7}')
-    return found
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError('it is not a JSON object such as {"temperature": 0.7}')
+    return values
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
     try:
         with (folder / _FILE).open(encoding="utf-8") as file:
-            found = parse_override(file.read(_MOST))
+            values = parse_override(file.read(_MAX_SIZE))
     except (OSError, ValueError) as e:
-        words = e.strerror if isinstance(e, OSError) else e
-        remedy = f"{AUTO}, {NEUTRAL}, or a folder with a {_FILE}"
-        raise LlmcError("E612", f"--generation-config {folder}: {_FILE} cannot be read: {words}", remedy) from e
-    return {name: found[name] for name in KEYS if found.get(name) is not None}
+        reason = e.strerror if isinstance(e, OSError) else e
+        remedy = f"use {AUTO}, {NEUTRAL}, or a folder with a {_FILE}"
+        raise LlmcError("E612", f"--generation-config {folder}: {_FILE} cannot be read: {reason}", remedy) from e
+    return {name: values[name] for name in KEYS if values.get(name) is not None}

@@ -15,46 +15,29 @@ from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
 
-MOST_THREADS = 1024  # more only take turns, and a machine that starts a hundred thousand stands still
+MAX_THREADS = 1024
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
 
-def whole(name: str, value: Any, most: int = (1 << 63) - 1) -> int | None:
-    """`value` as an int of 1 to `most`, or None. LlmcError E201 where it is neither."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
-        raise LlmcError("E201", f"{name} = {value!r:.60} is not possible", f"give {name} a whole number, 1 to {most}")
-    return int(value)
-
-
-def _threads(name: str, value: Any) -> int | None:
-    return whole(name, value, MOST_THREADS)
-
-
-def _integer(code: str) -> Any:
-    """An int or None, whose range is checked against the artifact or the memory; LlmcError `code` for other types."""
+def _integer(code: str, low: int = 0, high: int = 0) -> Any:
+    """Return a check for None or an integer from `low` to `high`, with this error code. Without bounds the range is
+    checked when the model opens."""
+    allowed = f"a whole number, {low} to {high}" if high else "a whole number"
 
     def check(name: str, value: Any) -> int | None:
         if value is None:
             return None
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} a whole number")
-        return int(value)
+        if isinstance(value, Integral) and not isinstance(value, bool) and (not high or low <= int(value) <= high):
+            return int(value)
+        raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} {allowed}")
 
     return check
 
 
 def _seed(name: str, value: Any) -> int:
-    """An integer of 64 bits; None: one that is drawn now."""
-    if value is None:
-        return secrets.randbits(63)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not -(1 << 63) <= int(value) < 1 << 64:
-        raise LlmcError(
-            "E201", f"{name} = {value!r:.60} is not possible", f"give {name} an integer of 64 bits, or None"
-        )
-    return int(value)
+    """Return a 64-bit integer, a random one for None."""
+    return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -63,9 +46,9 @@ def _switch(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is opened. LlmcError E201 and E204 for values that no engine can have.
+    """The options of an engine. Raises LlmcError E201 and E204 for values that are not possible.
 
-    `model`: an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
+    `model` is an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
     """
 
     model: str | Path
@@ -88,7 +71,7 @@ class EngineOptions:
     )  # fmt: skip
     threads: int | None = option(
         None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
-        check=_threads, engine=True,
+        check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -146,35 +129,35 @@ class EngineOptions:
 
     @property
     def compile_options(self) -> dict[str, str]:
-        """The options of a compile where `model` is a Hugging Face folder."""
+        """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
         return {"target": self.target, "dtype": self.dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:
-        """What the engine process needs, by name, where it is no default; paths are percent-encoded bytes."""
-        found = {}
+        """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""
+        values = {}
         for one in options_of(EngineOptions).values():
             value = getattr(self, one.name)
             if one.engine and value != one.default:
-                found[one.name] = quoted(value) if one.read is Path else value
-        return found
+                values[one.name] = quoted(value) if one.read is Path else value
+        return values
 
     @classmethod
     def of_message(cls, model: str, values: Mapping[str, Any]) -> EngineOptions:
-        """The options that `message` made; `model` and paths are percent-encoded."""
+        """Return the options of a `message`. `model` and paths are percent-encoded."""
         known = options_of(EngineOptions)
         read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
         return cls(unquoted(model), **read)
 
 
-def _seconds(least: float, optional: bool = False) -> Any:
+def _number(minimum: float, optional: bool = False) -> Any:
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e6:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
             cause = f"{name} = {value!r:.60} is not possible"
-            raise LlmcError("E201", cause, f"give {name} a number of {least} or more, up to 1000000")
+            raise LlmcError("E201", cause, f"give {name} a number from {minimum} to 1000000")
         return value
 
     return check
@@ -182,35 +165,35 @@ def _seconds(least: float, optional: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class EngineArgs(EngineOptions):
-    """The options of AsyncLLM: those of an engine, and those of the process that it runs in."""
+    """The options of AsyncLLM: those of an engine, and those of its process. Raises LlmcError as EngineOptions does."""
 
     heartbeat_timeout: float = option(
         0.8,
-        "seconds without a sign of life after which the engine process counts as hung; five times as many while it "
-        "only waits for a processor", check=_seconds(0.1),
+        "seconds without a heartbeat after which the engine process counts as hung; five times as long while it is "
+        "runnable but gets no processor", check=_number(0.1),
     )  # fmt: skip
     step_timeout: float | None = option(
-        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_seconds(0.1, True)
+        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_number(0.1, True)
     )
-    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_seconds(0.1))
+    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_number(0.1))
     max_restarts: int = option(
-        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_seconds(0)
+        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
     )
     restart_delay: float = option(
-        0.5, "seconds before the first restart; doubled for each further one", check=_seconds(0)
+        0.5, "seconds before the first restart; doubled for each further one", check=_number(0)
     )
     max_restart_delay: float | None = option(
         None,
-        "with this, AsyncLLM never gives up: after max_restarts it tries again at intervals that double from a second "
-        "up to so many seconds", check=_seconds(0.1, True),
+        "maximum interval of restarts in seconds: after max_restarts, AsyncLLM tries again at intervals that double "
+        "from a second (default: it gives up)", check=_number(0.1, True),
     )  # fmt: skip
 
 
 def quoted(path: str | Path) -> str:
-    """An absolute path in ASCII: file names are bytes."""
+    """Return the absolute path, percent-encoded, since file names are bytes."""
     return quote_from_bytes(os.fsencode(Path(path).resolve()))
 
 
 def unquoted(name: str) -> str:
-    """The path that was quoted."""
+    """Return the path that `quoted` encoded."""
     return os.fsdecode(unquote_to_bytes(name))

@@ -1,8 +1,4 @@
-"""Turns: threads use one object in order of arrival, and nothing breaks into a turn; it knows nothing of the object.
-
-Invariant: from the beginning of a turn to its end no other turn, no Ctrl-C and no finalizer runs. A Ctrl-C that comes
-meanwhile is delivered at the end; what finalizers want done is done there, too.
-"""
+"""FairLock: a FIFO lock. SIGINT and the actions of finalizers are deferred while it is held."""
 
 from __future__ import annotations
 
@@ -16,24 +12,28 @@ from types import FrameType
 from llmc_runtime.format.errors import LlmcError
 
 
-class Turns:
-    """A context manager: `with turns:` is one turn. LlmcError E609 in a process forked from the one that made it."""
+class FairLock:
+    """A context manager that threads enter in order of arrival.
+
+    While it is held, no handler of SIGINT and no action of `run_soon` runs; both run when it is released. Entering it
+    raises LlmcError E609 in a process forked from the one that made it, RuntimeError in the thread that holds it.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._guard = threading.Lock()  # of the owner and the queue
+        self._guard = threading.Lock()  # protects the owner and the queue
         self._owner = 0
         self._queue: deque[tuple[threading.Lock, int]] = deque()
-        self._late: deque[Callable[[], None]] = deque()
-        self._interrupt = _Interrupt()
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._interrupt = _DeferredInterrupt()
 
     def __enter__(self) -> None:
-        if self.elsewhere:
+        if self.forked:
             cause = f"the LLM was opened by process {self._process}; a forked process has none of its threads"
             raise LlmcError("E609", cause, "open the LLM after the fork, or start processes with the method spawn")
         if self._owner == threading.get_ident():
-            raise RuntimeError("the LLM is used from within its own turn, by a signal handler or an executor")
-        interrupt = _Interrupt()
+            raise RuntimeError("the LLM is used while this thread holds its lock, by a signal handler or an executor")
+        interrupt = _DeferredInterrupt()
         interrupt.hold()
         self._take(wait=True)
         self._interrupt = interrupt
@@ -41,39 +41,39 @@ class Turns:
     def __exit__(self, *exc: object) -> None:
         interrupt = self._interrupt
         try:
-            self._do_late()
+            self._run_deferred()
         finally:
             self._give()
             interrupt.release()
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether this process is a fork of the one that made the turns."""
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the lock."""
         return os.getpid() != self._process
 
-    def soon(self, action: Callable[[], None]) -> None:
-        """Have `action` run as a turn or at the end of one: now where nobody has a turn. It never waits, so that a
-        finalizer, which may run anywhere, can call it."""
-        self._late.append(action)
-        if self.elsewhere:
+    def run_soon(self, action: Callable[[], None]) -> None:
+        """Run `action` under the lock: now if the lock is free, else when it is released. Never waits, so that a
+        finalizer can call it at any point."""
+        self._deferred.append(action)
+        if self.forked:
             return
-        interrupt = _Interrupt()
+        interrupt = _DeferredInterrupt()
         interrupt.hold()
         try:
             if self._take(wait=False):
                 try:
-                    self._do_late()
+                    self._run_deferred()
                 finally:
                     self._give()
         finally:
             interrupt.release()
 
-    def _do_late(self) -> None:
-        while self._late:
-            self._late.popleft()()
+    def _run_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.popleft()()
 
     def _take(self, *, wait: bool) -> bool:
-        # A finalizer may run while this very thread holds the guard: who must not wait does not wait for that either.
+        # A finalizer may run while this thread holds the guard, so it must not wait for the guard either.
         if not self._guard.acquire(blocking=wait):
             return False
         try:
@@ -87,7 +87,7 @@ class Turns:
             self._queue.append((ticket, threading.get_ident()))
         finally:
             self._guard.release()
-        ticket.acquire()  # until it is handed over
+        ticket.acquire()  # until _give releases it
         return True
 
     def _give(self) -> None:
@@ -98,15 +98,15 @@ class Turns:
                 ticket.release()
 
 
-class _Interrupt:
-    """SIGINT held back in the main thread, whose Python handler is the only one that can raise there."""
+class _DeferredInterrupt:
+    """Defers SIGINT in the main thread, the only one in which Python runs signal handlers."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
         self._came = False
 
     def hold(self) -> None:
-        """From now on an interrupt is noted only."""
+        """Record interrupts instead of handling them."""
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
@@ -114,7 +114,7 @@ class _Interrupt:
                 signal.signal(signal.SIGINT, self._note)
 
     def release(self) -> None:
-        """The handler is back, and runs if it was wanted."""
+        """Restore the handler, and call it if an interrupt came."""
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
             if self._came:

@@ -82,9 +82,9 @@ def default_threads() -> int:
 
 
 def _quota() -> int:
-    words = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(words) == 2 and words[0].isdigit() and int(words[1]):
-        return max(1, -(-int(words[0]) // int(words[1])))
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return max(1, -(-int(quota) // int(period)))
     return 1 << 16  # no quota
 
 

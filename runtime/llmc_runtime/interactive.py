@@ -1,4 +1,4 @@
-"""A model at a terminal: one prompt streamed to stdout, a JSON document, or a talk; it parses no arguments."""
+"""llmc-run: one prompt streamed to stdout or as a JSON document, or an interactive chat."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from llmc_runtime.sched.sampling_params import SamplingParams
 
 MAX_TOKENS = 256
-_HELP = "Ctrl-C stops an answer, Ctrl-D ends; /clear forgets what was said, /help says this, /exit ends"
+_HELP = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear starts a new conversation, /help prints this line"
 _COMMAND = re.compile(r"/[a-z?]+")
 
 
 class Clock:
-    """Seconds since the process began, by stage; `shown` prints each on stderr as it ends."""
+    """Measures the stages of a run in seconds since the process started. With `shown` it prints each to stderr."""
 
     def __init__(self, shown: bool = False) -> None:
         self.shown = shown
@@ -35,24 +35,24 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the process began."""
+        """Seconds since the process started."""
         return time.perf_counter() - self._began
 
     def stage(self, name: str) -> None:
-        """A stage ends now."""
+        """End a stage, which began when the previous one ended."""
         now = time.perf_counter()
         self.stages[name] = now - self._last
         self._last = now
         self.say(f"{name}: {self.stages[name]:.3f} s")
 
     def say(self, line: str) -> None:
-        """One line for people who asked for more."""
+        """Print a line to stderr if `shown`."""
         if self.shown:
             print(f"llmc: {line}", file=sys.stderr, flush=True)
 
 
 class Session:
-    """An open model and the parameters of this run; `given` are those that differ from the model's own."""
+    """An open model and the sampling parameters of the command line, `given`, which replace the model's defaults."""
 
     def __init__(
         self, llm: LLM, given: Mapping[str, Any], clock: Clock, *, system: str | None = None, quiet: bool = False
@@ -60,12 +60,12 @@ class Session:
         self.llm, self.given, self.clock, self.system, self.quiet = llm, dict(given), clock, system, quiet
 
     def params(self, *, chat: bool) -> SamplingParams:
-        """The model's defaults with what was given on the command line."""
+        """Return the model's defaults, with the parameters of the command line."""
         base = self.llm.get_default_sampling_params(max_tokens=None if chat else MAX_TOKENS)
         return replace(base, **self.given)
 
     def once(self, prompt: str, *, chat: bool, as_json: bool) -> int:
-        """Answer one prompt on stdout. The exit code."""
+        """Answer one prompt on stdout, and return the exit code. Raises LlmcError E6xx."""
         stream = self._begin([*self._opening(), {"role": "user", "content": prompt}], chat=chat)
         began = time.perf_counter()
         with stream:
@@ -79,10 +79,12 @@ class Session:
         return 0
 
     def talk(self) -> int:
-        """Ask and answer until the input ends. The exit code."""
+        """Read and answer prompts until the input ends. Return the exit code."""
         chat = self.llm.has_chat_template
         if not self.quiet:
-            kind = "you talk with the model" if chat else "no chat template: every line is continued by itself"
+            kind = (
+                "chat with the model" if chat else "the model has no chat template: each line is continued on its own"
+            )
             print(f"llmc: {kind}; {_HELP}", file=sys.stderr)
         _line_editing()
         messages = self._opening()
@@ -99,12 +101,12 @@ class Session:
                 messages = self._opening()
             elif _COMMAND.fullmatch(command):
                 known = command in ("/help", "/?")
-                print(f"llmc: {'' if known else f'there is no {command}; '}{_HELP}", file=sys.stderr)
+                print(f"llmc: {'' if known else f'unknown command {command}; '}{_HELP}", file=sys.stderr)
             elif command:
                 self._turn(messages, said, chat=chat)
 
     def _turn(self, messages: list[dict[str, str]], said: str, *, chat: bool) -> None:
-        """One answer; what was said stays in `messages` only if it was answered, wholly or in part."""
+        """Answer `said`. It is added to `messages` if it was answered completely or in part."""
         began = time.perf_counter()
         talk = [*messages, {"role": "user", "content": said}]
         try:
@@ -118,14 +120,14 @@ class Session:
         except LlmcError as e:
             print(e, file=sys.stderr)
             if e.code in ("E602", "E604"):
-                print("llmc: the talk is full; /clear starts a new one", file=sys.stderr)
+                print("llmc: the conversation is too long; /clear starts a new one", file=sys.stderr)
             return
         messages[:] = [*talk, {"role": "assistant", "content": answer.outputs[0].text}]
         self._report(answer, time.perf_counter() - began)
 
     def _begin(self, talk: Sequence[Mapping[str, str]], *, chat: bool) -> Stream:
-        """Answer the talk, or without `chat` continue its last text. The default number of tokens, not one that was
-        asked for, is cut to what fits."""
+        """Answer the conversation, or without `chat` continue its last text. A default max_tokens is reduced to what
+        fits; one of the command line is not."""
         llm, params = self.llm, self.params(chat=chat)
         prompt = llm.chat_prompt(talk) if chat else as_prompt(talk[-1]["content"], llm.tokenizer)
         return llm.stream(prompt, params if "max_tokens" in self.given else llm.fitted(params, prompt))
@@ -177,12 +179,12 @@ class Session:
 
 
 def _unicode() -> bool:
-    """Whether standard output takes every character."""
+    """Whether standard output can encode every character."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def _put(text: str) -> None:
-    """Text to standard output, now; what its encoding lacks as a backslash escape. LlmcError E644 where it is lost."""
+    """Write to standard output and flush; characters that its encoding lacks are escaped. Raises LlmcError E644."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -194,7 +196,7 @@ def _put(text: str) -> None:
 
 
 def _ask() -> str:
-    """One line from the user; the mark goes to stderr where stdout is not the terminal."""
+    """Read a line from the user. The prompt goes to stderr unless stdout is a terminal."""
     if sys.stdout.isatty():
         return input(">>> ")
     print(">>> ", end="", file=sys.stderr, flush=True)
@@ -202,7 +204,7 @@ def _ask() -> str:
 
 
 def _line_editing() -> None:
-    """Arrow keys and history, where Python was built with them."""
+    """Enable arrow keys and history if Python has readline."""
     try:
         import readline  # noqa: F401
     except ImportError:
@@ -210,7 +212,7 @@ def _line_editing() -> None:
 
 
 def _process_age() -> float:
-    """Seconds since this process was started; 0 where Linux does not tell."""
+    """Return the seconds since this process was started; 0 if /proc does not say."""
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,15 +1,15 @@
-"""Log-probabilities as programs read them, made from packed rows when they are read."""
+"""Log-probabilities in the form of the Python API, made from packed rows when they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
-from llmc_runtime.sched.packed_logprobs import PackedLogprobs
+from llmc_runtime.sched.packed_logprobs import LazySequence, PackedLogprobs
 
 
 class Logprob(NamedTuple):
-    """One candidate at one position: natural-log probability, rank (1 is the likeliest), its vocabulary entry."""
+    """A candidate at a position: its natural log-probability, its rank (1 is the most likely), its vocabulary entry."""
 
     logprob: float
     rank: int
@@ -17,73 +17,55 @@ class Logprob(NamedTuple):
 
 
 Row = dict[int, Logprob]
-Spelled = Callable[[int], str | None]
+Decode = Callable[[int], str | None]
 
 
-class LogprobRows(Sequence[Row | None]):
-    """A read-only view of the log-probabilities of consecutive tokens: the mapping of each from ids to `Logprob`, its
-    own token first, is made when it is read. A position below `unscored` is None. It compares equal to a list of the
-    same mappings."""
+class LogprobRows(LazySequence[Row | None]):
+    """The log-probabilities of tokens `start` to `stop`: for each a dict from token ids to Logprob, its own id first.
 
-    __slots__ = ("_rows", "_spelled", "_tokens", "_unscored", "start", "stop")
+    The dicts are made when they are read. The first `unscored` tokens of the text have None instead. A view is equal to
+    a list of the same dicts.
+    """
+
+    __slots__ = ("_decode", "_rows", "_tokens", "_unscored", "start", "stop")
 
     def __init__(
-        self, tokens: Sequence[int], rows: PackedLogprobs, spelled: Spelled, start: int, stop: int, unscored: int = 0
+        self, tokens: Sequence[int], rows: PackedLogprobs, decode: Decode, start: int, stop: int, unscored: int = 0
     ) -> None:
-        self._tokens, self._rows, self._spelled, self._unscored = tokens, rows, spelled, unscored
+        self._tokens, self._rows, self._decode, self._unscored = tokens, rows, decode, unscored
         self.start, self.stop = start, stop
 
     @property
     def width(self) -> int:
-        """The most candidates of a row, its own token not counted."""
+        """The maximum number of candidates of a token, besides itself."""
         return self._rows.width
 
     def own(self, index: int) -> Logprob | None:
-        """That of the token itself, without the other candidates."""
+        """Return the entry of the token itself, without the other candidates."""
         at = self.start + index
         if at < self._unscored:
             return None
-        return Logprob(*self._rows.own(at - self._unscored), self._spelled(self._tokens[at]))
+        return Logprob(*self._rows.own(at - self._unscored), self._decode(self._tokens[at]))
 
     def joined(self, later: LogprobRows) -> LogprobRows:
-        """This view and the one that follows it on the same rows."""
+        """Join this view with the next one on the same rows. Raises ValueError if `later` is another one."""
         if later._rows is not self._rows or later.start != self.stop:
             raise ValueError("the views are not consecutive")
-        return LogprobRows(self._tokens, self._rows, self._spelled, self.start, later.stop, self._unscored)
+        return LogprobRows(self._tokens, self._rows, self._decode, self.start, later.stop, self._unscored)
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @overload
-    def __getitem__(self, index: int) -> Row | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row | None]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
-        if isinstance(index, slice):
-            return [self._row(self.start + i) for i in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
-            raise IndexError("no such position")
-        return self._row(self.start + at)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"LogprobRows({len(self)} positions)"
 
-    def _row(self, at: int) -> Row | None:
+    def _row(self, index: int) -> Row | None:
+        at = self.start + index
         if at < self._unscored:
             return None
-        token, row, spelled = self._tokens[at], self._rows[at - self._unscored], self._spelled
-        out = {token: Logprob(row.logprob, row.rank, spelled(token))}
+        token, row, decode = self._tokens[at], self._rows[at - self._unscored], self._decode
+        out = {token: Logprob(row.logprob, row.rank, decode(token))}
         for rank, (other, value) in enumerate(zip(row.top_ids, row.top_logprobs), 1):
             if other != token:
-                out[other] = Logprob(value, rank, spelled(other))
+                out[other] = Logprob(value, rank, decode(other))
         return out

@@ -1,7 +1,7 @@
-"""Plain counters of one engine, under vLLM's names. No clock, no labels, no exporter.
+"""Counters of one engine, with vLLM's names.
 
-They travel as numbers, as numbers by reason, and as lists: a histogram's sum, and how many values fell under each of
-its bounds and above the last.
+A Stat is a number, a dict of numbers by reason, or a histogram as a list: the sum of its values, then the number of
+values in each bucket, the last one above all bounds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_request
                     "kv_cache_usage_perc", "num_requests_open"})  # fmt: skip
 
 
-class Sketch:
-    """A histogram: how many values lie above the bound before and up to each `bound`, and the sum of all."""
+class Histogram:
+    """A histogram with a bucket for each upper bound in `bounds`, and one for larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -27,18 +27,18 @@ class Sketch:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def told(self) -> list[float]:
-        """As it travels."""
+    def as_list(self) -> list[float]:
+        """Return the histogram as a Stat."""
         return [self.total, *self.counts]
 
 
 @dataclass(slots=True)
 class Counters:
-    """They only grow; who exports them adds the `_total`. Tokens are tokens, the others events."""
+    """Counters of tokens and events. Their exporter appends `_total` to the names."""
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0  # computed on the device, recomputation included
@@ -54,29 +54,29 @@ class Counters:
     iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by their tokens
 
     def step(self, tokens: int) -> None:
-        """A step of so many tokens was done."""
+        """Count a step that computed this many tokens."""
         self.num_steps += 1
         self.num_scheduled_tokens += tokens
         self.iteration_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
 
     def as_dict(self) -> dict[str, Stat]:
-        """A copy, name -> as it travels."""
-        told = asdict(self)
-        told["iteration_tokens"].insert(0, told["num_scheduled_tokens"])
-        return told
+        """Return a copy as Stats by name."""
+        stats = asdict(self)
+        stats["iteration_tokens"].insert(0, stats["num_scheduled_tokens"])
+        return stats
 
 
-def nothing() -> dict[str, Stat]:
-    """The figures of an engine process that has done nothing yet, every name of them."""
+def initial_stats() -> dict[str, Stat]:
+    """Return all statistics of an engine process, with the values at its start."""
     waiting = dict.fromkeys(("capacity", "deferred"), 0)
     gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0}
-    compiled = Sketch(COMPILE_SECONDS).told()
+    compiled = Histogram(COMPILE_SECONDS).as_list()
     others: dict[str, Stat] = {"grammar_compilation_time_seconds": compiled, "scheduler_idle_seconds": 0.0}
     return {**Counters().as_dict(), **gauges, "num_requests_waiting_by_reason": waiting, **others}
 
 
-def added(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:
-    """The figures of an engine and of those before it: counters are summed, gauges are those of `now`."""
+def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Return the statistics of several engine processes: counters are summed, gauges are those of `now`."""
     out: dict[str, Stat] = {}
     for name in {**past, **now}:
         one, other = past.get(name, 0), now.get(name, 0)

@@ -1,4 +1,4 @@
-"""Options declared once, as fields of a dataclass: the Python keyword, the flag of a command, the key in a YAML file.
+"""Options, each declared once as a field of a dataclass: the Python keyword, the flag and the key in a YAML file.
 
 `option` makes such a field. Commands, the file of llmc-serve --config, shell completion and the tables in docs/ are
 derived from the declarations. The functions at the end read values of flags.
@@ -25,13 +25,13 @@ class Option:
     text:     the description, for help texts and docs
     commands: those that have a flag for it: "serve" (llmc-serve), "run" (llmc-run), "compile" (llmc run)
     flags:    spellings of the flag; empty: the name
-    read:     makes a value of a flag's text; None: a switch, whose flag means the opposite of the default
+    read:     parses the flag's text; None: a switch, whose flag sets the opposite of the default
     negated:  a switch has a second flag, --no-...
     many:     "+": the flag takes several values; "append": it may be repeated
     group:    heading in the help of llmc-serve
     file:     whether the file of --config may have it
-    check:    returns a value of Python's keyword in its normal form, or raises LlmcError
-    engine:   whether the engine is opened with it
+    check:    returns the keyword's value in its normal form, or raises LlmcError
+    engine:   whether the engine process needs it
     """
 
     name: str
@@ -51,7 +51,7 @@ class Option:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Its flags, without the negated one."""
+        """The flags, without the negated ones."""
         return self.flags or ("--" + self.name.replace("_", "-"),)
 
     @property
@@ -61,7 +61,7 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Its name in the namespace of argparse: that of the flag, which is also the key in a file."""
+        """The name in argparse's namespace: that of the flag, which is also the key in a file."""
         return self.spellings[0].removeprefix("--").replace("-", "_")
 
     @property
@@ -71,16 +71,16 @@ class Option:
 
     @property
     def unset(self) -> Any:
-        """The value of the flag where it is not given."""
+        """The value in argparse's namespace if the flag is absent."""
         return False if self.inverted else list(self.default) if self.many else self.default
 
     def value(self, args: argparse.Namespace) -> Any:
-        """The value of the keyword by the flags that were parsed."""
-        found = getattr(args, self.dest)
-        return not found if self.inverted else found
+        """Return the keyword's value from the parsed flags."""
+        value = getattr(args, self.dest)
+        return not value if self.inverted else value
 
     def add_to(self, group: Any) -> None:
-        """Give the option's flag to a parser or a group of one."""
+        """Add the flag to a parser or an argument group."""
         more: dict[str, Any] = {"default": self.unset, "help": self.text}
         if self.read is None:
             more["action"] = argparse.BooleanOptionalAction if self.negated else "store_true"
@@ -91,32 +91,32 @@ class Option:
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
-    """A dataclass field that declares an option; `more` are fields of Option."""
+    """Return a dataclass field that declares an option; `more` are fields of Option."""
     return field(default=default, metadata={"option": (text, more)})
 
 
 def serve_option(group: str, default: Any, text: str, **more: Any) -> Any:
-    """A dataclass field that declares an option of llmc-serve."""
+    """Return a dataclass field that declares an option of llmc-serve."""
     return option(default, text, commands=("serve",), group=group, **more)
 
 
 def options_of(owner: type) -> Mapping[str, Option]:
-    """The options that a dataclass declares, by name."""
-    found = {}
+    """Return the options that a dataclass declares, by name."""
+    options = {}
     for one in fields(owner):
         if "option" in one.metadata:
             text, more = one.metadata["option"]
-            found[one.name] = Option(one.name, one.default, text, **more)
-    return MappingProxyType(found)
+            options[one.name] = Option(one.name, one.default, text, **more)
+    return MappingProxyType(options)
 
 
 def of_command(declared: Iterable[Option], command: str) -> list[Option]:
-    """Those that are flags of a command."""
+    """Return the options that are flags of a command."""
     return [one for one in declared if command in one.commands]
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes, with an optional unit: 1048576, 512M, 1.5GiB; units are powers of 1024."""
+    """Parse a number of bytes with an optional unit: 1048576, 512M, 1.5GiB. Units are powers of 1024."""
     lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
     for unit, size in reversed(_UNITS):
         if (unit and lowered.endswith(unit)) or not unit:
@@ -127,11 +127,11 @@ def parse_bytes(text: str) -> int:
             if 0 < value < 1 << 60:
                 return int(value)
             break
-    raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 1048576, 512M or 2GiB")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 1048576, 512M or 2GiB")
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1; as in vLLM 32k is 32000, and 32K 32768."""
+    """Parse a whole number of at least 1. As in vLLM, 32k is 32000 and 32K is 32768."""
     head, last = text.strip()[:-1], text.strip()[-1:]
     scale = _DECIMAL.get(last) or _BINARY.get(last)
     if scale is None:
@@ -144,7 +144,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:

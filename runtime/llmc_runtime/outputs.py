@@ -1,7 +1,8 @@
-"""What a program gets back for a request, in vLLM's words, assembled from the engine's deltas; it runs nothing."""
+"""The outputs of requests, with vLLM's names and fields, and their assembly from the engine's deltas."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,12 +18,14 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 @dataclass
 class CompletionOutput:
-    """The generated side of a request.
+    """One generated output of a request.
 
-    `token_ids` includes the token that ended it; `text` leaves out stop strings and stop tokens unless asked for.
-    `finish_reason`: "stop", "length", "abort", or None while it goes on; `stop_reason`: the stop string or stop
-    token id, None for the model's own end token. `logprobs`: per token, candidates by id, the sampled one first; in
-    outputs of the kind "delta" a sequence that makes each mapping when it is read, otherwise a list.
+    token_ids:      includes the token that ended the output
+    text:           without stop strings and stop tokens, unless include_stop_str_in_output is set
+    logprobs:       for each token a dict from token ids to Logprob, the sampled id first. With output_kind "delta" a
+                    sequence that makes each dict when it is read, otherwise a list
+    finish_reason:  "stop", "length", "abort", or None while the output is not complete
+    stop_reason:    the stop string or stop token id; None for the model's end-of-sequence token
     """
 
     index: int
@@ -34,16 +37,20 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """A request and what it produced; `num_cached_tokens` prompt tokens came from the prefix cache. `prompt_logprobs`:
-    per prompt token, candidates by id, its own first; None for the first token, which has no predecessor. It is a list,
-    or for the kind "delta" a sequence as `logprobs` are.
-    `times`: the seconds that it waited for a row, and from there to its first token; None before that."""
+    """A request and its outputs.
+
+    finished:           whether all outputs are complete
+    num_cached_tokens:  prompt tokens found in the prefix cache
+    prompt_logprobs:    for each prompt token a dict from token ids to Logprob, its own id first; None for the first
+                        token. With output_kind "delta" a sequence that makes each dict when it is read
+    times:              seconds in the queue, and from there to the first token; None before the first token
+    """
 
     request_id: str
     prompt: str | None
@@ -57,7 +64,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new since the last piece of a stream; the texts of all pieces of an `index` joined are that output's."""
+    """What is new in one output of a stream. The texts of all pieces with the same `index`, joined, are its text."""
 
     text: str
     token_ids: list[int]
@@ -69,10 +76,9 @@ class Piece:
 
 @dataclass
 class Collector:
-    """Follows one output of a request: takes the engine's deltas, gives pieces or the whole. `visible` special tokens
-    are in its text even where others are skipped."""
+    """Assembles one output of a request from the engine's deltas. Special tokens in `visible` are part of its text
+    even if skip_special_tokens is set."""
 
-    request_id: str
     index: int
     prompt_ids: Sequence[int]
     params: SamplingParams
@@ -96,7 +102,7 @@ class Collector:
             skip_special_tokens=params.skip_special_tokens,
             visible=self.visible,
         )
-        self._given = 0
+        self._num_returned = 0  # tokens that `news` has returned
         self._total = 0.0  # log-probability of all tokens
         self._rows = PackedLogprobs(params.logprobs or 0)
         self._scores: PackedLogprobs | None = None  # of the prompt, from its second token
@@ -104,38 +110,38 @@ class Collector:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
     @property
     def fresh(self) -> bool:
-        """Whether there are tokens that no piece has told of yet."""
-        return len(self.token_ids) > self._given
+        """Whether there are tokens that `news` has not returned yet."""
+        return len(self.token_ids) > self._num_returned
 
     @property
     def num_scored(self) -> int:
-        """Prompt tokens whose log-probabilities are there and not in a list yet."""
+        """Prompt tokens whose log-probabilities are known and not converted to a list yet."""
         return 0 if self._scores is None or self._listed is not None else len(self._scores)
 
     @property
     def scores(self) -> LogprobRows | None:
-        """The log-probabilities of the prompt, each made when it is read."""
+        """The log-probabilities of the prompt, each row made when it is read."""
         if self._scores is None:
             return None
         if len(self._scores) != len(self.prompt_ids) - 1:
             raise ValueError("the log-probabilities are not those of the prompt")
-        return LogprobRows(self.prompt_ids, self._scores, self._spelled, 0, len(self.prompt_ids), 1)
+        return LogprobRows(self.prompt_ids, self._scores, self._decoded, 0, len(self.prompt_ids), 1)
 
     @property
     def prompt_logprobs(self) -> list[Row | None] | None:
-        """The same as a list, made on first use. A thread may do that: a long prompt has a million objects."""
+        """The same as a list, made on first use. A long prompt has a million objects: make it in a thread."""
         scores = self.scores
         if self._listed is None and scores is not None:
             self._listed = list(scores)
         return self._listed
 
     def take(self, delta: RequestDelta) -> bool:
-        """Add a delta; True if a stop string ended the request, which the engine then has to be told."""
+        """Add a delta. Return True if a stop string ended the output, which must then be aborted in the engine."""
         if self.finished:
             return False
         self.num_cached = delta.num_cached
@@ -150,8 +156,8 @@ class Collector:
             if rows:
                 self._rows.append(rows[i])
                 self._total += rows[i].logprob
-            silent = i == last and delta.stopped and not self.params.include_stop_str_in_output
-            if not silent and (stop := self._text.push(token)) is not None:
+            hidden = i == last and delta.stopped and not self.params.include_stop_str_in_output
+            if not hidden and (stop := self._text.push(token)) is not None:
                 self._end("stop", stop)
                 return not (i == last and delta.finish_reason)
         if delta.finish_reason is not None:
@@ -160,69 +166,80 @@ class Collector:
         return False
 
     def abort(self) -> None:
-        """End it where it is, because nobody waits for the rest."""
+        """End the output with finish reason "abort", unless it has finished."""
         if not self.finished:
             self._end("abort", None)
 
     def piece(self) -> Piece:
-        """What is new since the last call."""
-        one = self.news()
-        rows = None if one.logprobs is None else list(one.logprobs)
-        return Piece(one.text, one.token_ids, rows, one.finish_reason, one.stop_reason, one.index)
+        """Return what is new since the last call of `piece` or `news`."""
+        new = self.news()
+        rows = None if new.logprobs is None else list(new.logprobs)
+        return Piece(new.text, new.token_ids, rows, new.finish_reason, new.stop_reason, new.index)
 
     def news(self) -> CompletionOutput:
-        """The same, as an output."""
-        start, self._given = self._given, len(self.token_ids)
+        """The same, as a CompletionOutput."""
+        start, self._num_returned = self._num_returned, len(self.token_ids)
         tokens, total, logprobs = self.token_ids[start:], None, None
         if self.params.logprobs is not None:
-            logprobs = LogprobRows(self.token_ids, self._rows, self._spelled, start, self._given)
-            total = sum(self._rows.own(i)[0] for i in range(start, self._given))
+            logprobs = LogprobRows(self.token_ids, self._rows, self._decoded, start, self._num_returned)
+            total = sum(self._rows.own(i)[0] for i in range(start, self._num_returned))
         text = self._text.take(final=self.finished)
         return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
 
     def output(self) -> CompletionOutput:
-        """Everything so far."""
-        wanted, count = self.params.logprobs is not None, len(self.token_ids)
+        """Return everything so far."""
+        with_logprobs, count = self.params.logprobs is not None, len(self.token_ids)
         return CompletionOutput(
             self.index,
             self._text.text,
             list(self.token_ids),
-            self._total if wanted else None,
-            list(LogprobRows(self.token_ids, self._rows, self._spelled, 0, count)) if wanted else None,
+            self._total if with_logprobs else None,
+            list(LogprobRows(self.token_ids, self._rows, self._decoded, 0, count)) if with_logprobs else None,
             self.finish_reason,
             self.stop_reason,
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:
-        late = self._text.finish()
+        late = self._text.finish()  # a stop string may be found in characters that were held back
         if late is not None and reason != "stop":
             reason, stop = "stop", late
         self.finish_reason, self.stop_reason = reason, stop
 
-    def _spelled(self, token: int) -> str | None:
+    def _decoded(self, token: int) -> str | None:
         if self.tokenizer is None or not self.params.detokenize:
             return None
         return self.tokenizer.spelled(token)
 
 
-@dataclass
-class Answer:
-    """A request and its n outputs, by index; the engine knows each by an id of its own."""
+class RequestState:
+    """An open request and its n outputs, `parts`, by index. OutputProcessor adds the engine's deltas to them.
 
-    request_id: str
-    prompt: str | None
-    prompt_ids: Sequence[int]
-    parts: Sequence[Collector]
+    `ids` are the engine's ids of the outputs; `error` is set if the request fails; `began` is a time.monotonic().
+    """
+
+    ids: tuple[str, ...] = ()
+    error: LlmcError | None = None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_ids = request_id, prompt, prompt_ids
+        self.parts = [Collector(i, prompt_ids, params, tokenizer, visible) for i in range(params.n)]
+        self.began = time.monotonic()
+
+    def notify(self) -> None:
+        """Called after an output or the error has changed. For subclasses."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing will be added to any of them."""
+        """Whether all outputs are complete."""
         return all(part.finished for part in self.parts)
-
-    @property
-    def error(self) -> LlmcError | None:
-        """Why the request failed, where it did."""
-        return next((part.error for part in self.parts if part.error is not None), None)
 
     @property
     def num_tokens(self) -> int:
@@ -230,7 +247,7 @@ class Answer:
         return sum(len(part.token_ids) for part in self.parts)
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return everything so far."""
         outputs = [part.output() for part in self.parts]
         first, ids = self.parts[0], list(self.prompt_ids)
         cached, scores = first.num_cached, first.prompt_logprobs

@@ -1,4 +1,4 @@
-"""What a program may hand over as prompts and parameters, brought into one form; it checks types, never lengths."""
+"""Converts the prompts, parameters and priorities of API calls to one form. It checks types, not lengths."""
 
 from __future__ import annotations
 
@@ -17,104 +17,107 @@ _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text they came from where there was one."""
+    """Token ids, and the text that they were made from, if any."""
 
     ids: list[int]
     text: str | None = None
 
 
-def as_prompts(given: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """One or several prompts as a list; an array means what its lists mean. LlmcError E620 (text without a tokenizer),
-    E621, E625 (none of the forms)."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if _is_one(given):
-        return [as_prompt(given, tokenizer)]
-    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | range):
-        raise LlmcError("E625", f"prompts is a {type(given).__name__}", _FORMS)
+def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Return one or several prompts as a list. An array is treated as its lists.
+
+    Raises LlmcError E620 (text without a tokenizer), E621 (text that cannot be tokenized), E625 (another type).
+    """
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if _is_single(prompts):
+        return [as_prompt(prompts, tokenizer)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | range):
+        raise LlmcError("E625", f"prompts is a {type(prompts).__name__}", _FORMS)
     out = []
-    for i, one in enumerate(given):
+    for i, one in enumerate(prompts):
         try:
             out.append(as_prompt(one, tokenizer))
         except LlmcError as e:
-            raise numbered(e, i, len(given)) from e
+            raise numbered(e, i, len(prompts)) from e
     return out
 
 
-def as_prompt(given: Any, tokenizer: Tokenizer | None) -> Prompt:
-    """One prompt: text is encoded with the tokenizer's special tokens, ids are taken as they are."""
-    if isinstance(given, Prompt):
-        return given
-    if isinstance(given, Mapping):
-        ids = given.get("prompt_token_ids")
+def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
+    """Return one prompt. Text is encoded with the tokenizer's special tokens. Raises LlmcError E620, E621, E625."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
         if _is_array(ids):
-            return Prompt(_ids(ids), given.get("prompt"))
-        given = given.get("prompt")
-    if isinstance(given, str):
+            return Prompt(_ids(ids), prompt.get("prompt"))
+        prompt = prompt.get("prompt")
+    if isinstance(prompt, str):
         if tokenizer is None:
             raise LlmcError("E620", "the artifact has no tokenizer.json, so it takes no text", TOKENIZE)
-        return Prompt(tokenizer.encode(given), given)
-    if _is_array(given):
-        return Prompt(_ids(given))
-    raise LlmcError("E625", f"a prompt is a {type(given).__name__}", _FORMS)
+        return Prompt(tokenizer.encode(prompt), prompt)
+    if _is_array(prompt):
+        return Prompt(_ids(prompt))
+    raise LlmcError("E625", f"a prompt is a {type(prompt).__name__}", _FORMS)
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, list | tuple) or hasattr(value, "tolist")
 
 
-def _ids(given: Any) -> list[int]:
-    values = given.tolist() if hasattr(given, "tolist") else list(given)
+def _ids(array: Any) -> list[int]:
+    values = array.tolist() if hasattr(array, "tolist") else list(array)
     if not isinstance(values, list):
         values = [values]
     if all(type(v) is int for v in values):
         return values
     bad = [v for v in values if not isinstance(v, Integral) or isinstance(v, bool)]
     if bad:
-        raise LlmcError("E625", f"a prompt has {bad[0]!r:.60} among its token ids", "pass whole numbers only")
+        raise LlmcError("E625", f"a prompt has the token id {bad[0]!r:.60}", "pass whole numbers only")
     return [int(v) for v in values]
 
 
-def _is_one(given: Any) -> bool:
-    """A text, a dict, or a list of ids (an empty list is no prompts)."""
-    if isinstance(given, str | Mapping | Prompt):
+def _is_single(prompts: Any) -> bool:
+    """Whether this is a text, a dict, or a list of ids. An empty list is an empty list of prompts."""
+    if isinstance(prompts, str | Mapping | Prompt):
         return True
-    return isinstance(given, list | tuple) and bool(given) and all(isinstance(v, Integral) for v in given)
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(v, Integral) for v in prompts)
 
 
-def as_params(given: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters for `count` prompts: one for all, or one each."""
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+def as_params(params: Any, count: int) -> list[SamplingParams]:
+    """Return the parameters of `count` prompts; `params` is one for all, or one for each. Raises LlmcError E625."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise LlmcError("E625", "sampling_params is neither SamplingParams nor a list of them", "pass SamplingParams")
-    if len(given) != count:
-        raise LlmcError("E625", f"{count} prompts, but {len(given)} sampling_params", "pass one for all, or one each")
-    return list(given)
+    if len(params) != count:
+        raise LlmcError("E625", f"{count} prompts, but {len(params)} sampling_params", "pass one for all, or one each")
+    return list(params)
 
 
-def as_priorities(given: Any, count: int) -> list[int]:
-    """Priorities of `count` prompts: None (all the same), or one each."""
-    if given is None:
+def as_priorities(priorities: Any, count: int) -> list[int]:
+    """Return the priorities of `count` prompts; None means 0 for all. Raises LlmcError E625."""
+    if priorities is None:
         return [0] * count
-    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
-        raise LlmcError("E625", f"priority is a {type(given).__name__}", "pass a list of whole numbers, one a prompt")
-    values = [int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for v in given]
+    if not isinstance(priorities, Iterable) or isinstance(priorities, str | Mapping):
+        cause = f"priority is a {type(priorities).__name__}"
+        raise LlmcError("E625", cause, "pass a list of whole numbers, one for each prompt")
+    values = [int(v) if isinstance(v, Integral) and not isinstance(v, bool) else v for v in priorities]
     if len(values) != count:
         raise LlmcError("E625", f"{count} prompts, but {len(values)} priorities", "pass one each")
     return values
 
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """Defaults, of which nobody has asked for `max_tokens`, cut to the `room` for output; the same where there is none
-    (the engine then says what does not fit)."""
+    """Reduce a default max_tokens to the `room` for output, in tokens. Without room the parameters stay as they are,
+    and the scheduler's error says what does not fit."""
     if params.max_tokens is None or not 0 < room < params.max_tokens:
         return params
     return params.changed(max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def numbered(error: LlmcError, index: int, count: int) -> LlmcError:
-    """The same error, saying which of several prompts it is about."""
+    """Return the error with the number of the prompt that it is about."""
     if count == 1:
         return error
     return LlmcError(error.code, f"prompt {index} of {count}: {error.cause}", error.remedy)

@@ -1,4 +1,4 @@
-"""Signals that would end this process at once, as exceptions: what is open is given back; it is no server's drain."""
+"""Turns signals that would end this process into exceptions, so that files and processes are cleaned up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Within, the first SIGTERM or SIGHUP raises SystemExit (128 + its number) in the main thread, and others do
-    nothing. Signals that somebody handles or ignores stay theirs; in another thread nothing changes."""
+    """A context in which the first SIGTERM or SIGHUP raises SystemExit (128 + its number) in the main thread; further
+    ones are ignored. Signals that have a handler or are ignored keep that. Does nothing in other threads."""
     ended = False
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -23,14 +23,14 @@ def unwinding() -> Iterator[None]:
             ended = True
             raise SystemExit(128 + number)
 
-    mine = []
+    handled = []
     if threading.current_thread() is threading.main_thread():
-        mine = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in mine:
+        handled = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in mine:
-            if signal.getsignal(number) is end:  # else somebody took it over within
+        for number in handled:
+            if signal.getsignal(number) is end:  # unless another handler was set meanwhile
                 signal.signal(number, signal.SIG_DFL)

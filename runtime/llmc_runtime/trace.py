@@ -1,12 +1,12 @@
-"""A trace of the engine's loop: who waits for whom, step by step, as a file that opens in ui.perfetto.dev. No device.
+"""Traces of the engine's loop, step by step, as files for ui.perfetto.dev.
 
-*Host time exposed* in front of a step is time in which the device had nothing queued though requests were alive, as
-well as the host can tell. Where at the end of the step's launch the step before it still runs, it is 0. Else it is the
-time from the last moment at which the host knew the device to have work, to the end of the launch: it knows so when a
-launch ends, when it sees at the beginning of a call or after a wait that the newest step still runs, and when it has
-waited for the only one. So the figure errs upwards only, but for open steps: such a one counts as running until it has
-sampled, though the device may wait for its masks. The first step after a time without requests has none. The
-host sees whether a step runs by asking the executor (`done(ticket)`); where that cannot say, a step counts as done.
+*Host time exposed* is the time before a step in which the device had no queued work although requests were live, as
+far as the host can tell. It is 0 if the previous step still runs when the launch ends. Otherwise it is the time from
+the last moment at which the device was known to have work until the end of the launch. The device is known to have work
+when a launch ends, when `done` says at the beginning of a call or after a wait that the newest step still runs, and
+when the only step in flight has been waited for. The result is an upper bound, except for open steps: these count as
+running until they have sampled, although the device may wait for their masks. The first step after an idle period has
+no exposed time. If the executor has no `done(ticket)`, every step counts as done.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from llmc_runtime.format.errors import LlmcError
 
 PARTS = ("plan", "launch", "wait", "commit")
-_MOST = 1 << 18  # spans kept, the latest: some 50,000 steps
+_MAX_SPANS = 1 << 18  # the latest ones are kept: about 50,000 steps
 _TRACKS = ("engine", "device, as the host sees it", "host time exposed")  # numbered from 1
 
 
-class _What(NamedTuple):
+class _StepInfo(NamedTuple):
     """A step: its number, rows and tokens."""
 
     step: int
@@ -35,53 +35,53 @@ class _What(NamedTuple):
     tokens: int
 
 
-_BEFORE = _What(-1, 0, 0)
+_UNKNOWN = _StepInfo(-1, 0, 0)
 Row = tuple[int, str, int, int, int, int, int]  # track, name, begin and end in ns, step, rows, tokens
 
 
 class _Span(NamedTuple):
-    """One stretch of time on one track, in ns."""
+    """A span of time on a track, in ns."""
 
     track: int
     name: str
     begin: int
     end: int
-    what: _What
+    what: _StepInfo
 
 
 class Recorder:
-    """Collects what an engine notes, the latest `most` spans. `done` says of a ticket whether its step has run."""
+    """Records the latest `max_spans` spans of an engine. `done` says whether the step of a ticket has run."""
 
-    def __init__(self, done: Callable[[Any], bool], most: int = _MOST) -> None:
+    def __init__(self, done: Callable[[Any], bool], max_spans: int = _MAX_SPANS) -> None:
         self._done = done
         self._began = perf_counter_ns()
-        self._spans: deque[_Span] = deque(maxlen=most)
-        self._exposed: deque[int] = deque(maxlen=_MOST)
-        self._under_way: deque[tuple[_What, int]] = deque()  # launched, not waited for, and when the launch ended
-        self._last = 0  # the end of the part before
-        self._busy: int | None = None  # when the device was last known to have work; None: nothing was asked of it
-        self._what = _BEFORE  # the step in the hands of the engine
-        self._number = 0  # of the next step to be launched
-        self._ended = -1  # when the device was done with the last step waited for, as the host sees it
+        self._spans: deque[_Span] = deque(maxlen=max_spans)
+        self._exposed: deque[int] = deque(maxlen=_MAX_SPANS)
+        self._in_flight: deque[tuple[_StepInfo, int]] = deque()  # in flight, with the end of the launch
+        self._last = 0  # end of the previous part
+        self._busy: int | None = None  # when the device was last known to have work; None: it was idle
+        self._what = _UNKNOWN  # the step that the engine works on
+        self._number = 0  # of the next step that is launched
+        self._ended = -1  # when the last step ended, as the host sees it
 
     def clear(self) -> None:
-        """Forget what was recorded, for a measurement that begins now."""
+        """Remove what was recorded."""
         self._spans.clear()
         self._exposed.clear()
 
     def note(self, part: str, what: Any) -> None:
-        """A part of a step has ended now.
+        """Record that a part of a step ends now.
 
-        `what`: the Step of "plan", whether requests are alive after "commit", nothing after "forget" (the steps under
-        way were given up), else the tickets under way: after "begin" (a call begins), "launch" and "wait".
+        part:  "begin" (of a call), "plan", "launch", "wait", "commit", or "forget" (the steps in flight were dropped)
+        what:  the Step for "plan", whether requests are live for "commit", None for "forget", else the tickets
         """
         now = perf_counter_ns()
         if part == "begin":
-            while len(self._under_way) < len(what):  # launched before this trace began
-                self._under_way.appendleft((_BEFORE, now))
+            while len(self._in_flight) < len(what):  # launched before this trace began
+                self._in_flight.appendleft((_UNKNOWN, now))
             self._look(now, what)
         elif part == "plan":
-            self._what = _What(self._number, len(what.work), what.num_tokens)
+            self._what = _StepInfo(self._number, len(what.work), what.num_tokens)
             self._span("plan", now)
         elif part == "launch":
             self._launched(now, what)
@@ -92,7 +92,7 @@ class Recorder:
             if not what:
                 self._busy = None
         else:
-            self._under_way.clear()
+            self._in_flight.clear()
             self._busy = None
         self._last = perf_counter_ns()
 
@@ -111,13 +111,13 @@ class Recorder:
             self._exposed.append(now - begin)
             if not runs:
                 self._spans.append(_Span(3, "exposed", begin, now, self._what))
-        self._under_way.append((self._what, now))
+        self._in_flight.append((self._what, now))
         self._busy = now
         self._number += 1
 
     def _waited(self, now: int, tickets: Sequence[Any]) -> None:
-        self._what, launched = self._under_way.popleft()
-        if self._what is not _BEFORE:
+        self._what, launched = self._in_flight.popleft()
+        if self._what is not _UNKNOWN:
             self._span("wait", now)
             self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._what))
         self._ended = now
@@ -127,8 +127,8 @@ class Recorder:
             self._busy = now
 
     def summary(self) -> dict[str, float]:
-        """Figures since the last `clear`: steps waited for, their median rows, the medians of each part in us, and of
-        the host time exposed (see above) the median, the 99th percentile and the sum, in us. 0 where there is none."""
+        """Return statistics since the last `clear`, 0 without data: the number of steps, their median rows, the median
+        of each part in us, and median, 99th percentile and sum of the host time exposed (see the module) in us."""
         by_part: dict[str, list[int]] = {part: [] for part in PARTS}
         rows = []
         for span in self._spans:
@@ -137,15 +137,15 @@ class Recorder:
             elif span.track == 2:
                 rows.append(span.what.rows)
         exposed = sorted(self._exposed)
-        found = {"steps": float(len(rows)), "rows": _median(rows)}
-        found |= {f"{part}_us": _median(times) / 1e3 for part, times in by_part.items()}
-        found["exposed_us"] = _median(exposed) / 1e3
-        found["exposed_p99_us"] = (exposed[len(exposed) * 99 // 100] if exposed else 0) / 1e3
-        found["exposed_sum_us"] = sum(exposed) / 1e3
-        return found
+        stats = {"steps": float(len(rows)), "rows": _median(rows)}
+        stats |= {f"{part}_us": _median(times) / 1e3 for part, times in by_part.items()}
+        stats["exposed_us"] = _median(exposed) / 1e3
+        stats["exposed_p99_us"] = (exposed[len(exposed) * 99 // 100] if exposed else 0) / 1e3
+        stats["exposed_sum_us"] = sum(exposed) / 1e3
+        return stats
 
     def describe(self) -> str:
-        """The summary in one line."""
+        """Return the summary as one line."""
         s = self.summary()
         parts = ", ".join(f"{part} {s[f'{part}_us']:.0f}" for part in PARTS)
         return (
@@ -154,29 +154,29 @@ class Recorder:
         )
 
     def rows(self) -> list[Row]:
-        """What was recorded, for `document`."""
+        """Return what was recorded, for `document`."""
         return [(s.track, s.name, s.begin - self._began, s.end - self._began, *s.what) for s in self._spans]
 
 
 class Trace(Recorder):
-    """A recorder for the file at `path`, which `write` makes. LlmcError E645 where it cannot be written, at once."""
+    """A recorder that writes the file at `path`. Raises LlmcError E645 if it cannot be written."""
 
     def __init__(self, path: str | Path, done: Callable[[Any], bool]) -> None:
         super().__init__(done)
         self.path = Path(path)
-        self.finish: Callable[[], object] = self.write  # writes for the last time
+        self.finish: Callable[[], object] = self.write  # writes the file, at most once
         self.write()
 
     def write(self) -> None:
-        """The file, with everything so far. LlmcError E645."""
+        """Write everything so far. Raises LlmcError E645."""
         try:
             self.path.write_text(json.dumps(document(self.rows())), encoding="utf-8")
         except OSError as e:
-            raise LlmcError("E645", f"{self.path} cannot be written: {e.strerror}", "name a file elsewhere") from e
+            raise LlmcError("E645", f"{self.path} cannot be written: {e.strerror}", "choose another file") from e
 
 
 def document(rows: Iterable[Row]) -> dict[str, Any]:
-    """What a recorder has, in the trace event format: complete events, times in us since it began."""
+    """Return rows in the trace event format: complete events, times in us since the recorder was made."""
     names = [_meta("thread_name", tid, name) for tid, name in enumerate(_TRACKS, 1)]
     events = [_meta("process_name", 0, "llmc"), *names, *map(_event, rows)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -196,17 +196,20 @@ def _event(row: Row) -> dict[str, Any]:
     }
 
 
-def follow(engine: Any, path: str | Path) -> Trace:
-    """A trace of an engine from now on, written when it is finished or the engine goes. LlmcError E645."""
+def attach_trace(engine: Any, path: str | Path) -> Trace:
+    """Trace an engine. The file is written by `finish`, or when the engine is deleted. Raises LlmcError E645."""
     trace = Trace(path, _done_of(engine))
     engine.note = trace.note
     trace.finish = weakref.finalize(engine, trace.write)
     return trace
 
 
-def overhear(engine: Any, most: int) -> tuple[Recorder, Callable[[], None]]:
-    """A recorder of an engine from now on, beside whoever listens already, and what ends it. Between two steps."""
-    recorder, before = Recorder(_done_of(engine), most), engine.note
+def attach_recorder(engine: Any, max_spans: int) -> tuple[Recorder, Callable[[], None]]:
+    """Record an engine, in addition to its present recorder. Return the recorder and a function that detaches it.
+
+    Both are called between two steps.
+    """
+    recorder, before = Recorder(_done_of(engine), max_spans), engine.note
 
     def both(part: str, what: Any) -> None:
         before(part, what)

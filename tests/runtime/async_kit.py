@@ -56,11 +56,11 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = LONG,
 
 async def settled(llm: AsyncLLM) -> dict[str, Any]:
     """Return the statistics once all work is done."""
-    before = llm._running().pulse
+    before = llm._running().heartbeat
     for _ in range(200):
         await asyncio.sleep(0.05)
         stats = llm.stats()
-        fresh = llm._running().pulse is not before
+        fresh = llm._running().heartbeat is not before
         if fresh and not stats["num_requests_running"] and not stats["num_requests_waiting"]:
             return stats
     raise AssertionError(f"requests are left: {stats}")

@@ -41,7 +41,7 @@ def audit_prefixes(scheduler: Scheduler) -> None:
     """Check that exactly the pages of the prefix cache are marked as kept, and that other pages are in one table
     only.
     """
-    held, pool = scheduler.prefix.held(), scheduler.pool
+    held, pool = scheduler.prefix.content(), scheduler.pool
     assert sorted(held) == [page for page in range(pool.num_pages) if pool.kept[page]], "kept pages are not those held"
     assert {digest for digest, _ in held.values()} == set(scheduler.prefix._page), "digests"
     assert all(pool.refs[page] <= 1 or page in held for page in range(pool.num_pages)), "an unpublished page is shared"
@@ -105,7 +105,7 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
     """
     device.catch_up()
     size = device.page_size
-    late = next((step for step, _ in scheduler._under_way if step.open), Step())
+    late = next((step for step, _ in scheduler._in_flight if step.open), Step())
     built, work = {init.row for init in late.inits}, {item.row: item for item in late.work}
     grown = {grow.row: len(grow.pages) for grow in late.pages}
     for request in scheduler.running:

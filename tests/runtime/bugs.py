@@ -14,7 +14,7 @@ from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, Work
 from llmc_runtime.sched.token_guide import Banned
-from llmc_runtime.sched.waiting_queue import Waiting
+from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 from tests.runtime.guides import Wandering
 
@@ -121,7 +121,7 @@ def budget_overdrawn(self: Scheduler, step: Step) -> None:
             request.num_planned += 1
             step.work.append(Work(request.row, 1, request.num_total == request.num_planned))
             request.num_total += step.work[-1].emit
-            self._under_way[-1][1].append(request)
+            self._in_flight[-1][1].append(request)
 
 
 def preempted_but_still_computed(right: Any) -> Any:
@@ -148,7 +148,7 @@ def first_of_all_tenants(right: Any) -> Any:
 
 
 def the_tenant_with_the_most_service(right: Any) -> Any:
-    def first(self: Waiting) -> Request | None:
+    def first(self: WaitingQueue) -> Request | None:
         heads = [tenant for tenant in self.tenants.values() if tenant.queue]
         return max(heads, key=lambda tenant: (tenant.service, -tenant.turn)).head if heads else None
 
@@ -156,7 +156,7 @@ def the_tenant_with_the_most_service(right: Any) -> Any:
 
 
 def service_saved_up(right: Any) -> Any:
-    def begin(self: Waiting, tenant: Any) -> None:
+    def begin(self: WaitingQueue, tenant: Any) -> None:
         before = tenant.service
         right(self, tenant)
         tenant.service = before
@@ -167,7 +167,7 @@ def service_saved_up(right: Any) -> Any:
 
 
 def preempted_who_wait_their_turn(right: Any) -> Any:
-    def add(self: Waiting, request: Request) -> None:
+    def add(self: WaitingQueue, request: Request) -> None:
         right(self, request)
         self._preempted.discard(request)
 
@@ -193,7 +193,7 @@ def masked_without_its_last_token(right: Any) -> Any:
         step = right(self)
         if step.open:
             step.open = False
-            for request, work in zip(self._under_way[-1][1], step.work):
+            for request, work in zip(self._in_flight[-1][1], step.work):
                 if request.guide is not None and work.emit:
                     step.masks.append(RowMask(work.row, request.guide.mask()))
         return step
@@ -203,7 +203,7 @@ def masked_without_its_last_token(right: Any) -> Any:
 
 def planned_behind_an_open_step(right: Any) -> Any:
     def next(self: Scheduler) -> Step:
-        late = [step for step, _ in self._under_way if step.open]
+        late = [step for step, _ in self._in_flight if step.open]
         for step in late:
             step.open = False
         found = right(self)
@@ -246,16 +246,16 @@ def ends_one_token_late(right: Any) -> Any:
 
 def rollback_that_keeps_the_row(right: Any) -> Any:
     def rollback(self: Scheduler) -> None:
-        self._under_way.clear()
+        self._in_flight.clear()
 
     return rollback
 
 
 def rollback_of_the_newest_step(right: Any) -> Any:
     def rollback(self: Scheduler) -> None:
-        newest = self._under_way.pop()
-        self._under_way.clear()
-        self._under_way.append(newest)
+        newest = self._in_flight.pop()
+        self._in_flight.clear()
+        self._in_flight.append(newest)
         right(self)
 
     return rollback
@@ -275,16 +275,16 @@ def work_behind_the_last_token(right: Any) -> Any:
 
 def resumed_with_tokens_under_way(right: Any) -> Any:
     def admit(self: Scheduler, *args: Any) -> None:
-        held, self._under_way = self._under_way, deque()
+        held, self._in_flight = self._in_flight, deque()
         right(self, *args)
-        self._under_way = held
+        self._in_flight = held
 
     return admit
 
 
 def output_after_the_end(right: Any) -> Any:
     def commit(self: Scheduler, output: Any) -> Any:
-        for request in self._under_way[0][1]:
+        for request in self._in_flight[0][1]:
             if request.status is Status.FINISHED:
                 request.status = Status.PREEMPTED
         return right(self, output)
@@ -329,7 +329,7 @@ def tokens_that_come_late(right: Any) -> Any:
 # Bugs that only appear with steps in flight, and the depth at which they do.
 OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (Scheduler, "rollback", rollback_of_the_newest_step, 2),
-    (Scheduler, "_go_on", work_behind_the_last_token, 2),
+    (Scheduler, "_plan_running", work_behind_the_last_token, 2),
     (Scheduler, "_admit", resumed_with_tokens_under_way, 3),
     (Scheduler, "commit", output_after_the_end, 2),
     (Scheduler, "next", published_while_under_way, 2),
@@ -362,8 +362,8 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_chunk", scored_without_rows_for_it),
     (Request, "finish_of", ends_one_token_late),
     (Scheduler, "rollback", rollback_that_keeps_the_row),
-    (Waiting, "first", first_of_all_tenants),
-    (Waiting, "first", the_tenant_with_the_most_service),
-    (Waiting, "_begin", service_saved_up),
-    (Waiting, "add", preempted_who_wait_their_turn),
+    (WaitingQueue, "first", first_of_all_tenants),
+    (WaitingQueue, "first", the_tenant_with_the_most_service),
+    (WaitingQueue, "_begin", service_saved_up),
+    (WaitingQueue, "add", preempted_who_wait_their_turn),
 )

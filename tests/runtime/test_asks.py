@@ -8,8 +8,8 @@ import random
 
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.engine.control_rpc import MOST_ROWS, Answers
-from llmc_runtime.engine.messages import Ask
+from llmc_runtime.engine.control_rpc import MAX_ROWS, ControlServer
+from llmc_runtime.engine.messages import ControlRequest
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request
 from llmc_runtime.trace import PARTS, document
@@ -81,21 +81,21 @@ def test_who_asks_an_engine_that_dies_is_told() -> None:
 
 def test_a_recording_is_bounded() -> None:
     engine = build(0.0, depth=1)
-    answers = Answers(engine)
-    assert answers.patience is None and answers.due() is None
-    assert answers.take(Ask(1, "record", 1e9)) is None
-    assert 0 < (answers.patience or 0) <= 60_001
-    second = answers.take(Ask(2, "record", 1.0))
+    answers = ControlServer(engine)
+    assert answers.wait_ms is None and answers.due() is None
+    assert answers.take(ControlRequest(1, "record", 1e9)) is None
+    assert 0 < (answers.wait_ms or 0) <= 60_001
+    second = answers.take(ControlRequest(2, "record", 1.0))
     assert second is not None and not second.done
-    unknown = answers.take(Ask(3, "no such thing", 1.0))
+    unknown = answers.take(ControlRequest(3, "no such thing", 1.0))
     assert unknown is not None and not unknown.done
     note = engine.note
-    for _ in range(MOST_ROWS // 3):
+    for _ in range(MAX_ROWS // 3):
         note("begin", ())
         note("plan", _Plan())
         note("commit", True)
     _, _, recorder, stop = answers._recording or (None,) * 4
-    assert recorder is not None and stop is not None and len(recorder.rows()) <= MOST_ROWS
+    assert recorder is not None and stop is not None and len(recorder.rows()) <= MAX_ROWS
     stop()
     assert engine.note is not note
     engine.add(Request("1", [20, 30], SamplingParams(max_tokens=2)))

@@ -116,8 +116,8 @@ def test_a_thousand_quick_cancels_leak_nothing() -> None:
                 await asyncio.gather(*tasks, return_exceptions=True)
             stats = await settled(llm)
             assert stats["kv_cache_usage_perc"] == 0 and stats["num_requests_open"] == 0
-            requests = llm._running().requests
-            assert not requests._parts and not requests._readers
+            outputs = llm._running().outputs
+            assert not outputs._parts and not outputs._states
             ended = await last(llm, {"prompt_token_ids": [77]}, params)
             assert len(ended.outputs[0].token_ids) == 100
 
@@ -149,7 +149,7 @@ def test_a_slow_reader_holds_nobody_and_gets_everything() -> None:
     [
         ({"prompt_token_ids": [VOCAB]}, {}, "E606"),
         ({"prompt_token_ids": []}, {}, "E605"),
-        ({"prompt_token_ids": [2**70]}, {}, "E601"),
+        ({"prompt_token_ids": [2**70]}, {}, "E606"),
         ({"prompt_token_ids": [9] * LENGTH}, {}, "E602"),
         ({"prompt_token_ids": [9]}, {"max_tokens": LENGTH}, "E603"),
         ({"prompt_token_ids": [9]}, {"stop": "x"}, "E620"),
@@ -165,7 +165,7 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options
             with pytest.raises(LlmcError) as told:
                 await last(llm, prompt, SamplingParams(**options))
             assert told.value.code == code
-            with pytest.raises(LlmcError, match="no message can"):
+            with pytest.raises(LlmcError, match="cannot be sent"):
                 async for _ in llm.generate({"prompt_token_ids": [9]}, None, "s", cache_salt="\ud800"):
                     pass
             assert (await other).finished and llm.restarts == 0
@@ -195,13 +195,13 @@ def test_what_no_message_says_is_refused_and_leaves_nothing() -> None:
 
 def test_many_bad_words_are_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[bool] = []
-    inner = async_llm.words_of
+    inner = async_llm.bad_word_tokens
 
     def watched(params: SamplingParams, tok: Tokenizer | None) -> list[list[int]]:
         where.append(threading.current_thread() is threading.main_thread())
         return inner(params, tok)
 
-    monkeypatch.setattr(async_llm, "words_of", watched)
+    monkeypatch.setattr(async_llm, "bad_word_tokens", watched)
 
     async def asks() -> None:
         async with fake(tok=TOK) as llm:

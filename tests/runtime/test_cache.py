@@ -61,7 +61,7 @@ def test_the_second_time_nothing_is_built_and_both_are_said(
     first = build(model, tmp_path / "root", said)
     assert (first / "weights").read_text() == "w"
     assert "is not compiled yet" in said[0]
-    assert "by hand" in said[1]
+    assert "the same as a command: llmc compile" in said[1]
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "working\n"

@@ -175,15 +175,15 @@ def until(master: int, words: str, seconds: float = 60) -> str:
 
 def test_a_talk_remembers_and_forgets(toy: Path) -> None:
     with terminal_of(str(toy), "-n", "2", "--ignore-eos", "-v") as (master, process):
-        assert "you talk with the model" in until(master, ">>> ")
+        assert "chat with the model" in until(master, ">>> ")
         os.write(master, b"ab\n")
         assert "5 prompt tokens" in until(master, ">>> ")
         os.write(master, b"cd\n")
         assert "13 prompt tokens" in until(master, ">>> ")
         os.write(master, b"/help\n")
-        assert "/clear forgets" in until(master, ">>> ")
+        assert "/clear starts a new conversation" in until(master, ">>> ")
         os.write(master, b"/nonsense\n")
-        assert "there is no /nonsense; Ctrl-C" in until(master, ">>> ")
+        assert "unknown command /nonsense; Ctrl-C" in until(master, ">>> ")
         os.write(master, b"/clear\n")
         until(master, ">>> ")
         os.write(master, b"ab\n")
@@ -262,7 +262,7 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
         (["{empty}", "-p", "abc"], 1, "neither an artifact"),
         (["{model}", "-p", "abc"], 3, "llmc run MODEL"),
         (["{toy}", "-p", "abc", "--threads", "0"], 2, "at least 1"),
-        (["{toy}", "-p", "abc", "--kv-cache-memory", "lots"], 2, "no amount of memory"),
+        (["{toy}", "-p", "abc", "--kv-cache-memory", "lots"], 2, "not a number of bytes"),
         (["{toy}", "--unknown"], 2, "unrecognized"),
         ([], 2, "ARTIFACT"),
     ],

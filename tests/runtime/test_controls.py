@@ -78,7 +78,7 @@ def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) ->
     rig = Rig(depth)
     rig.add("plain", 5, max_tokens=30)
     rig.step()
-    assert len(rig.scheduler._under_way) == depth - 1
+    assert len(rig.scheduler._in_flight) == depth - 1
     guided = Request("guided", [1] * 40, SamplingParams(max_tokens=6, ignore_eos=True), guide=Wandering(1000))
     rig.engine.add(guided)
     launch, guide = rig.launch, rig.guide
@@ -88,7 +88,7 @@ def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) ->
         return any(r is guided and w.emit for r, w in zip(planned, step.work))
 
     def launched(step: Any) -> Any:
-        *earlier, (_, planned) = rig.scheduler._under_way
+        *earlier, (_, planned) = rig.scheduler._in_flight
         assert not any(s.open for s, _ in earlier)
         late = any(has(s, them) for s, them in earlier)
         assert step.open == (late and has(step, planned)) and len(step.masks) == (has(step, planned) and not late)
@@ -96,7 +96,7 @@ def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) ->
         return launch(step)
 
     def guided_by(ticket: Any, masks: Any) -> None:
-        assert len(rig.scheduler._under_way) == len(masks) == 1
+        assert len(rig.scheduler._in_flight) == len(masks) == 1
         told.append("guided")
         guide(ticket, masks)
 
@@ -112,7 +112,7 @@ def test_a_fixed_mask_holds_nothing_up() -> None:
     request = rig.add("a", 5, max_tokens=9, allowed_token_ids=range(100, 164), logit_bias={3: 1.0})
     while rig.engine.has_work():
         rig.step()
-        assert request.status == 4 or len(rig.scheduler._under_way) == 1 or request.num_total == request.limit
+        assert request.status == 4 or len(rig.scheduler._in_flight) == 1 or request.num_total == request.limit
     assert set(request.output_token_ids) <= set(range(100, 164)) and not any(plan.masks for plan in rig.plans)
     assert request.row_params.ints(5)[6:] == [1, 1]
 

@@ -17,8 +17,8 @@ import msgspec
 import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
-from llmc_runtime.engine.client import wants_processor
-from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_of, sampling_of
+from llmc_runtime.engine.client import is_runnable
+from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_message, params_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
@@ -75,7 +75,7 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped one that seems to be starved: five times the limit, and no longer."""
-    monkeypatch.setattr("llmc_runtime.engine.client.wants_processor", lambda pid: True)
+    monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: True)
 
     async def strike() -> None:
         async with fake(0.004, heartbeat_timeout=0.4) as llm:
@@ -102,10 +102,10 @@ def test_who_wants_a_processor() -> None:
         ) as process:
             assert process.stdout is not None and process.stdout.readline()
             time.sleep(0.5)
-            found = {wants_processor(process.pid) for _ in range(20)}
+            found = {is_runnable(process.pid) for _ in range(20)}
             process.kill()
         assert found == {wants}
-    assert not wants_processor(2**30)
+    assert not is_runnable(2**30)
 
 
 @pytest.mark.parametrize(("deed", "code"), [(CRASH, "E661"), (HANG, "E662"), (FAIL, "E608")])
@@ -139,7 +139,7 @@ def test_after_too_many_ends_it_gives_up_and_says_why(tmp_path: Path) -> None:
             assert "was opened before" in refused.value.cause or "SIGKILL" in refused.value.cause
 
     run(strike(fake(max_restarts=1, say=lines.append), 2))
-    assert sum("requests that were told: 1" in line for line in lines) == 2
+    assert sum("failed requests: 1" in line for line in lines) == 2
     run(strike(fake(path=str(tmp_path / "once"), max_restarts=2), 1))  # it does not open again
     run(strike(fake(max_restarts=0), 1))
 
@@ -160,11 +160,11 @@ def test_a_process_that_ends_or_talks_nonsense_while_opening_is_an_error() -> No
         assert llm.errored
 
     run(opens(quits, "code 7"))
-    run(opens(babbles, "makes no sense"))
+    run(opens(babbles, "invalid message"))
 
 
 def some_add(rng: random.Random) -> bytes:
-    params = params_of(SamplingParams(seed=rng.randrange(2**63), max_tokens=3))
+    params = params_message(SamplingParams(seed=rng.randrange(2**63), max_tokens=3))
     return msgspec.msgpack.encode(Add(rng.randrange(1 << 40), [rng.randrange(300)], params, 0, "", []))
 
 
@@ -183,7 +183,7 @@ def test_messages_that_make_no_sense_harm_nobody() -> None:
 
     async def babble() -> None:
         async with fake() as llm:
-            channel = llm._running()._channel
+            channel = llm._running()._client
             assert channel is not None
             want = await last(llm, {"prompt_token_ids": [44]})
             for _ in range(3000):
@@ -194,7 +194,7 @@ def test_messages_that_make_no_sense_harm_nobody() -> None:
                 channel._push(channel._adds, garbled(rng))
             stats = await settled(llm)
             assert stats["kv_cache_usage_perc"] == 0 and llm.restarts == 0
-            assert channel.pulse is not None and channel.pulse.nonsense > 3000
+            assert channel.heartbeat is not None and channel.heartbeat.invalid_messages > 3000
 
     run(babble())
     allowed = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
@@ -208,19 +208,19 @@ def test_messages_that_make_no_sense_harm_nobody() -> None:
 
 def test_the_parameters_that_the_engine_needs_reach_it() -> None:
     text = {"stop": "x", "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["x"]}
-    assert params_of(SamplingParams(**text)) == {} == params_of(SamplingParams(detokenize=False))
+    assert params_message(SamplingParams(**text)) == {} == params_message(SamplingParams(detokenize=False))
     params = SamplingParams(
         n=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.5, presence_penalty=1,
         frequency_penalty=-1, seed=2**64 - 1, max_tokens=9, stop_token_ids=[3], ignore_eos=True, logprobs=2,
         logit_bias={7: 1.5}, allowed_token_ids=[1, 7], prompt_logprobs=1,
     )  # fmt: skip
-    assert params_of(params).keys() == {one.name for one in PARAMETERS.values() if one.engine} - {
+    assert params_message(params).keys() == {one.name for one in PARAMETERS.values() if one.engine} - {
         "min_tokens", "structured_outputs"
     }  # fmt: skip
-    assert sampling_of(msgspec.msgpack.decode(msgspec.msgpack.encode(params_of(params)))) == params
+    assert params_of(msgspec.msgpack.decode(msgspec.msgpack.encode(params_message(params)))) == params
     for form in ({"choice": ["a", "b"]}, {"json": {"type": "object"}}, {"json_object": True}, {"regex": "a+"}):
         wanted = StructuredOutputsParams(**form, disable_any_whitespace=True)
-        got = sampling_of(params_of(SamplingParams(structured_outputs=wanted))).structured_outputs
+        got = params_of(params_message(SamplingParams(structured_outputs=wanted))).structured_outputs
         assert got is not None and (got.kind, got.text, got.disable_any_whitespace) == (wanted.kind, wanted.text, True)
 
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.api.llm import to_stderr
-from llmc_runtime.engine.client import _folder, wants_processor
-from llmc_runtime.engine.engine_process import Age, open_session
+from llmc_runtime.engine.client import _socket_folder, is_runnable
+from llmc_runtime.engine.engine_process import StepAge, open_session
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import quoted
 
@@ -67,12 +67,12 @@ def test_sockets_have_a_place_with_a_name_that_they_can_have(
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
-    folder = _folder()
+    folder = _socket_folder()
     assert tmp_path not in folder.parents and folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
-    monkeypatch.setattr("llmc_runtime.engine.client._PLACES", (str(tmp_path / "none"),))
+    monkeypatch.setattr("llmc_runtime.engine.client._FALLBACK_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(LlmcError, match="E100"):
-        _folder()
+        _socket_folder()
     assert not list((tmp_path / name).iterdir())
 
 
@@ -168,13 +168,13 @@ def test_who_may_open_no_file_is_not_said_to_want_a_processor(monkeypatch: pytes
 
     for name in ("listdir", "scandir", "open"):
         monkeypatch.setattr(os, name, refuse)
-    assert not wants_processor(os.getpid())
+    assert not is_runnable(os.getpid())
 
 
 def test_a_step_is_as_old_as_the_time_in_which_it_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("llmc_runtime.engine.engine_process.time.monotonic", lambda: now)
-    age = Age(0.4)
+    age = StepAge(0.4)
     assert age.of(0.0) == 0.0
     found = []
     for passed in (0.2, 0.2, 600.0, 0.2):  # all of it is stopped for ten minutes

@@ -67,7 +67,7 @@ def test_the_line_for_who_starts_it() -> None:
     line = described({"repetition_penalty": 1.1, "top_p": 0.5}, "auto", None) or ""
     assert "repetition_penalty 1.1" in line and "top_p" not in line
     line = described({"do_sample": True, "top_k": 4}, "vllm", {"top_k": 4}) or ""
-    assert "top_k 4 (of --override-generation-config)" in line
+    assert "top_k 4 (from --override-generation-config)" in line
 
 
 def test_the_server_samples_as_it_was_told() -> None:

@@ -49,9 +49,9 @@ def rig_of_three() -> Rig:
     ("wrong", "words"),
     [
         (raises(OSError("out of luck")), "OSError: out of luck"),
-        (lambda step, output: step.reply([]), "2 rows ran, the executor answered for 0"),
-        (lambda step, output: step.reply([None] * 2), "answered token None"),
-        (lambda step, output: step.reply([5, 1000]), "request 'b': the executor answered token 1000"),
+        (lambda step, output: step.reply([]), "2 rows ran, the executor returned tokens for 0"),
+        (lambda step, output: step.reply([None] * 2), "returned token None"),
+        (lambda step, output: step.reply([5, 1000]), "request 'b': the executor returned token 1000"),
         (lambda step, output: None, "AttributeError"),
     ],
 )
@@ -84,7 +84,7 @@ def test_missing_logprobs_are_an_error() -> None:
     rig.add("a", 3, logprobs=1)
     Broken(rig, 0, lambda step, output: step.reply(output.tokens))
     (delta,) = rig.engine.step()
-    assert delta.finish_reason == "error" and "no log-probabilities" in str(delta.error)
+    assert delta.finish_reason == "error" and "log-probabilities are missing" in str(delta.error)
 
 
 def test_an_interrupt_costs_only_recomputation() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.waiting_queue import _FORGET, OUTPUT_WEIGHT, Waiting
+from llmc_runtime.sched.waiting_queue import _MIN_KEPT, OUTPUT_WEIGHT, WaitingQueue
 
 from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig
@@ -153,7 +153,7 @@ def test_times_are_those_of_the_clock() -> None:
 
 
 def test_names_that_come_and_go_are_forgotten_and_the_heap_stays_small() -> None:
-    waiting = Waiting()
+    waiting = WaitingQueue()
     keys = iter(range(1 << 30))
 
     def come(tenant: str) -> Request:
@@ -165,7 +165,7 @@ def test_names_that_come_and_go_are_forgotten_and_the_heap_stays_small() -> None
 
     stays = come("stays")
     waiting.tenants["stays"].service = 5
-    for i in range(20 * _FORGET):
+    for i in range(20 * _MIN_KEPT):
         request = come(f"t{i}")
         assert waiting.first() is stays, "both have 5, and the first has waited longer"
         waiting.remove(request)
@@ -174,7 +174,7 @@ def test_names_that_come_and_go_are_forgotten_and_the_heap_stays_small() -> None
         waiting.tenants["restless"].service += 3
         waiting.remove(again)
         waiting.leave(again)
-    assert len(waiting.tenants) <= _FORGET + 2 and len(waiting._heap) <= 3 * _FORGET + 10
+    assert len(waiting.tenants) <= _MIN_KEPT + 2 and len(waiting._heap) <= 3 * _MIN_KEPT + 10
     waiting.remove(stays)
     waiting.leave(stays)
     assert not waiting.tenants and not len(waiting) and waiting.first() is None

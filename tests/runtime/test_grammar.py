@@ -53,7 +53,7 @@ def test_a_closed_llm_and_one_without_a_tokenizer() -> None:
 
 def test_a_forked_process_is_told_at_once() -> None:
     llm = make()
-    llm._turns._process += 1
+    llm._lock._process += 1
     with pytest.raises(LlmcError) as caught:
         llm.generate([[1, 2]], structured(), use_tqdm=False)
     assert caught.value.code == "E609"

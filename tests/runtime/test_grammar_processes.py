@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
-from llmc_runtime.engine.engine_loop import Loop
+from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.grammar import Grammars, client, host_process, limits, worker_pool
 from llmc_runtime.grammar.fair_queue import FairQueue
 
@@ -70,7 +70,7 @@ def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:
     assert "tokenizer.json" in made.prepare()
     assert refused(made, regex()).code == "E651"
     made.close()
-    assert "lacks" in Loop(make().engine, lambda: None).prepare()
+    assert "lacks" in EngineLoop(make().engine, lambda: None).prepare()
 
 
 @pytest.mark.drawn

@@ -192,7 +192,7 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def nothing_leaks(self) -> None:
         audit_pages(self.pool, self.tables)
-        assert sorted(self.prefix.held()) == sorted(self.public.values())
+        assert sorted(self.prefix.content()) == sorted(self.public.values())
 
 
 Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -9,8 +9,10 @@ import threading
 import pytest
 import textkit
 from llmc_runtime import SamplingParams
-from llmc_runtime.engine.client_requests import Requests
-from llmc_runtime.engine.messages import Delta, Rows
+from llmc_runtime.api.async_request import AsyncRequestState
+from llmc_runtime.engine.input_processor import prepare
+from llmc_runtime.engine.messages import Delta, Rows, delta_of
+from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.logprobs import Logprob, LogprobRows
 from llmc_runtime.outputs import Collector
 from llmc_runtime.prompts import Prompt
@@ -25,7 +27,7 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
     tok = Tokenizer(textkit.byte_level(), {}, {})
     ids = [rng.randrange(10, tok.vocab_size) for _ in range(60)]
     values = [-rng.random() for _ in ids]
-    part = Collector("1", 0, [5], SamplingParams(max_tokens=60, logprobs=0), tok)
+    part = Collector(0, [5], SamplingParams(max_tokens=60, logprobs=0), tok)
     said = []
     for i, (token, value) in enumerate(zip(ids, values)):
         end = "length" if i == len(ids) - 1 else None
@@ -56,12 +58,14 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
     monkeypatch.setattr(LogprobRows, "_row", watched)
 
     async def asked() -> None:
-        requests = Requests(lambda numbers: None)
-        reader = requests.open("r", Prompt(ids), SamplingParams(prompt_logprobs=1, max_tokens=1), tok, "cumulative")
+        outputs = OutputProcessor(lambda ids: None)
+        request = prepare(Prompt(ids), SamplingParams(prompt_logprobs=1, max_tokens=1), [], tok.vocab_size)
+        reader = AsyncRequestState("cumulative", "r", None, ids, request.params, tok)
+        outputs.add(request, reader)
         packed = PackedLogprobs(1)
         packed.extend(scores)
         rows = Rows(1, bytes(packed.data))
-        requests.take([Delta(reader.first, [50], "length", None, None, 0, None, rows, False)])
+        outputs.take([delta_of(Delta(request.first, [50], "length", None, None, 0, None, rows, False))])
         assert not where
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None

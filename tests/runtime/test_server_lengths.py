@@ -13,13 +13,11 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime import LlmcError, SamplingParams
-from llmc_runtime.engine.allowed_tokens import masked, token_mask
-from llmc_runtime.engine.messages import params_of, sampling_of
-from llmc_runtime.engine.request_table import words_of
+from llmc_runtime.engine.input_processor import bad_word_tokens, token_mask, with_mask
+from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams, is_over
-from llmc_runtime.sched.token_guide import Bans, mask_of, mask_size
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import Bans, TokenMask, mask_of, mask_size
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.parse import MAX_CHARACTERS, MAX_ITEMS, check_lengths, parse
 from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest
@@ -88,11 +86,11 @@ def test_masks_of_ids_and_their_way_to_the_engine() -> None:
         ids = [draw.randrange(size) for _ in range(200)]
         mask = token_mask(ids, size).mask
         assert mask == mask_of(ids, size) and len(mask) == mask_size(size)
-        params = masked(SamplingParams(allowed_token_ids=ids), size)
-        assert params.allowed_token_ids == TokenMask(mask) and masked(params, size) is params
-        assert sampling_of(params_of(params)).allowed_token_ids == TokenMask(mask)
+        params = with_mask(SamplingParams(allowed_token_ids=ids), size)
+        assert params.allowed_token_ids == TokenMask(mask) and with_mask(params, size) is params
+        assert params_of(params_message(params)).allowed_token_ids == TokenMask(mask)
     plain = SamplingParams(allowed_token_ids=[3, 1, 2])
-    assert sampling_of(params_of(plain)).allowed_token_ids == plain.allowed_token_ids
+    assert params_of(params_message(plain)).allowed_token_ids == plain.allowed_token_ids
     for bad in ([5000], [0] * (MAX_ALLOWED + 1), []):
         with pytest.raises(LlmcError, match="E601"):
             token_mask(bad, 5000)
@@ -161,9 +159,9 @@ def test_bad_words_of_many_prompts_are_tokenized_once(server: Served, monkeypatc
 
     def counted(params: SamplingParams, tokenizer: Any) -> Any:
         made.append(params.bad_words)
-        return words_of(params, tokenizer)
+        return bad_word_tokens(params, tokenizer)
 
-    monkeypatch.setattr("llmc_runtime.api.async_llm.words_of", counted)
+    monkeypatch.setattr("llmc_runtime.api.async_llm.bad_word_tokens", counted)
     words = [f"{'y' * 60}{i:04}" for i in range(100)]
     body = {"prompt": ["one", "two"] * 32, "max_tokens": 2, "temperature": 1, "seed": 3}
     plain = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime import SamplingParams
-from llmc_runtime.engine.request_table import one_of
+from llmc_runtime.engine.input_processor import params_of_output
 from llmc_runtime.sched import scheduler_config
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import mask_of
@@ -47,8 +47,8 @@ def test_draws_of_neighbours_are_independent() -> None:
 
 
 def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
-    assert [one_of(several(3, seed=-2), i).seed for i in range(3)] == [2**64 - 2, 2**64 - 1, 0]
-    assert [one_of(several(3, seed=None), i).seed for i in range(3)] == [None] * 3
+    assert [params_of_output(several(3, seed=-2), i).seed for i in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    assert [params_of_output(several(3, seed=None), i).seed for i in range(3)] == [None] * 3
     (got,) = make().generate(TEXT, several(3, seed=None), use_tqdm=False)
     assert len({tuple(o.token_ids) for o in got.outputs}) == 3
 
@@ -68,7 +68,7 @@ def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.Mon
     requests: list[Request] = []
     for i in range(8):
         leader = requests[0] if i else None
-        requests.append(Request(f"r{i}", [1, 2], one_of(params, i), bad_words=words, leader=leader))
+        requests.append(Request(f"r{i}", [1, 2], params_of_output(params, i), bad_words=words, leader=leader))
         rig.engine.add(requests[-1])
         rig.expected[f"r{i}"] = Expected(requests[-1], rig.config)
     assert made == [None, ids]

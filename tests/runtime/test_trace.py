@@ -12,7 +12,7 @@ import pytest
 from llmc_runtime import LLM, LlmcError
 from llmc_runtime import trace as trace_module
 from llmc_runtime.cli import run_command
-from llmc_runtime.trace import PARTS, Trace, follow
+from llmc_runtime.trace import PARTS, Trace, attach_trace
 
 from tests.runtime.rig import Rig
 
@@ -42,7 +42,7 @@ class Paced(Rig):
 
 def run(depth: int, busy: float, host: float, path: Path) -> Trace:
     rig = Paced(depth, busy)
-    trace = follow(rig.engine, path)
+    trace = attach_trace(rig.engine, path)
     for name in "ab":
         rig.add(name, 5, max_tokens=12)
     while rig.engine.has_work():
@@ -139,7 +139,7 @@ def test_a_trace_may_begin_while_a_step_is_under_way(tmp_path: Path) -> None:
     rig.add("a", 5, max_tokens=9)
     rig.step()
     rig.step()
-    trace = follow(rig.engine, tmp_path / "t.json")
+    trace = attach_trace(rig.engine, tmp_path / "t.json")
     rig.drain()
     assert trace.summary()["steps"] == 6, "nine, less two that were waited for and one that was under way"
     trace.finish()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from llmc_runtime import LlmcError
 from llmc_runtime.device.fake import FakeExecutor
-from llmc_runtime.fair_lock import Turns
+from llmc_runtime.fair_lock import FairLock
 
 from tests.runtime.test_llm import device, make, params
 
@@ -73,7 +73,7 @@ def test_threads_share_an_llm(depth: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_turns_are_taken_in_order_of_arrival() -> None:
-    turns, order, threads = Turns(), [], []
+    turns, order, threads = FairLock(), [], []
     with turns:
         for i in range(8):
             waiting = len(turns._queue)

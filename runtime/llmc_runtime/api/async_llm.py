@@ -1,6 +1,6 @@
-"""AsyncLLM: an open model for the programs of one event loop, its engine in a process of its own; it serves no network.
+"""AsyncLLM: a compiled model for asyncio, its engine in a process of its own.
 
-Text is made here, tokens there: prompts are encoded and answers decoded in this process, long prompts in a thread.
+Prompts are tokenized and outputs detokenized in this process, long prompts in a thread.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState
 from llmc_runtime.api.llm import resolve, to_stderr
-from llmc_runtime.defaults import default_params, generation_of
-from llmc_runtime.engine.allowed_tokens import masked
+from llmc_runtime.api.model_api import ModelAPI, fit_prompt, open_tokenizer
+from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.client import default_command
-from llmc_runtime.engine.client_requests import KINDS
-from llmc_runtime.engine.control_rpc import LONGEST, RECORD, RESET
-from llmc_runtime.engine.messages import Add, Open, Ready, params_of
-from llmc_runtime.engine.request_table import words_of
+from llmc_runtime.engine.control_rpc import MAX_SECONDS, RECORD, RESET
+from llmc_runtime.engine.input_processor import bad_word_tokens, prepare
+from llmc_runtime.engine.messages import Open, Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
 from llmc_runtime.engine_options import EngineArgs, quoted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.prompts import TOKENIZE, Prompt, as_params, as_prompt, fitted
+from llmc_runtime.prompts import Prompt, as_params, as_prompt
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.text.tokenizer import Tokenizer
 from llmc_runtime.trace import Row
 
-_MOST_DEFAULTS = 16
-_LONGEST_TIMEOUT = 1_000_000  # seconds
-_INLINE, _INLINE_WORDS = 4096, 512  # characters of a prompt and of bad words that are encoded without a thread
-_GPU_STEP, _CPU_STEP = 30.0, 300.0  # seconds that a step may take
+_MAX_TIMEOUT = 1_000_000  # seconds
+_INLINE, _INLINE_WORDS = 4096, 512  # characters of a prompt and of bad words that are tokenized without a thread
+_GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 
 @dataclass(frozen=True)
 class Front:
-    """What the front needs to know of a model: its engine's command and first message, and the text side."""
+    """A model as the front needs it: the engine's command line and first message, and the text side.
+
+    `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
+    """
 
     command: Sequence[str]
     opening: Open
@@ -49,52 +51,57 @@ class Front:
     step_timeout: float = _CPU_STEP
 
 
-class AsyncLLM:
-    """A compiled model for asyncio; `options` are those of EngineArgs, `say` gets a line for each thing that happens.
+class AsyncLLM(ModelAPI):
+    """A compiled model for asyncio. `options` are the fields of EngineArgs; `say` is called with each log line.
 
         async with AsyncLLM("model.llmc") as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=50), "request-1"):
                 print(output.outputs[0].text)
 
-    The engine process is opened by `start`, or on entering the context. Where it ends or hangs, every open request
-    ends with LlmcError E661 or E662, and it is replaced.
+    `start`, or entering the context, starts the engine process. If it ends or hangs, every open request fails with
+    LlmcError E661 or E662, and the process is replaced.
     """
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
+        super().__init__(None, {})
         self.args = EngineArgs(model, **options)
-        self._say = partial(_tell, say or to_stderr)
+        self._say = partial(_say_safely, say or to_stderr)
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
         self._started = self._stopped = False
-        self.generation: Mapping[str, Any] = {}  # defaults of sampling, by their names in generation_config.json
         self._waiting_for_words = 0
         self._recent_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
-        self._made_defaults: dict[int | None, SamplingParams] = {}  # by max_tokens: servers ask for the same ones again
 
     @classmethod
     def over(cls, front: Front, *, say: Callable[[str], None] | None = None, **options: Any) -> AsyncLLM:
-        """An AsyncLLM over an engine program of another make: a simulated device, a test."""
+        """Return an AsyncLLM with another engine program, such as one with a simulated device."""
         self = cls("", say=say, **options)
-        self._front = front
+        self._front, self.tokenizer = front, front.tokenizer
         return self
 
     def compile(self) -> None:
-        """Have a model that is no artifact compiled now, not at the start: in the main thread a signal ends that, and
-        leaves nothing of it. LlmcError as LLM's."""
+        """Compile a model that is not an artifact now instead of in `start`. Raises LlmcError as LLM does.
+
+        In the main thread a signal ends the compilation and leaves no files.
+        """
         if self._front is None:
             self.args = replace(self.args, model=_artifact(self.args, self._say))
 
     async def start(self) -> Ready:
-        """Open the model; the limits in force. LlmcError as LLM's, E660 to E664. Once."""
+        """Open the model and return the limits in force. Can be called once.
+
+        Raises LlmcError as LLM does, and E660 to E664.
+        """
         if self._started:
             raise LlmcError("E660", "AsyncLLM was started before", "make another one")
         self._started = True
         if self._front is None:
             self._front = await asyncio.to_thread(_read, self.args, self._say)
         front, args = self._front, self.args
+        self.tokenizer = front.tokenizer
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
-        limit = self.args.step_timeout or front.step_timeout
-        self._supervisor = Supervisor(front.command, front.opening, self.args, limit, self._say)
+        step_timeout = args.step_timeout or front.step_timeout
+        self._supervisor = Supervisor(front.command, front.opening, args, step_timeout, self._say)
         if self._stopped:
             await self._supervisor.stop(0.0)
         ready = await self._supervisor.start()
@@ -114,56 +121,76 @@ class AsyncLLM:
         output_kind: str = "cumulative",
         visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one prompt (see LLM.generate); each output is what is known when it is asked for.
+        """Continue one prompt (see LLM.generate). Leaving the iterator, or cancelling its task, aborts the request.
 
-        `output_kind`: "cumulative" (everything so far), "delta" (of each output what is new) or "final_only". A reader
-        that is slow gets fewer and larger ones. `visible` special tokens are in the text even where others are skipped.
-        Leaving the iterator, or cancelling its task, ends the request, and so do `timeout` seconds: E666. Tenants get
-        equal service where there is too little for all. Without parameters the model's defaults count.
-        LlmcError: E6xx where it cannot run, E660 to E664 from the process.
+        sampling_params:  None for the model's defaults
+        priority:         smaller runs first under the scheduling policy "priority"
+        cache_salt:       prefixes are shared among requests with the same salt only
+        tenant:           tenants get equal service when capacity is short
+        timeout:          seconds until the request fails with E666
+        output_kind:      "cumulative" (each output holds everything so far), "delta" (what is new) or "final_only". A
+                          slow reader gets fewer and larger outputs
+        visible:          special tokens that are part of the text even if skip_special_tokens is set
+
+        Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
         """
-        _check(output_kind, priority, cache_salt, tenant, timeout)
+        if output_kind not in OUTPUT_KINDS:
+            raise refused("output_kind", output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
+            raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT}")
         supervisor = self._running()
         supervisor.require()
-        ready, tokenizer = await self._prompt(prompt), self.tokenizer
-        params = self._defaults(ready) if sampling_params is None else as_params(sampling_params, 1)[0]
-        params, words = masked(params, self.config.vocab_size), await self._words(params)
-        requests = supervisor.requests
-        reader = requests.open(request_id, ready, params, tokenizer, output_kind, visible)
-        timer = None
+        ready, config = await self._prompt(prompt), self.config
+        if sampling_params is None:
+            params = fit_prompt(self.get_default_sampling_params(), ready, config)
+        else:
+            (params,) = as_params(sampling_params, 1)
+        words, size = await self._bad_words(params), config.vocab_size
+        request = prepare(ready, params, words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        state = AsyncRequestState(
+            output_kind, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
+        )
+        outputs, timer = supervisor.outputs, None
+        outputs.add(request, state)
         try:
             if timeout is not None:
-                timer = asyncio.get_running_loop().call_later(timeout, requests.expire, reader, timeout)
-            supervisor.add(Add(reader.first, ready.ids, params_of(params), priority, cache_salt, words, tenant))
-            while (output := await reader.next()) is not None:
+                timer = asyncio.get_running_loop().call_later(timeout, outputs.expire, state, timeout)
+            supervisor.add(request)
+            while (output := await state.next()) is not None:
                 yield output
         finally:
             if timer is not None:
                 timer.cancel()
-            requests.drop(reader)
+            outputs.drop(state)
 
     async def abort(self, request_id: str) -> int:
-        """End the requests of this id; their readers get a last output, of finish reason "abort". How many."""
-        return self._running().requests.abort(request_id)
+        """Abort the requests with this id; their readers get a last output with the finish reason "abort".
+
+        Return their number.
+        """
+        return self._running().outputs.abort(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while a page is in use."""
-        return (await self._running().ask(RESET)).done
+        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
+        return (await self._running().call(RESET)).done
 
     async def record(self, seconds: float) -> list[Row]:
-        """The engine's loop from now on, for `seconds` (60 at most), for `trace.document`. LlmcError E660 where another
-        recording is under way."""
-        reply = await self._running().ask(RECORD, min(seconds, LONGEST))
+        """Record the engine's loop for `seconds`, at most 60, and return the rows for `trace.document`.
+
+        Raises LlmcError E660 if a recording is running.
+        """
+        reply = await self._running().call(RECORD, min(seconds, MAX_SECONDS))
         if not reply.done:
-            raise LlmcError("E660", "the engine's loop is being recorded already", "wait for the end of that")
+            raise LlmcError("E660", "the engine's loop is being recorded already", "wait until that recording ends")
         return reply.rows
 
     def open_requests(self) -> list[dict[str, Any]]:
-        """What is open: `id`, `prompt_tokens`, `output_tokens`, `outputs` (not ended), `age` in seconds; no text."""
-        return self._running().requests.describe()
+        """Return the open requests in order of arrival, without texts: `id`, `prompt_tokens`, `output_tokens`,
+        `outputs` (those not complete) and `age` in seconds."""
+        return self._running().outputs.describe()
 
     async def shutdown(self, drain: float = 0.0) -> None:
-        """Take nothing new, let open requests go on for `drain` seconds, tell the rest (E663), end the process."""
+        """Refuse new requests, wait up to `drain` seconds for open ones, fail the rest (E663), end the process."""
         self._started = self._stopped = True
         if self._supervisor is not None:
             await self._supervisor.stop(drain)
@@ -175,12 +202,12 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are accepted now."""
         return self.state == READY
 
     @property
     def errored(self) -> bool:
-        """Whether nothing will be taken any more."""
+        """Whether no request will be accepted any more."""
         return self.state == DEAD
 
     @property
@@ -190,37 +217,37 @@ class AsyncLLM:
 
     @property
     def restarts(self) -> int:
-        """Engine processes that were replaced."""
+        """The number of engine processes that were replaced."""
         return 0 if self._supervisor is None else self._supervisor.restarts
 
     @property
     def failures(self) -> int:
-        """Times that the engine process has ended, or not opened, within the hour before the last of them."""
+        """How often the engine process ended or failed to open in the hour before the last failure."""
         return 0 if self._supervisor is None else self._supervisor.failures
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until the next engine process is started, once more than `max_restarts` have failed within an hour
-        and `max_restart_delay` has it try on; else None."""
+        """Seconds until the next engine process is started, after more than `max_restarts` failures within an hour with
+        `max_restart_delay` set; else None."""
         return None if self._supervisor is None else self._supervisor.retry_in
 
     @property
     def gave_up(self) -> bool:
-        """Whether the engine has failed too often and is not started again."""
+        """Whether the engine has failed too often and is not restarted."""
         return self._supervisor is not None and self._supervisor.gave_up.is_set()
 
     async def wait_given_up(self) -> None:
-        """Return when the engine has failed too often and is not started again. LlmcError E660 before start()."""
+        """Wait until the engine has failed too often and is not restarted. Raises LlmcError E660 before `start`."""
         await self._running().gave_up.wait()
 
     @property
     def engine_pid(self) -> int | None:
-        """The process id of the engine."""
+        """The process id of the engine, None if there is none."""
         return None if self._supervisor is None else self._supervisor.pid
 
     @property
     def config(self) -> Ready:
-        """The limits in force. LlmcError E660 before they are known."""
+        """The limits in force. Raises LlmcError E660 before they are known."""
         ready = self._running().ready
         if ready is None:
             raise LlmcError("E660", "the engine is starting", "wait for start()")
@@ -228,50 +255,30 @@ class AsyncLLM:
 
     @property
     def vocab_size(self) -> int:
-        """The token ids that the model has. LlmcError E660 before they are known."""
+        """The size of the vocabulary. Raises LlmcError E660 before it is known."""
         return self.config.vocab_size
 
     async def check_health(self) -> None:
-        """LlmcError where no request would be taken now."""
+        """Raise LlmcError E660 to E664 if no request would be accepted now."""
         self._running().require()
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges, at most a heartbeat old; `restarts`, and requests that are open here."""
+        """Return the engine's counters and gauges, at most a heartbeat old, `restarts` and `num_requests_open`."""
         supervisor = self._running()
-        mine = {"restarts": supervisor.restarts, "num_requests_open": len(supervisor.requests)}
-        return {**supervisor.stats(), **mine}
+        own = {"restarts": supervisor.restarts, "num_requests_open": len(supervisor.outputs)}
+        return {**supervisor.stats(), **own}
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait in the engine, a heartbeat ago at most."""
-        pulse = self._running().pulse
-        return 0 if pulse is None else int(pulse.stats.get("num_requests_waiting", 0))  # type: ignore[arg-type]
+        """The number of requests that wait in the engine, at most a heartbeat ago."""
+        heartbeat = self._running().heartbeat
+        return 0 if heartbeat is None else int(heartbeat.stats.get("num_requests_waiting", 0))  # type: ignore[arg-type]
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds of the last start of the engine: "total", "process" (until it began to open the artifact), and of
-        each part of opening it."""
+        """Durations of the last start of the engine in seconds: "total", "process" (until it began to open the
+        artifact), and each part of opening it."""
         return dict(self._running().startup)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where there is none or the model is not open yet."""
-        return None if self._front is None else self._front.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. LlmcError E620 where the artifact has none."""
-        if self.tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
-        return self.tokenizer
-
-    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
-        """What is used where none are given: the model's generation_config.json, as transformers reads it."""
-        if max_tokens not in self._made_defaults:
-            made = default_params(self.generation, max_tokens=max_tokens)
-            if len(self._made_defaults) >= _MOST_DEFAULTS:
-                return made
-            self._made_defaults[max_tokens] = made
-        return self._made_defaults[max_tokens]
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -285,20 +292,20 @@ class AsyncLLM:
             raise LlmcError("E660", "the engine was not started", "await start(), or use: async with AsyncLLM(...)")
         return self._supervisor
 
-    async def _prompt(self, given: Any) -> Prompt:
-        text = given.get("prompt") if isinstance(given, Mapping) else given
+    async def _prompt(self, prompt: Any) -> Prompt:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > _INLINE:
-            return await asyncio.to_thread(as_prompt, given, self.tokenizer)
-        return as_prompt(given, self.tokenizer)
+            return await asyncio.to_thread(as_prompt, prompt, self.tokenizer)
+        return as_prompt(prompt, self.tokenizer)
 
-    async def _words(self, params: SamplingParams) -> list[list[int]]:
-        """The bad words as token ids; many are tokenized in a thread, once for all prompts of a request, which share
-        them."""
+    async def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Tokenize the bad words: many of them in a thread, and once for all prompts that share the parameters."""
         words = params.bad_words
         if sum(map(len, words or ())) <= _INLINE_WORDS:
-            return words_of(params, self.tokenizer)
+            return bad_word_tokens(params, self.tokenizer)
         if self._recent_words is None or self._recent_words[0] is not words:
-            self._recent_words = words, asyncio.create_task(asyncio.to_thread(words_of, params, self.tokenizer))
+            task = asyncio.create_task(asyncio.to_thread(bad_word_tokens, params, self.tokenizer))
+            self._recent_words = words, task
         task = self._recent_words[1]
         if not task.done():
             before, self._waiting_for_words = self._waiting_for_words, self._waiting_for_words + 1
@@ -306,14 +313,9 @@ class AsyncLLM:
                 await asyncio.wait([task])
             finally:
                 self._waiting_for_words -= 1
-            for _ in range(before // 4):  # a few prompts go on in each turn of the event loop
+            for _ in range(before // 4):  # let a few prompts continue in each turn of the event loop
                 await asyncio.sleep(0)
         return task.result()
-
-    def _defaults(self, prompt: Prompt) -> SamplingParams:
-        config = self.config
-        room = min(config.max_model_len, config.num_pages * config.page_size + 1) - len(prompt.ids)
-        return fitted(self.get_default_sampling_params(), room)
 
 
 def _artifact(args: EngineArgs, say: Callable[[str], None]) -> Path:
@@ -321,34 +323,19 @@ def _artifact(args: EngineArgs, say: Callable[[str], None]) -> Path:
 
 
 def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
-    """The text side of the artifact, and what its engine is told. LlmcError E1xx, E64x from compiling."""
+    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E64x."""
     path = _artifact(args, say)
     folder = Folder(path)
     manifest = folder.manifest()
     for error in folder.check_small(manifest.files):
         raise error
-    has_text = f"tokenizer/{TOKENIZER_FILE}" in manifest.tokenizer
-    tokenizer = Tokenizer.open(path / "tokenizer") if has_text else None
-    end = None if tokenizer is None else tokenizer.eos_token_id
-    opening = Open(quoted(path), args.message(), [] if end is None else [end], manifest.digest)
+    tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)
+    opening = Open(quoted(path), args.message(), eos, manifest.digest)
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     return Front(default_command(), opening, tokenizer, manifest.generation, step)
 
 
-def _check(kind: object, priority: object, salt: object, tenant: object, timeout: object) -> None:
-    """What a request brings beside prompt and parameters. LlmcError E601: a message of other types is no request."""
-    if kind not in KINDS:
-        raise refused("output_kind", kind, f"one of {', '.join(KINDS)}")
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise refused("priority", priority, "an integer; smaller runs first")
-    for name, value in (("cache_salt", salt), ("tenant", tenant)):
-        if not isinstance(value, str):
-            raise refused(name, value, "a string; an empty one is none")
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _LONGEST_TIMEOUT):
-        raise refused("timeout", timeout, f"none, or seconds, 0 to {_LONGEST_TIMEOUT}")
-
-
-def _tell(say: Callable[[str], None], line: str) -> None:
-    """Nobody who cannot hear it keeps an engine from being looked after."""
+def _say_safely(say: Callable[[str], None], line: str) -> None:
+    """Call `say`. Its exceptions are ignored, since they must not stop the supervision of the engine."""
     with contextlib.suppress(Exception):
         say(line)

@@ -1,23 +1,29 @@
-"""A request in progress as an iterator over the pieces of its outputs; it schedules and detokenizes nothing."""
+"""Stream: the outputs of a request in progress, as an iterator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 
-from llmc_runtime.engine.request_table import Live
-from llmc_runtime.fair_lock import Turns
-from llmc_runtime.outputs import Answer, Piece, RequestOutput
+from llmc_runtime.engine.core import EngineCore
+from llmc_runtime.engine.output_processor import OutputProcessor
+from llmc_runtime.fair_lock import FairLock
+from llmc_runtime.outputs import Piece, RequestOutput, RequestState
 
 
 class Stream:
-    """One request in progress: iterate for its pieces, of several outputs as they come. Closing it (or losing it) ends
-    the request. The `owner` of the engine lives as long as the stream."""
+    """A request in progress: an iterator over the pieces of its outputs, in the order in which they are generated.
 
-    def __init__(self, answer: Answer, turns: Turns, live: Live, owner: object) -> None:
-        self._answer, self._turns, self._step = answer, turns, live.step
-        self._drop, self._owner = partial(live.drop, answer), owner
-        self._open = list(answer.parts)  # whose last piece was not given yet
+    Closing or deleting the stream aborts the request. `owner` is kept alive as long as the stream. The iterator raises
+    LlmcError if the request fails.
+    """
+
+    def __init__(
+        self, state: RequestState, lock: FairLock, core: EngineCore, outputs: OutputProcessor, owner: object
+    ) -> None:
+        self._state, self._lock, self._core, self._outputs = state, lock, core, outputs
+        self._drop, self._owner = partial(outputs.drop, state), owner
+        self._open = list(state.parts)  # whose last piece has not been returned yet
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -25,11 +31,11 @@ class Stream:
     def __next__(self) -> Piece:
         try:
             while self._open:
-                with self._turns:
+                with self._lock:
                     if not any(part.finished or part.fresh for part in self._open):
-                        self._step()
-                    if self._answer.error is not None:
-                        raise self._answer.error
+                        self._outputs.take(self._core.step())
+                    if self._state.error is not None:
+                        raise self._state.error
                     part = next((part for part in self._open if part.finished or part.fresh), None)
                     if part is not None:
                         if part.finished:
@@ -42,14 +48,14 @@ class Stream:
 
     @property
     def output(self) -> RequestOutput:
-        """Everything so far, the prompt included."""
-        with self._turns:
-            return self._answer.output()
+        """Everything so far, including the prompt."""
+        with self._lock:
+            return self._state.output()
 
     def close(self) -> None:
-        """End the request now."""
-        if not self._turns.elsewhere:
-            with self._turns:
+        """Abort the request if it has not finished."""
+        if not self._lock.forked:
+            with self._lock:
                 self._drop()
         self._open.clear()
 
@@ -60,4 +66,4 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self._turns.soon(self._drop)
+        self._lock.run_soon(self._drop)

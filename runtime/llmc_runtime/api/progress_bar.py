@@ -1,4 +1,4 @@
-"""The progress bar of `LLM.generate` on stderr: prompts done, and tokens per second in and out; it runs nothing."""
+"""The progress bar of `LLM.generate` on stderr: finished prompts, prompt and output tokens per second."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from llmc_runtime.outputs import Answer
+from llmc_runtime.outputs import RequestState
 
 
 class Bar:
-    """A context manager; without `shown`, or without prompts, it does nothing."""
+    """A context manager for `total` prompts. It does nothing unless `shown`, or if there are no prompts."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._done = 0
@@ -23,19 +23,19 @@ class Bar:
 
             self._bar = tqdm(total=total, desc="prompts", dynamic_ncols=True, file=sys.stderr)
 
-    def show(self, answers: Sequence[Answer], *, last: bool = False) -> None:
-        """Bring the bar up to date, ten times a second at most."""
+    def show(self, states: Sequence[RequestState], *, last: bool = False) -> None:
+        """Update the bar, at most ten times a second unless it is the `last` time."""
         now = time.perf_counter()
         if self._bar is None or (now - self._shown < 0.1 and not last):
             return
         self._shown = now
-        done = sum(a.finished for a in answers)
+        done = sum(a.finished for a in states)
         seconds = max(now - self._began, 1e-9)
-        read = sum(len(a.prompt_ids) for a in answers if a.num_tokens)
-        written = sum(a.num_tokens for a in answers)
+        read = sum(len(a.prompt_ids) for a in states if a.num_tokens)
+        written = sum(a.num_tokens for a in states)
         speeds = f"in {read / seconds:.1f} tok/s, out {written / seconds:.1f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)
-        with contextlib.suppress(OSError):  # nobody reads it (any more)
+        with contextlib.suppress(OSError):  # stderr is closed
             self._bar.update(done - self._done)
         self._done = done
 

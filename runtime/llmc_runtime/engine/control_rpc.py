@@ -1,4 +1,4 @@
-"""Questions to a running engine beside its requests: who waits for an answer, how the engine finds it. No sockets."""
+"""Control RPCs of the engine process: record its loop, reset its prefix cache."""
 
 from __future__ import annotations
 
@@ -7,73 +7,80 @@ import time
 from collections.abc import Callable
 
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.messages import Ask, Reply
+from llmc_runtime.engine.messages import ControlReply, ControlRequest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.trace import Recorder, overhear
+from llmc_runtime.trace import Recorder, attach_recorder
 
 RECORD, RESET = "record", "reset_prefix_cache"
-MOST_ROWS = 1 << 16  # of a recording: about 13,000 steps, 5 MB
-LONGEST = 60.0  # seconds of a recording
+MAX_ROWS = 1 << 16  # of a recording: about 13,000 steps, 5 MB
+MAX_SECONDS = 60.0  # of a recording
 
 
-class Asks:
-    """The front's side: questions that wait for their answers."""
+class ControlClient:
+    """The front's side: sends requests and awaits their replies."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._pending: dict[int, asyncio.Future[ControlReply]] = {}
         self._next = 0
 
-    async def ask(self, send: Callable[[Ask], None], what: str, seconds: float, patience: float) -> Reply:
-        """The answer, which takes `seconds` and at most `patience` more. LlmcError E662, or why the engine ended."""
+    async def call(
+        self, send: Callable[[ControlRequest], None], method: str, seconds: float, timeout: float
+    ) -> ControlReply:
+        """Call a method that takes `seconds`, and return the reply.
+
+        Raises LlmcError E662 if none comes within `timeout` more seconds, and the engine's error if it ends.
+        """
         number, self._next = self._next, self._next + 1
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            send(Ask(number, what, seconds))
-            async with asyncio.timeout(seconds + patience):
+            send(ControlRequest(number, method, seconds))
+            async with asyncio.timeout(seconds + timeout):
                 return await future
         except TimeoutError:
-            cause = f"the engine did not answer within {seconds + patience:g} s"
-            raise LlmcError("E662", cause, "ask again when its step has ended") from None
+            cause = f"the engine did not answer within {seconds + timeout:g} s"
+            raise LlmcError("E662", cause, "try again when its step has ended") from None
         finally:
-            del self._waiting[number]
+            del self._pending[number]
 
-    def take(self, reply: Reply) -> None:
-        """An answer has come."""
-        future = self._waiting.get(reply.number)
+    def take(self, reply: ControlReply) -> None:
+        """Deliver a reply."""
+        future = self._pending.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def fail_all(self, error: LlmcError) -> None:
-        """There will be no answers."""
-        for future in self._waiting.values():
+        """Fail all pending calls."""
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
 
 
-class Answers:
-    """The engine's side, called between two steps."""
+class ControlServer:
+    """The engine's side. Called between two steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recording: tuple[Ask, float, Recorder, Callable[[], None]] | None = None
+        self._recording: tuple[ControlRequest, float, Recorder, Callable[[], None]] | None = None
 
-    def take(self, ask: Ask) -> Reply | None:
-        """The answer, or None where it is found later. One recording at a time."""
-        if ask.what == RECORD and self._recording is None:
-            seconds = min(max(ask.seconds, 0.0), LONGEST)
-            self._recording = (ask, time.monotonic() + seconds, *overhear(self._engine, MOST_ROWS))
+    def take(self, request: ControlRequest) -> ControlReply | None:
+        """Return the reply, or None for a recording that starts, whose reply `due` returns. There is one recording at a
+        time."""
+        if request.method == RECORD and self._recording is None:
+            seconds = min(max(request.seconds, 0.0), MAX_SECONDS)
+            self._recording = (request, time.monotonic() + seconds, *attach_recorder(self._engine, MAX_ROWS))
             return None
-        return Reply(ask.number, ask.what == RESET and self._engine.scheduler.reset_prefix_cache(), [])
+        done = request.method == RESET and self._engine.scheduler.reset_prefix_cache()
+        return ControlReply(request.number, done, [])
 
-    def due(self) -> Reply | None:
-        """An answer whose time has come."""
+    def due(self) -> ControlReply | None:
+        """Return the reply of a recording whose time is over, else None."""
         if self._recording is None or time.monotonic() < self._recording[1]:
             return None
-        (ask, _, recorder, stop), self._recording = self._recording, None
+        (request, _, recorder, stop), self._recording = self._recording, None
         stop()
-        return Reply(ask.number, True, recorder.rows())
+        return ControlReply(request.number, True, recorder.rows())
 
     @property
-    def patience(self) -> int | None:
-        """Milliseconds until something is due; None: nothing is."""
+    def wait_ms(self) -> int | None:
+        """Milliseconds until `due` returns a reply; None if nothing is being recorded."""
         return None if self._recording is None else max(1, int((self._recording[1] - time.monotonic()) * 1000) + 1)

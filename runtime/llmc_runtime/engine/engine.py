@@ -1,8 +1,8 @@
-"""The engine: plan, launch, wait, commit. It owns the failure of a whole step; no scheduling, no device, no text.
+"""The engine: plans a step, launches it, waits for the oldest step in flight, commits its output.
 
-It keeps as many steps under way as the executor is deep: at depth 2 step N + 1 is planned and launched while step N
-runs, at depth 1 nothing runs between two calls. A request that cannot run is refused by `add` and touches nobody. An
-executor that fails ends the engine: every live request is told once, and nothing is accepted any more.
+It keeps up to `executor.depth` steps in flight: at depth 2, step N + 1 is planned and launched while step N runs; at
+depth 1 nothing runs between two calls. `add` refuses a request that can never run, without effect on others. A failure
+of the executor ends the engine: every live request gets one error, and new requests are refused.
 """
 
 from __future__ import annotations
@@ -18,77 +18,80 @@ from llmc_runtime.sched.request import Request, RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, StepOutput
 
-_GRACE = 0.001  # seconds
-_PATIENCE = 0.02  # seconds that a step waits for a mask where nothing else can run
+_GRACE = 0.001  # seconds that a step waits for the masks of guided requests
+_IDLE_WAIT = 0.02  # seconds that `step` waits for a mask if nothing else can run
 
 
 class Executor(Protocol):
-    """Whatever runs steps: exec.executor on a real device, device.fake in tests.
+    """Runs steps: exec.executor on a device, device.fake in tests.
 
-    Steps take effect in launch order, and a row's next step finds on the device what the one before sampled.
+    Steps take effect in launch order: a row's next step reads from the device what the step before it sampled.
     """
 
-    depth: int  # most steps that are launched and not waited for; 1: what is launched may run as late as in `wait`
+    depth: int  # maximum number of launched steps that are not waited for; at 1 a step may run as late as in `wait`
 
     def launch(self, step: Step) -> Any:
-        """Have the step's diffs applied, its rows computed, and tokens sampled where asked; a ticket for the output."""
+        """Start a step: apply its changes, compute its rows, sample tokens. Return a ticket for the output."""
 
     def guide(self, ticket: Any, masks: Sequence[RowMask]) -> None:
-        """Let an open step, the only one under way, sample under these masks too."""
+        """Let an open step, the only one in flight, sample with these additional masks."""
 
     def wait(self, ticket: Any) -> StepOutput:
-        """The output of a launched step. Tickets are waited for in launch order, each once."""
+        """Return the output of a launched step. Called once for each ticket, in launch order."""
 
     def settle(self) -> None:
-        """Wait for every step under way and forget what it gave, also of one whose launch or wait was interrupted."""
+        """Wait for every step in flight and drop its output, also if its launch or wait was interrupted."""
 
 
 class Engine:
-    """One scheduler over one executor, for one thread. `note` is told when a part of a step has ended (see trace).
+    """A scheduler and an executor. Not thread-safe.
 
-    A step waits for masks of guided requests that are expected at once: `grace` seconds or a quarter of the last step,
-    at most four times `grace`, and at most five times where nobody else runs.
+    note:   called at the end of each part of a step (see trace.Recorder.note)
+    pump:   processes answers of the guides' processes, waiting up to the given seconds for the first one
+    error:  why the engine has ended; None while it runs
+    grace:  a step waits this many seconds for masks that are expected soon, or a quarter of the last step, up to four
+            times `grace`; five times `grace` if all running requests are guided
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, grace: float = _GRACE) -> None:
         self.scheduler, self.executor, self._grace = scheduler, executor, grace
-        self.pump: Callable[[float], None] = _no_guides  # takes what guides answer, waiting so many seconds at most
-        self._last = 0.0  # seconds of the last step
-        self.error: LlmcError | None = None  # why the engine ended; None while it lives
-        self.note: Callable[[str, Any], None] = _nobody
-        self._tickets: deque[Any] = deque()  # of the steps under way, oldest first
-        self._unsettled = False  # an interrupt left steps under way that nobody waits for
+        self.pump: Callable[[float], None] = _no_guides
+        self._last = 0.0  # duration of the last step in seconds
+        self.error: LlmcError | None = None
+        self.note: Callable[[str, Any], None] = _no_recorder
+        self._tickets: deque[Any] = deque()  # of the steps in flight, oldest first
+        self._unsettled = False  # an interrupt left steps in flight that are not waited for
         scheduler.depth = executor.depth
 
     @property
     def counters(self) -> Counters:
-        """What has happened so far."""
+        """The counters since the engine was made."""
         return self.scheduler.counters
 
     def add(self, request: Request) -> None:
-        """Queue a request. LlmcError E601 to E607 where it can never run, E608 where the engine has ended."""
+        """Queue a request. Raises LlmcError E601 to E607 if it can never run, E608 if the engine has ended."""
         if self.error is not None:
             raise self.error
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; no delta follows. False where it does not live (any more)."""
+        """End a request now; no delta follows. Return False if it is not live."""
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        """Some request has not ended: step() is worth calling."""
+        """Whether some request has not ended."""
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestDelta]:
-        """Let the open step under way sample and launch what can be launched, then take the oldest step under way: what
-        it did for each request that got tokens or ended.
+        """Let an open step sample, launch the steps that can be launched, wait for the oldest step in flight. Return a
+        delta for each request that got tokens or ended.
 
-        An Exception of the executor becomes one "error" delta per live request, and ends the engine. An interrupt (a
-        BaseException, such as Ctrl-C) while the executor launches or waits passes through and costs only recomputation
-        of the steps under way: the engine may be used on. At any other moment of a step it ends the engine.
+        An Exception of the executor ends the engine: each live request gets a delta with the finish reason "error". An
+        interrupt (another BaseException, such as Ctrl-C) is raised. If it comes while the executor launches or waits,
+        the engine remains usable and recomputes the steps in flight; otherwise it ends the engine.
         """
         scheduler, executor, tickets, note = self.scheduler, self.executor, self._tickets, self.note
-        outside = False  # the executor has control
+        outside = False  # whether the executor has control
         try:
             note("begin", tickets)
             began = time.monotonic()
@@ -113,7 +116,7 @@ class Engine:
                 note("launch", tickets)
             if not tickets:
                 if scheduler.guided.left_out:
-                    self.pump(_PATIENCE)
+                    self.pump(_IDLE_WAIT)
                 elif scheduler.has_work():
                     raise RuntimeError("requests are alive and none can run")
                 return scheduler.take_notices()
@@ -138,7 +141,7 @@ class Engine:
             raise
 
     def _await_masks(self) -> None:
-        """Wait a little for the masks that are expected at once."""
+        """Wait a short time for the masks that are expected soon."""
         scheduler, guided = self.scheduler, self.scheduler.guided
         self.pump(0.0)
         if not guided.awaited():
@@ -152,14 +155,16 @@ class Engine:
             guided.stop_waiting()
 
     def end(self, error: LlmcError) -> list[RequestDelta]:
-        """End the engine and every live request with `error`: each is told once. The first reason stays. Steps under
-        way are not waited for: whoever closes the device does that."""
+        """End the engine and every live request with `error`, or the error of an earlier call. Return their deltas.
+
+        Steps in flight are not waited for: closing the device does that.
+        """
         self.error = self.error or error
         self._tickets.clear()
         return self.scheduler.end_all(self.error)
 
     def stats(self) -> dict[str, float]:
-        """Gauges: live requests by state, share of the KV pool in use."""
+        """Return gauges: running and waiting requests, the share of the KV cache in use (0 to 1)."""
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
@@ -170,8 +175,8 @@ class Engine:
     def _end(self, cause: BaseException) -> list[RequestDelta]:
         if isinstance(cause, LlmcError):
             return self.end(cause)
-        words = f"the engine ended: {type(cause).__name__}: {str(cause)[:200]}"
-        error = LlmcError("E608", words, "start a new one; if it happens again, report it with the step's log")
+        text = f"the engine ended: {type(cause).__name__}: {str(cause)[:200]}"
+        error = LlmcError("E608", text, "start a new one; if it happens again, report it with the step's log")
         error.__cause__ = cause
         return self.end(error)
 
@@ -180,5 +185,5 @@ def _no_guides(seconds: float) -> None:
     return
 
 
-def _nobody(part: str, what: Any) -> None:
+def _no_recorder(part: str, what: Any) -> None:
     return

@@ -1,7 +1,7 @@
-"""The engine process's loop without its sockets: messages become requests of the engine, steps become deltas to send.
+"""The engine process's loop without its sockets: Add messages become engine requests, steps become deltas to send.
 
-A request that fails here fails alone: its parameters are checked, its grammar is compiled in another process, and
-errors are sent to its client only.
+A request that fails here fails alone: its parameters are checked, its grammar is compiled in another process, and the
+error is sent to its client only.
 """
 
 from __future__ import annotations
@@ -11,168 +11,122 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.messages import Add, Delta, fault_of, sampling_of, sent
-from llmc_runtime.engine.request_table import one_of
+from llmc_runtime.engine.input_processor import EngineRequest
+from llmc_runtime.engine.messages import Add, Delta, delta_message, error_message, request_of
 from llmc_runtime.format.errors import LlmcError, as_told
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
-from llmc_runtime.metrics import COMPILE_SECONDS, Sketch, Stat
-from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.sampling_params import MAX_N, SamplingParams
+from llmc_runtime.metrics import COMPILE_SECONDS, Histogram, Stat
+from llmc_runtime.sched.sampling_params import MAX_N
 
-_MOST_GONE = 1 << 16  # aborts that came before their request
+_MAX_EARLY_ABORTS = 1 << 16
 
 
 class _Compiling(NamedTuple):
-    add: Add
-    params: SamplingParams
+    request: EngineRequest
     opening: Opening
 
 
-class Loop:
-    """Requests of one engine by number. `grammars` gives the grammars of its vocabulary, None where there are none; it
-    is called when they are first needed."""
+class EngineLoop:
+    """The requests of one engine, by number. For `grammars` see EngineCore."""
 
     def __init__(self, engine: Engine, grammars: Callable[[], Grammars | None]) -> None:
-        self._engine, self._open_grammars = engine, grammars
-        self._grammars: Grammars | None = None
+        self._engine, self._core = engine, EngineCore(engine, grammars)
         self._compiling: deque[_Compiling] = deque()
-        self._told: list[Delta] = []  # refusals that were not sent yet
-        self._gone: set[int] = set()  # aborted, not arrived
+        self._refusals: list[Delta] = []  # not sent yet
+        self._aborted: set[int] = set()  # outputs that were aborted before they arrived or while their grammar compiles
         self._last = -1  # the highest number that arrived
-        self._compiled = Sketch(COMPILE_SECONDS)  # seconds that requests waited for their grammars
-        self.nonsense = 0  # messages that cannot be meant
+        self._compile_seconds = Histogram(COMPILE_SECONDS)
+        self.invalid_messages = 0
 
     @property
     def busy(self) -> bool:
-        """step() is worth calling."""
-        return bool(self._told) or self._engine.has_work()
+        """Whether step() has something to do."""
+        return bool(self._refusals) or self._engine.has_work()
 
     @property
-    def waiting(self) -> bool:
-        """Some grammar is being compiled: step() is worth calling now and then."""
+    def compiling(self) -> bool:
+        """Whether grammars are being compiled, so that step() must be called from time to time."""
         return bool(self._compiling)
 
     def prepare(self) -> str:
-        """Build the vocabulary of grammars now; why that cannot be, else an empty text."""
+        """Build the vocabulary of the grammars now. Return "" or the reason why that failed."""
         try:
-            return self._need_grammars().prepare()
+            return self._core.grammars().prepare()
         except LlmcError as e:
             return e.cause
 
     def add(self, add: Add) -> None:
-        """Queue a request; where it cannot run, the next step says why."""
+        """Queue a request. If it cannot run, the next step returns its error."""
         if not self._last < add.first < 1 << 62:
-            self.nonsense += 1
+            self.invalid_messages += 1
             return
         n = add.params.get("n", 1)
         self._last = add.first + (n if type(n) is int and 1 <= n <= MAX_N else 1) - 1
         try:
-            params = sampling_of(add.params)
-            wanted = params.structured_outputs
-            if wanted is None:
-                self._start(add, params, ())
-                return
-            opening = self._need_grammars().open(wanted, add.tenant, params.n)
-            self._compiling.append(_Compiling(add, params, opening))
+            request = request_of(add)
+            opening = self._core.open_grammar(request.params, request.tenant)
+            if opening is None:
+                self._submit(request, ())
+            else:
+                self._compiling.append(_Compiling(request, opening))
         except Exception as e:
-            self._refuse(add, e)
+            self._refuse(range(add.first, self._last + 1), e)
 
     def abort(self, ids: list[int]) -> None:
-        """End these outputs; those that have not arrived will not start."""
-        for number in ids:
-            arrived = number <= self._last
-            if arrived and self._engine.abort(str(number)):
-                continue
-            unborn = not arrived or any(0 <= number - one.add.first < one.params.n for one in self._compiling)
-            if unborn and number >= 0 and len(self._gone) < _MOST_GONE:
-                self._gone.add(number)
+        """End these outputs. Those that have not arrived, or whose grammar is being compiled, will not start."""
+        for number in map(int, self._core.abort(map(str, ids))):
+            early = number > self._last or any(number in one.request.numbers for one in self._compiling)
+            if early and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
+                self._aborted.add(number)
 
     def step(self) -> list[Delta]:
-        """One step of the engine where it has work, and what has to be said."""
+        """Run a step of the engine if it has work. Return its deltas and the errors of refused requests."""
         if self._compiling:
             self._take_compiled()
-        deltas, self._told = self._told, []
+        deltas, self._refusals = self._refusals, []
         if self._engine.has_work():
-            deltas += [sent(delta) for delta in self._engine.step()]
+            deltas += [delta_message(delta) for delta in self._core.step()]
         return deltas
 
     def stats(self) -> dict[str, Stat]:
-        """Those of the engine, and of what waits here; asked from any thread."""
+        """Return counters and gauges of the engine and of the requests that wait here. Thread-safe."""
         stats: dict[str, Stat] = {**self._engine.counters.as_dict(), **self._engine.stats()}
         capacity, deferred = len(self._engine.scheduler.waiting), len(self._compiling)
         stats["num_requests_waiting"] = capacity + deferred
         stats["num_requests_waiting_by_reason"] = {"capacity": capacity, "deferred": deferred}
-        stats["grammar_compilation_time_seconds"] = self._compiled.told()
+        stats["grammar_compilation_time_seconds"] = self._compile_seconds.as_list()
         return stats
 
     @property
     def grammars_fd(self) -> int | None:
-        """A descriptor that can be read when a grammar process has answered; None: there are none."""
-        return None if self._grammars is None else self._grammars.fileno()
+        """See EngineCore.grammars_fd."""
+        return self._core.grammars_fd
 
     def close(self) -> None:
         """End the grammar processes."""
-        if self._grammars is not None:
-            self._grammars.close()
+        self._core.close()
 
     def _take_compiled(self) -> None:
-        self._need_grammars().pump()
+        self._core.grammars().pump()
         now, later = time.monotonic(), deque[_Compiling]()
         for one in self._compiling:
             if not one.opening.done:
                 later.append(one)
                 continue
-            self._compiled.add(now - one.opening.began)
+            self._compile_seconds.add(now - one.opening.began)
             try:
-                self._start(one.add, one.params, one.opening.guides())
+                self._submit(one.request, one.opening.guides())
             except Exception as e:
-                self._refuse(one.add, e)
+                self._refuse(one.request.numbers, e)
         self._compiling = later
 
-    def _start(self, add: Add, params: SamplingParams, guides: Sequence[GrammarGuide]) -> None:
-        """All outputs of a request, or none: LlmcError. Aborted ones are left out."""
-        numbers = range(add.first, add.first + params.n)
-        leader = None
-        try:
-            for i, number in enumerate(numbers):
-                guide = guides[i] if guides else None
-                if number in self._gone:
-                    self._gone.discard(number)
-                    if guide is not None:
-                        guide.close()
-                    continue
-                request = Request(
-                    str(number),
-                    add.prompt,
-                    one_of(params, i),
-                    add.priority,
-                    add.cache_salt,
-                    add.bad_words,
-                    guide,
-                    leader,
-                    add.tenant,
-                )
-                self._engine.add(request)
-                leader = leader or request
-        except BaseException:
-            for number in numbers:
-                self._engine.abort(str(number))
-            for guide in guides:
-                guide.close()
-            raise
+    def _submit(self, request: EngineRequest, guides: Sequence[GrammarGuide]) -> None:
+        self._core.submit(request, guides, self._aborted)
+        self._aborted.difference_update(request.numbers)
 
-    def _need_grammars(self) -> Grammars:
-        if self._grammars is None:
-            self._grammars = self._open_grammars()
-            if self._grammars is not None:
-                self._engine.pump = self._grammars.pump
-        if self._grammars is None:
-            cause = "structured outputs need the tokenizer, which the artifact lacks"
-            raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
-        return self._grammars
-
-    def _refuse(self, add: Add, error: Exception) -> None:
-        self._gone.difference_update(range(add.first, self._last + 1))
-        fault = fault_of(as_told(error))
-        self._told.append(Delta(add.first, [], "error", None, None, 0, fault, None, False))
+    def _refuse(self, numbers: range, error: Exception) -> None:
+        self._aborted.difference_update(numbers)
+        fault = error_message(as_told(error))
+        self._refusals.append(Delta(numbers[0], [], "error", None, None, 0, fault, None, False))

@@ -1,4 +1,4 @@
-"""From an open artifact to a running engine: device, executor, scheduler, one caller's limits; it knows no text."""
+"""Makes an engine from an artifact: opens the device, loads the weights, sets up executor and scheduler."""
 
 from __future__ import annotations
 
@@ -20,35 +20,41 @@ from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.trace import Trace, follow
+from llmc_runtime.trace import Trace, attach_trace
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that can run, one line about it, and how to give everything back."""
+    """An open engine.
+
+    summary:  one log line about it
+    close:    frees the device
+    stages:   duration in seconds of "device", "weights" and, if requested, "canary" and "graphs"
+    trace:    records the engine's steps, if requested. Call `finish` after `close`
+    """
 
     engine: Engine
     summary: str
     close: Callable[[], None]
-    stages: Mapping[str, float]  # seconds that each part took: device, weights, and where wanted canary, graphs
-    trace: Trace | None = None  # records the engine's loop; to be finished after `close`
+    stages: Mapping[str, float]
+    trace: Trace | None = None
 
 
 def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
-    """The artifact at `path`. LlmcError E1xx; E118 where it has another digest than `digest`, if that is given."""
+    """Open the artifact at `path`. Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any)."""
     artifact = open_artifact(path, verify=options.verify, threads=options.threads)
     if digest not in ("", artifact.digest):
-        cause = f"{path} is another artifact than the one that was opened first"
-        raise LlmcError("E118", cause, "start again, or put the first one back")
+        cause = f"{path} is not the artifact that was opened before"
+        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
     return artifact
 
 
 def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = ()) -> Opened:
-    """Load the artifact onto its device.
+    """Load the artifact onto its device. `eos` are end-of-sequence tokens besides the manifest's.
 
-    `eos` ids end a text beside the manifest's; `options.prepare` builds all device graphs now, not each when it is
-    first needed. LlmcError E107, E112 to E117 (device), E2xx (memory), E125 and E126 (`options.canary`: the recorded
-    tokens differ here, or none were recorded).
+    `options.prepare` builds all device graphs now instead of each on first use. Raises LlmcError E107, E112 to E117
+    (device), E2xx (memory and limits), E125 and E126 (`options.canary`: tokens differ from the recorded ones, or none
+    are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     device = open_device(artifact, options.threads)
@@ -79,7 +85,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         )
         draw = random.Random(options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
-        trace = None if options.trace is None else follow(engine, options.trace)
+        trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:
         device.close()
         raise
@@ -90,15 +96,15 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     return Opened(engine, summary, executor.close, stages, trace)
 
 
-def limit_of(name: str, wanted: Any, compiled: int) -> int:
-    """The limit in force: what is wanted, at most what the artifact was compiled for. LlmcError E204."""
-    if wanted is None:
+def limit_of(name: str, value: Any, compiled: int) -> int:
+    """Return `value`, or `compiled` if it is None. Raises LlmcError E204 unless it is from 1 to `compiled`."""
+    if value is None:
         return compiled
-    if not isinstance(wanted, Integral) or isinstance(wanted, bool) or not 1 <= int(wanted) <= compiled:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= compiled:
         flag = "--" + name.replace("_", "-")
         raise LlmcError(
             "E204",
-            f"{name} = {wanted!r}; the artifact was compiled for 1 to {compiled}",
-            f"a value up to {compiled}, or compile again with a larger {flag}",
+            f"{name} = {value!r}; the artifact was compiled for 1 to {compiled}",
+            f"use a value up to {compiled}, or compile again with a larger {flag}",
         )
-    return int(wanted)
+    return int(value)

@@ -1,7 +1,7 @@
-"""What the front and the engine process say to each other: msgspec structs in msgpack, as arrays. It sends nothing.
+"""The messages between the front and the engine process: msgspec structs, encoded as arrays in msgpack.
 
-The front sends `Add` on one socket and `Control` on another, so that an abort overtakes a queue of requests; the engine
-process answers with `Report`. Request ids are numbers that the front gives, rising, each to one output of a request.
+The front sends `Add` on one socket and `Control` on another, so that an abort overtakes a queue of requests. The engine
+process answers with `Report`. Each output of a request has a number, assigned by the front in ascending order.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from typing import Any
 
 import msgspec
 
+from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
+from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.step import TokenLogprobs
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
 _ENGINE = tuple((one.name, one.default) for one in PARAMETERS.values() if one.engine)
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """Arrays whose first element names the kind."""
+    """A message whose first element is the name of its class."""
 
 
-class Fault(msgspec.Struct, array_like=True, gc=False):
-    """An LlmcError on its way."""
+class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
+    """An LlmcError."""
 
     code: str
     cause: str
@@ -37,8 +39,7 @@ class Fault(msgspec.Struct, array_like=True, gc=False):
 
 
 class Add(_Message):
-    """A request for outputs with the numbers first, first + 1, ...; `params` as `params_of` has them, `bad_words` as
-    token ids."""
+    """An EngineRequest; `params` as by `params_message`."""
 
     first: int
     prompt: list[int]
@@ -50,10 +51,12 @@ class Add(_Message):
 
 
 class Open(_Message):
-    """The artifact and how to open it; sent once, first.
+    """Open an artifact. Sent once, as the first message.
 
-    `path` is percent-encoded, since file names are bytes; `options` as EngineOptions.message has them; `eos`: token ids
-    that end a text beside the artifact's; `digest`: the artifact's as the front has read it, empty if it has not.
+    path:     percent-encoded, since file names are bytes
+    options:  as by EngineOptions.message
+    eos:      token ids that end a text, besides those of the artifact
+    digest:   the digest of the artifact that the front has read; empty if it has read none
     """
 
     path: str
@@ -63,32 +66,32 @@ class Open(_Message):
 
 
 class Abort(_Message):
-    """These outputs end now; nothing more is said of them."""
+    """End these outputs. No deltas of them follow."""
 
     ids: list[int]
 
 
-class Ask(_Message):
-    """A question beside all requests, answered by a Reply of the same number: "record" the loop for so many seconds,
-    or "reset_prefix_cache"."""
+class ControlRequest(_Message):
+    """A control RPC, answered by the ControlReply with the same number. `method` is "record" (record the loop for
+    `seconds`) or "reset_prefix_cache"."""
 
     number: int
-    what: str
+    method: str
     seconds: float
 
 
 class Stop(_Message):
-    """Give everything back and end."""
+    """Close everything and exit."""
 
 
 class Progress(_Message):
-    """A line about opening."""
+    """A log line about opening."""
 
     line: str
 
 
 class Ready(_Message):
-    """The engine is open, within these limits."""
+    """The engine is open, with these limits (see SchedulerConfig)."""
 
     max_model_len: int
     max_num_seqs: int
@@ -102,28 +105,28 @@ class Ready(_Message):
 
 
 class Failed(_Message):
-    """The engine did not open, or ended; the process ends with it."""
+    """The engine did not open, or ended. The process exits."""
 
-    fault: Fault
+    error: ErrorMessage
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):
-    """PackedLogprobs on their way: encoding and decoding them copies bytes and makes no objects."""
+    """PackedLogprobs. Encoding and decoding them copies bytes and creates no objects."""
 
     width: int
     data: bytes
 
     def packed(self) -> PackedLogprobs:
-        """The rows."""
+        """Return the rows."""
         return PackedLogprobs(self.width, self.data)
 
     def __post_init__(self) -> None:
         if not 0 <= self.width <= TOP_LOGPROBS or len(self.data) % (12 + 12 * self.width):
-            raise ValueError("no rows of log-probabilities")
+            raise ValueError(f"{len(self.data)} bytes are not rows of log-probabilities of width {self.width}")
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """A RequestDelta on its way."""
+    """A RequestDelta."""
 
     id: int
     new_token_ids: list[int]
@@ -131,51 +134,66 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | None
     logprobs: Rows | None
     num_cached: int
-    fault: Fault | None
+    error: ErrorMessage | None
     prompt_logprobs: Rows | None
     stopped: bool
     times: tuple[float, float] | None = None
 
 
 class Outputs(_Message):
-    """What a step did."""
+    """The deltas of a step."""
 
     deltas: list[Delta]
 
 
-class Pulse(_Message):
-    """A sign of life: seconds that the step under way has taken so far (0: none is), messages that made no sense, and
-    the engine's counters and gauges."""
+class Heartbeat(_Message):
+    """Sent at regular intervals: seconds that the current step has taken so far (0: none runs), the number of invalid
+    messages received, and the engine's counters and gauges."""
 
     age: float
-    nonsense: int
+    invalid_messages: int
     stats: dict[str, float | dict[str, int] | list[float]]
 
 
-class Reply(_Message):
-    """The answer to an Ask: whether it was done, and of a recording its rows."""
+class ControlReply(_Message):
+    """The answer to a ControlRequest: whether it was done, and the rows of a recording."""
 
     number: int
     done: bool
     rows: list[Row]
 
 
-Control = Open | Abort | Ask | Stop
-Report = Progress | Ready | Failed | Outputs | Pulse | Reply
+Control = Open | Abort | ControlRequest | Stop
+Report = Progress | Ready | Failed | Outputs | Heartbeat | ControlReply
 
 
-def fault_of(error: LlmcError) -> Fault:
-    """The error as it is sent."""
-    return Fault(error.code, error.cause, error.remedy)
+def error_message(error: LlmcError) -> ErrorMessage:
+    """Return the error as it is sent."""
+    return ErrorMessage(error.code, error.cause, error.remedy)
 
 
-def error_of(fault: Fault) -> LlmcError:
-    """The error that was sent."""
-    return LlmcError(fault.code, fault.cause, fault.remedy)
+def error_of(message: ErrorMessage) -> LlmcError:
+    """Return the error that was sent."""
+    return LlmcError(message.code, message.cause, message.remedy)
 
 
-def params_of(params: SamplingParams) -> dict[str, Any]:
-    """The parameters as they are sent: by name, those that the engine needs and that differ from their defaults."""
+def add_message(request: EngineRequest) -> Add:
+    """Return the request as it is sent."""
+    return Add(
+        request.first, request.prompt.ids, params_message(request.params), request.priority, request.cache_salt,
+        request.bad_words, request.tenant,
+    )  # fmt: skip
+
+
+def request_of(add: Add) -> EngineRequest:
+    """Return the request that was sent. Raises LlmcError E601 for parameters that are not allowed."""
+    return EngineRequest(
+        add.first, Prompt(add.prompt), params_of(add.params), add.priority, add.cache_salt, add.bad_words, add.tenant
+    )
+
+
+def params_message(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters as they are sent: by name, those that the engine needs and that are not the default."""
     values = {name: value for name, default in _ENGINE if (value := getattr(params, name)) != default}
     if isinstance(mask := values.get("allowed_token_ids"), TokenMask):
         values["allowed_token_ids"] = mask.mask
@@ -187,8 +205,8 @@ def params_of(params: SamplingParams) -> dict[str, Any]:
     return values
 
 
-def sampling_of(values: dict[str, Any]) -> SamplingParams:
-    """The parameters that were sent, checked like any others. LlmcError E601."""
+def params_of(values: dict[str, Any]) -> SamplingParams:
+    """Return the parameters that were sent, checked like any others. Raises LlmcError E601."""
     values = dict(values)
     if isinstance(mask := values.get("allowed_token_ids"), bytes):
         values["allowed_token_ids"] = TokenMask(mask)
@@ -201,23 +219,24 @@ def _packed(rows: Sequence[TokenLogprobs] | None) -> Rows | None:
     if rows is None:
         return None
     if not isinstance(rows, PackedLogprobs):
-        given, rows = rows, PackedLogprobs(max((len(row.top_ids) for row in rows), default=0))
-        rows.extend(given)
+        packed = PackedLogprobs(max((len(row.top_ids) for row in rows), default=0))
+        packed.extend(rows)
+        rows = packed
     return Rows(rows.width, bytes(rows.data))
 
 
-def sent(delta: RequestDelta) -> Delta:
-    """The delta of an engine whose ids are numbers in letters."""
-    fault = None if delta.error is None else fault_of(delta.error)
+def delta_message(delta: RequestDelta) -> Delta:
+    """Return the delta as it is sent. Its id is a decimal number."""
+    error = None if delta.error is None else error_message(delta.error)
     return Delta(
         int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, _packed(delta.logprobs),
-        delta.num_cached, fault, _packed(delta.prompt_logprobs), delta.stopped, delta.times,
+        delta.num_cached, error, _packed(delta.prompt_logprobs), delta.stopped, delta.times,
     )  # fmt: skip
 
 
-def received(delta: Delta) -> RequestDelta:
-    """The delta as the collectors take it."""
-    error = None if delta.fault is None else error_of(delta.fault)
+def delta_of(delta: Delta) -> RequestDelta:
+    """Return the delta that was sent."""
+    error = None if delta.error is None else error_of(delta.error)
     rows = None if delta.logprobs is None else delta.logprobs.packed()
     scores = None if delta.prompt_logprobs is None else delta.prompt_logprobs.packed()
     return RequestDelta(

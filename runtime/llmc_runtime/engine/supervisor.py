@@ -1,4 +1,4 @@
-"""Keeps one engine process running: opens it, looks after it, replaces it when it ends or hangs, up to a limit."""
+"""Supervisor: keeps one engine process running, and replaces it when it ends or hangs, up to a limit."""
 
 from __future__ import annotations
 
@@ -6,186 +6,195 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from llmc_runtime.engine.client import TICK, Channel
-from llmc_runtime.engine.client_requests import Requests
-from llmc_runtime.engine.control_rpc import Asks
-from llmc_runtime.engine.messages import Add, Open, Pulse, Ready, Reply
+from llmc_runtime.engine.client import TICK, EngineClient
+from llmc_runtime.engine.control_rpc import ControlClient
+from llmc_runtime.engine.input_processor import EngineRequest
+from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
+from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.metrics import Stat, added, nothing
+from llmc_runtime.metrics import Stat, add_stats, initial_stats
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
-_FORGIVEN = 3600.0  # seconds after which a failure no longer counts
-_STOP = 3.0  # seconds that an engine process has for its end
-_MOST_DOUBLINGS = 20  # of the interval between two tries
-_PATIENCE = 30.0  # seconds that an answer may take, steps in front of it included
+_FAILURE_WINDOW = 3600.0  # seconds after which a failure no longer counts
+_STOP_TIMEOUT = 3.0  # seconds for an engine process to exit
+_MAX_DOUBLINGS = 20  # of the interval between two attempts
+_CALL_TIMEOUT = 30.0  # seconds for a control RPC, including the steps before it
 
 
 class Supervisor:
-    """One engine process at a time, of one event loop. Whatever it loses, every open request is told.
+    """Runs one engine process at a time, in one event loop. If it ends, every open request fails with the error.
 
-    `state`: "starting" (also between two processes), "ready", "draining" (nothing new is taken), "dead"; `error`: the
-    last failure; `restarts`: processes that were replaced; `gave_up` is set after the last of them has failed.
+    outputs:       the open requests
+    error:         the last failure
+    ready:         the limits in force
+    restarts:      number of processes that were replaced
+    startup:       durations of the last start, in seconds
+    gave_up:       set when the engine has failed too often
+    `opening` is the first message to each process; `step_timeout` is in seconds; `say` is called with log lines.
     """
 
     def __init__(
-        self, command: Sequence[str], wanted: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
+        self, command: Sequence[str], opening: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
     ) -> None:
-        self._command, self._wanted, self._args = command, wanted, args
+        self._command, self._opening, self._args = command, opening, args
         self._step_timeout, self._say = step_timeout, say
-        self.requests = Requests(self._abort)
-        self._asks = Asks()
+        self.outputs = OutputProcessor(self._abort)
+        self._control = ControlClient()
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
-        self.startup: dict[str, float] = {}  # seconds of each part of the last start
-        self._past = nothing()  # what the engines before this one counted
+        self.startup: dict[str, float] = {}
+        self._past = initial_stats()  # counters of the previous processes
         self.gave_up = asyncio.Event()
-        self._failures: list[float] = []
+        self._failures: list[float] = []  # times of the failures within the window
         self._beyond = 0  # failures in a row beyond `max_restarts`
-        self._next_try: float | None = None  # when, while the supervisor waits beyond `max_restarts`
-        self._channel: Channel | None = None
-        self._opening: asyncio.Task[Ready] | None = None  # the first
+        self._next_attempt: float | None = None  # time of the next attempt beyond `max_restarts`
+        self._client: EngineClient | None = None
+        self._first_start: asyncio.Task[Ready] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> str:
-        """How it is now."""
-        lost = self._state == READY and (self._channel is None or not self._channel.alive)
+        """STARTING (also between two processes), READY, DRAINING (new requests are refused) or DEAD."""
+        lost = self._state == READY and (self._client is None or not self._client.alive)
         return STARTING if lost else self._state
 
     @property
     def failures(self) -> int:
-        """Times that the engine has ended, or not opened, within the hour before the last of them."""
+        """How often the engine ended or failed to open in the hour before the last failure."""
         return len(self._failures)
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until the next process is started, once more than `max_restarts` have failed; else None."""
-        return None if self._next_try is None else max(0.0, self._next_try - time.monotonic())
+        """Seconds until the next process is started, after more than `max_restarts` failures; else None."""
+        return None if self._next_attempt is None else max(0.0, self._next_attempt - time.monotonic())
 
     @property
-    def pulse(self) -> Pulse | None:
-        """The engine's last sign of life."""
-        return None if self._channel is None else self._channel.pulse
+    def heartbeat(self) -> Heartbeat | None:
+        """The engine's last heartbeat."""
+        return None if self._client is None else self._client.heartbeat
 
     def stats(self) -> dict[str, Stat]:
-        """The figures of this engine, a heartbeat old at most, its counters with those of the engines before it."""
-        return added(self._past, {} if self.pulse is None else self.pulse.stats)
+        """Return the gauges of this process, at most a heartbeat old, and the counters of all processes."""
+        return add_stats(self._past, {} if self.heartbeat is None else self.heartbeat.stats)
 
     @property
     def pid(self) -> int | None:
-        """The engine process."""
-        return None if self._channel is None else self._channel.process.pid
+        """The id of the engine process."""
+        return None if self._client is None else self._client.process.pid
 
     async def start(self) -> Ready:
-        """Open the engine and look after it from now on. LlmcError where it does not open, E663 once it was stopped."""
+        """Open the engine and supervise it. Raises LlmcError if it does not open, E663 after `stop`."""
         if self._state != STARTING:
             raise _closing()
-        opening = self._opening = asyncio.create_task(self._open())
+        opening = self._first_start = asyncio.create_task(self._open())
         try:
             ready = await opening
         except BaseException as e:
             stopped, self._state = self._state != STARTING, DEAD
             self.error = e if isinstance(e, LlmcError) else None
-            if stopped and isinstance(e, asyncio.CancelledError) and opening.cancelled() and not _cancelled():
+            if stopped and isinstance(e, asyncio.CancelledError) and opening.cancelled() and not _task_cancelled():
                 raise _closing() from None
             raise
-        self._watch = asyncio.create_task(self._look_after())
+        self._watch = asyncio.create_task(self._supervise())
         return ready
 
     def require(self) -> None:
-        """LlmcError where nothing new is taken: E660 for now, E663 and E664 for good."""
+        """Raise LlmcError if new requests are refused: E660 for now, E663 and E664 for good."""
         if self.state == STARTING:
-            why = "is starting" if self.error is None else f"is starting again: {self.error.cause}"
+            why = "is starting" if self.error is None else f"is being restarted: {self.error.cause}"
             raise LlmcError("E660", f"the engine {why}", "send the request again in a moment")
         if self.state == DRAINING:
             raise _closing()
         if self.state == DEAD:
             raise self.error or _closing()
 
-    def add(self, add: Add) -> None:
-        """Send a request. LlmcError as `require`, and E601 where it cannot be sent."""
+    def add(self, request: EngineRequest) -> None:
+        """Submit a request. Raises LlmcError as `require` does, and E601 if it cannot be sent."""
         self.require()
-        if self._channel is not None:
-            self._channel.add(add)
+        if self._client is not None:
+            self._client.add(add_message(request))
 
-    async def ask(self, what: str, seconds: float = 0.0) -> Reply:
-        """Ask the engine something beside all requests (see `Ask`). LlmcError as `require`, E661, E662."""
+    async def call(self, method: str, seconds: float = 0.0) -> ControlReply:
+        """Call a control RPC (see ControlRequest). Raises LlmcError as `require` does, E661, E662."""
         self.require()
-        assert self._channel is not None  # of an engine that is ready
-        return await self._asks.ask(self._channel.ask, what, seconds, _PATIENCE)
+        assert self._client is not None  # since the engine is ready
+        return await self._control.call(self._client.call, method, seconds, _CALL_TIMEOUT)
 
     async def stop(self, drain: float) -> None:
-        """Take nothing new, let open requests go on for `drain` seconds, tell the others, end the process."""
+        """Refuse new requests, wait up to `drain` seconds for open ones, fail the rest, end the process."""
         if self._state == DEAD and self._watch is None:
             return
         was_ready = self._state == READY
         self._state = DRAINING
         deadline = time.monotonic() + drain
-        while was_ready and len(self.requests) and self.error is None and time.monotonic() < deadline:
+        while was_ready and len(self.outputs) and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for task in (self._opening, self._watch):
+        for task in (self._first_start, self._watch):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self._watch = None
-        self.requests.fail_all(_closing())
-        self._asks.fail_all(_closing())
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.stop(_STOP)
+        self.outputs.fail_all(_closing())
+        self._control.fail_all(_closing())
+        client, self._client = self._client, None
+        if client is not None:
+            await client.stop(_STOP_TIMEOUT)
         self._state = DEAD
         self.error = self.error or _closing()
 
-    def _abort(self, ids: list[int]) -> None:
-        if self._channel is not None:
-            self._channel.abort(ids)
+    def _abort(self, ids: list[str]) -> None:
+        if self._client is not None:
+            self._client.abort([*map(int, ids)])
+
+    def _take(self, deltas: list[Delta]) -> None:
+        self.outputs.take(map(delta_of, deltas))
 
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
         began = time.monotonic()
-        channel = Channel(self._command, heartbeat, self.requests.take, self._asks.take, self._say)
+        client = EngineClient(self._command, heartbeat, self._take, self._control.take, self._say)
         try:
-            self.ready = await channel.open(self._wanted, self._args.start_timeout)
+            self.ready = await client.open(self._opening, self._args.start_timeout)
         except BaseException:
-            await asyncio.shield(channel.kill())
+            await asyncio.shield(client.kill())
             raise
-        self._channel, self._state, self.error, self._next_try = channel, READY, None, None
+        self._client, self._state, self.error, self._next_attempt = client, READY, None, None
         total, stages = time.monotonic() - began, self.ready.stages
         self.startup = {"total": total, "process": max(0.0, total - sum(stages.values())), **stages}
         return self.ready
 
-    async def _look_after(self) -> None:
+    async def _supervise(self) -> None:
         last = time.monotonic()
-        while self._channel is not None:
+        while self._client is not None:
             await asyncio.sleep(TICK)
             now = time.monotonic()
-            error = self._channel.check(now - last, self._args.heartbeat_timeout, self._step_timeout)
+            error = self._client.check(now - last, self._args.heartbeat_timeout, self._step_timeout)
             last = now
             if error is not None:
                 await self._replace(error)
                 last = time.monotonic()
 
     async def _replace(self, error: LlmcError) -> None:
-        """Tell everybody, end what is left of the process, and start another one unless that was too often."""
+        """Fail all requests, kill the process, and start another one unless it has failed too often."""
         closing = self._state == DRAINING
         before, self._past = self._past, self.stats()
-        channel, self._channel = self._channel, None
+        client, self._client = self._client, None
         self._state, self.error = (DRAINING if closing else STARTING), error
-        if channel is not None:
-            await asyncio.shield(channel.kill())
-            if channel.pulse is not None:
-                self._past = added(before, channel.pulse.stats)  # its last words may have been newer
-        told = self.requests.fail_all(error)
-        self._asks.fail_all(error)
-        self._say(f"{error.cause}; requests that were told: {told}")
+        if client is not None:
+            await asyncio.shield(client.kill())
+            if client.heartbeat is not None:
+                self._past = add_stats(before, client.heartbeat.stats)  # a newer one may have arrived meanwhile
+        failed = self.outputs.fail_all(error)
+        self._control.fail_all(error)
+        self._say(f"{error.cause}; failed requests: {failed}")
         while not closing:
             delay = self._delay()
             if delay is None:
                 self._give_up()
                 return
-            if self._next_try is not None:
+            if self._next_attempt is not None:
                 self._say(f"the engine ended {self.failures} times within an hour; the next try is in {delay:g} s")
             await asyncio.sleep(delay)
             self.restarts += 1
@@ -198,29 +207,29 @@ class Supervisor:
                 self._say(f"the engine did not open again: {self.error.cause}")
 
     def _delay(self) -> float | None:
-        """Seconds until the next try; None: there is none."""
+        """Seconds until the next attempt; None if there is none."""
         now, args = time.monotonic(), self._args
-        self._failures = [*(t for t in self._failures if now - t < _FORGIVEN), now]
+        self._failures = [*(t for t in self._failures if now - t < _FAILURE_WINDOW), now]
         self._beyond = self._beyond + 1 if len(self._failures) > args.max_restarts else 0
         if not self._beyond:
             return args.restart_delay * 2.0 ** (len(self._failures) - 1)
         if args.max_restart_delay is None:
             return None
-        delay = min(2.0 ** min(self._beyond - 1, _MOST_DOUBLINGS), args.max_restart_delay)
-        self._next_try = now + delay
+        delay = min(2.0 ** min(self._beyond - 1, _MAX_DOUBLINGS), args.max_restart_delay)
+        self._next_attempt = now + delay
         return delay
 
     def _give_up(self) -> None:
         cause = "" if self.error is None else self.error.cause
-        words = f"the engine ended {self.failures} times within an hour, the last time so: {cause}"
-        self.error = LlmcError("E664", words, "start again when the cause is found; its messages are on stderr")
+        text = f"the engine ended {self.failures} times within an hour; the last error: {cause}"
+        self.error = LlmcError("E664", text, "find the cause in the engine's messages on stderr, then start again")
         self._state = DEAD
-        self._say(words)
+        self._say(text)
         self.gave_up.set()
 
 
-def _cancelled() -> bool:
-    """Whether who waits here was told to stop waiting."""
+def _task_cancelled() -> bool:
+    """Whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

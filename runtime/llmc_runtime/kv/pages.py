@@ -42,7 +42,7 @@ class PagePool:
         fewer.
         """
         if count > self.num_free:
-            raise PageError(f"{count} pages asked for, {self.num_free} free")
+            raise PageError(f"{count} pages requested, {self.num_free} are free")
         following, refs, kept, end = self._next, self.refs, self.kept, self.num_pages
         taken = []
         page = following[end]

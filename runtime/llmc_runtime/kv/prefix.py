@@ -85,6 +85,6 @@ class PrefixCache:
         if self._page.pop(digest) != page:
             raise PageError(f"page {page} held a prefix that was published elsewhere")
 
-    def held(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
+    def content(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
         """Return a copy of the cache's content, page -> (digest, tokens); for audits."""
         return dict(self._content)

@@ -1,8 +1,8 @@
-"""The requests whose next token depends on a guide: which of them may sample now, and which have ended by it.
+"""GuidedRequests: the requests whose next token depends on a guide, such as a grammar.
 
-A guide may take its time (see sched.guide). Its request then misses steps, and nobody else does: it is left out of a
-step whose mask would not be there. For a short while a step does wait, since most masks come at once; a request whose
-mask came late is not waited for again for a number of tokens that doubles each time.
+Guides compute masks asynchronously (see token_guide). A request whose mask is late is left out of steps, without effect
+on others. A step waits a short time for masks, since most of them come soon. After a late mask, steps do not wait for
+that request for a number of tokens that doubles each time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.step import RowMask, Step
 from llmc_runtime.sched.token_guide import Guide
-from llmc_runtime.sched.waiting_queue import Waiting
+from llmc_runtime.sched.waiting_queue import WaitingQueue
 
-_IDLE = 8  # plans that leave out a request before its row may go to another tenant's
-_FIRST = 8  # tokens for which a request whose mask was late is not waited for
+_MAX_IDLE_PLANS = 8  # plans that leave out a request before its row may go to another tenant
+_NO_WAIT_TOKENS = 8  # tokens for which steps do not wait after the first late mask
 
 
-class Guided:
-    """The live requests that have a guide."""
+class GuidedRequests:
+    """The live requests that have a guide, in order of arrival."""
 
     def __init__(self) -> None:
-        self._live: dict[Request, None] = {}  # in order of arrival
-        self.left_out = False  # whether the last plan left out a request whose mask is not known
+        self._live: dict[Request, None] = {}
+        self.left_out = False  # whether the last plan left out a request because its mask is not known
 
     def __bool__(self) -> bool:
         return bool(self._live)
@@ -33,51 +33,55 @@ class Guided:
         return iter(self._live)
 
     def add(self, request: Request) -> None:
-        """It has been added; one without a guide is passed over."""
+        """Add a new request if it has a guide."""
         if request.guide is not None:
             self._live[request] = None
 
     def remove(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended, and close its guide."""
         if request.guide is not None:
             self._live.pop(request, None)
             request.guide.close()
 
     def clear(self) -> None:
-        """All have ended."""
+        """Remove all requests, and close their guides."""
         for request in self._live:
             assert request.guide is not None
             request.guide.close()
         self._live.clear()
 
     def ended(self) -> list[tuple[Request, LlmcError | None]]:
-        """Those that their guides have ended or failed, in order of arrival."""
-        found: list[tuple[Request, LlmcError | None]] = []
+        """Return the requests whose guides have ended or failed, with the error."""
+        ended: list[tuple[Request, LlmcError | None]] = []
         for request in self._live:
             if request.status is Status.WAITING:
-                continue  # its guide may not have begun
+                continue  # its guide may not have started
             assert request.guide is not None
             try:
                 if request.guide.mask() == b"":
-                    found.append((request, None))
+                    ended.append((request, None))
             except LlmcError as error:
-                found.append((request, error))
-        return found
+                ended.append((request, error))
+        return ended
 
     def leave_out(self, request: Request) -> None:
-        """The plan that is being made leaves this one out: its mask is not known."""
+        """Note that the current plan leaves out this request because its mask is not known."""
         self.left_out = True
         request.idle_plans += 1
 
-    def park(self, running: list[Request], waiting: Waiting, free: Callable[[Request], None]) -> None:
-        """Rows of requests whose masks are late go to other tenants' requests that wait; `free` gives a row back. A
-        request waits again, before those that never ran, when its mask is there."""
+    def park(self, running: list[Request], waiting: WaitingQueue, free: Callable[[Request], None]) -> None:
+        """Free the rows of requests with late masks if requests of other tenants wait. A parked request returns to the
+        waiting queue as a preempted one when its mask is known."""
         self.left_out = False
         for request in self._live:
             if request.status is Status.PARKED and known_mask(request) is not None:
                 request.status = Status.PREEMPTED
                 waiting.add(request)
-            elif request.idle_plans >= _IDLE and request.status is Status.RUNNING and waiting.has_other(request.tenant):
+            elif (
+                request.idle_plans >= _MAX_IDLE_PLANS
+                and request.status is Status.RUNNING
+                and waiting.has_other(request.tenant)
+            ):
                 if request.num_total == len(request.tokens) and known_mask(request) is None:
                     running.remove(request)
                     free(request)
@@ -85,7 +89,7 @@ class Guided:
             self.left_out |= request.status is Status.PARKED
 
     def fill(self, step: Step, planned: Sequence[Request]) -> None:
-        """Add the masks that are known to a plan; it stays open where one is not."""
+        """Add the known masks to a plan. It is open if one is not known yet."""
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit:
                 continue
@@ -97,8 +101,8 @@ class Guided:
                 step.open = True
 
     def complete(self, step: Step, planned: Sequence[Request], anything: bytes) -> list[RowMask]:
-        """The masks that an open step lacks; it is open no more. A row whose mask is late, or whose request has ended,
-        gets `anything`, and its token is dropped."""
+        """Close an open step: return the masks that it lacks. A row whose mask is late, or whose request has ended,
+        gets the mask `anything`, and its token is dropped."""
         sent, masks = {mask.row for mask in step.masks}, []
         step.open = False
         for request, work in zip(planned, step.work):
@@ -110,37 +114,36 @@ class Guided:
         return masks
 
     def awaited(self) -> bool:
-        """Whether a step that is planned now should wait for a mask."""
+        """Whether planning should wait for a mask that is expected soon."""
         return any(pending(r) and r.status is Status.RUNNING and not is_slow(r) for r in self._live)
 
     def stop_waiting(self) -> None:
-        """The masks that are awaited are late."""
+        """Note that the awaited masks are late."""
         for request in self._live:
             if pending(request) and request.status is Status.RUNNING and not is_slow(request):
                 request.late_masks += 1
-                request.slow_until = len(request.tokens) + (_FIRST << min(request.late_masks, 16))
+                request.slow_until = len(request.tokens) + (_NO_WAIT_TOKENS << min(request.late_masks, 16))
 
 
 def known_mask(request: Request) -> bytes | None:
-    """The mask of the next token of a guided request; None where it is not known, or nothing may follow."""
+    """Return the mask of a guided request's next token; None if it is not known or no token may follow."""
     assert request.guide is not None
     try:
         return request.guide.mask() or None
-    except LlmcError:  # it has failed, which `ended` tells
+    except LlmcError:  # `ended` returns the error
         return None
 
 
 def pending(request: Request) -> bool:
-    """Whether its next mask is not known yet."""
+    """Whether the request's next mask is not known yet."""
     try:
         return request.guide is not None and request.guide.mask() is None
-    except LlmcError:  # it has failed, which `ended` tells
+    except LlmcError:  # `ended` returns the error
         return False
 
 
 def follow(guide: Guide, token: int) -> tuple[tuple[str, None] | None, LlmcError | None]:
-    """Have the guide follow a token: how the request ends by that, as far as it is known at once, and why if it
-    fails."""
+    """Pass a token to the guide. Return how the request ends by it, as far as that is known at once, and the error."""
     guide.accept(token)
     try:
         return (("stop", None) if guide.mask() == b"" else None), None
@@ -149,13 +152,13 @@ def follow(guide: Guide, token: int) -> tuple[tuple[str, None] | None, LlmcError
 
 
 def is_slow(request: Request) -> bool:
-    """Whether no step waits for its mask."""
+    """Whether steps do not wait for the request's mask."""
     return len(request.tokens) < request.slow_until
 
 
 def may_sample(request: Request) -> bool:
-    """Whether a step may sample its next token: its mask is there, or a token is under way and the mask that follows it
-    is expected in time."""
+    """Whether a step may sample the request's next token: its mask is known, or a token is in flight and the mask after
+    it is expected in time."""
     if request.dropped:
         return False
     if request.num_total > len(request.tokens):

@@ -22,7 +22,7 @@ MAX_INT = 2**31 - 1
 class Values:
     """The values that a parameter may have.
 
-    allowed:  what is allowed, in words
+    allowed:  description of the allowed values
     check:    returns a value in its normal form; ValueError if it is not allowed
     wire:     makes the type of a request's field, for msgspec. Its JSON schema has the range, which `check` enforces,
               and the largest length, which the server checks before it reads the contents
@@ -63,9 +63,8 @@ def integers(low: int, high: int = MAX_INT, *, optional: bool = False, unit: str
             raise ValueError
         return value if type(value) is int else int(value)
 
-    words = allowed or f"{'none, or ' if optional else ''}{low} to {high}"
     return Values(
-        words,
+        allowed or f"{'none, or ' if optional else ''}{low} to {high}",
         check,
         lambda: Annotated[int, _schema(minimum=low, maximum=high)],
         {"type": int, "metavar": "N"},
@@ -84,8 +83,8 @@ def flag() -> Values:
     return Values("true or false", check, lambda: bool, {"action": "store_true"})
 
 
-def strings(most: int, size: int, *, total: int = 0, single: bool = False, visible: bool = False) -> Values:
-    """Up to `most` strings of 1 to `size` bytes, as a tuple.
+def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, visible: bool = False) -> Values:
+    """Up to `max_count` strings of 1 to `size` bytes, as a tuple.
 
     `total`: the bytes of all together, 0: no limit; `single`: a string alone is a list of one; `visible`: a string of
     white space alone is not allowed.
@@ -99,55 +98,55 @@ def strings(most: int, size: int, *, total: int = 0, single: bool = False, visib
     def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str) and not single:
             raise ValueError
-        found = (value,) if isinstance(value, str) else _tuple(value)
-        if len(found) > most or not all(map(good, found)):
+        texts = (value,) if isinstance(value, str) else _tuple(value)
+        if len(texts) > max_count or not all(map(good, texts)):
             raise ValueError
-        if total and sum(len(text.encode(errors="replace")) for text in found) > total:
+        if total and sum(len(text.encode(errors="replace")) for text in texts) > total:
             raise ValueError
-        return found
+        return texts
 
     def wire() -> Any:
         text = Annotated[str, _schema(minLength=1, maxLength=size)]
-        many = Annotated[list[text], _schema(maxItems=most)]
+        many = Annotated[list[text], _schema(maxItems=max_count)]
         return text | many if single else many
 
     together = f", {total} together" if total else ""
-    allowed = f"{'a string or ' if single else ''}up to {most} strings of 1 to {size} bytes{together}"
+    allowed = f"{'a string or ' if single else ''}up to {max_count} strings of 1 to {size} bytes{together}"
     argument = {"action": "append", "metavar": "TEXT"}
     return Values(allowed, check, wire, argument)
 
 
-def token_ids(most: int) -> Values:
-    """Up to `most` token ids, as a tuple."""
+def token_ids(max_count: int) -> Values:
+    """Up to `max_count` token ids, as a tuple."""
 
     def check(value: Any) -> tuple[int, ...]:
         ids = _tuple(value)
-        if len(ids) > most or not _are_ids(ids):
+        if len(ids) > max_count or not _are_ids(ids):
             raise ValueError
         return tuple(map(int, ids)) if ids else ()
 
-    return Values(f"up to {most} token ids, each 0 or more", check, lambda: _ids(maxItems=most))
+    return Values(f"up to {max_count} token ids, each 0 or more", check, lambda: _ids(maxItems=max_count))
 
 
-def token_set(most: int, mask: type) -> Values:
-    """1 to `most` token ids, as an ascending tuple without repeats; a `mask` as it is; or None."""
+def token_set(max_count: int, mask: type) -> Values:
+    """1 to `max_count` token ids, as an ascending tuple without repeats; a `mask` as it is; or None."""
 
     def check(value: Any) -> Any:
         if value is None or isinstance(value, mask):
             return value
         ids = _tuple(value)
-        if not 0 < len(ids) <= most or not _are_ids(ids):
+        if not 0 < len(ids) <= max_count or not _are_ids(ids):
             raise ValueError
         return tuple(sorted(set(map(int, ids))))
 
     def wire() -> Any:
-        return _ids(minItems=1, maxItems=most)
+        return _ids(minItems=1, maxItems=max_count)
 
-    return Values(f"1 to {most} token ids, each 0 or more", check, wire)
+    return Values(f"1 to {max_count} token ids, each 0 or more", check, wire)
 
 
-def biases(most: int, limit: float) -> Values:
-    """A number for each of up to `most` token ids, cut to -`limit` to `limit`, as a dict; None if empty.
+def biases(max_count: int, limit: float) -> Values:
+    """A number for each of up to `max_count` token ids, cut to -`limit` to `limit`, as a dict; None if empty.
 
     Ids may be strings, as in JSON.
     """
@@ -155,7 +154,7 @@ def biases(most: int, limit: float) -> Values:
     def check(value: Any) -> dict[int, float] | None:
         if value is None:
             return None
-        if not isinstance(value, Mapping) or len(value) > most:
+        if not isinstance(value, Mapping) or len(value) > max_count:
             raise ValueError
         out = {}
         for key, bias in value.items():
@@ -170,9 +169,9 @@ def biases(most: int, limit: float) -> Values:
         return out or None
 
     def wire() -> Any:
-        return Annotated[dict[str, float], _schema(maxProperties=most, propertyNames={"pattern": "^[0-9]+$"})]
+        return Annotated[dict[str, float], _schema(maxProperties=max_count, propertyNames={"pattern": "^[0-9]+$"})]
 
-    return Values(f"up to {most} token ids, each 0 or more, and a number for each", check, wire)
+    return Values(f"up to {max_count} token ids, each 0 or more, and a number for each", check, wire)
 
 
 def instance(kind: type) -> Values:
@@ -214,7 +213,7 @@ class Parameter:
         return tuple(filter(None, (self.short, long))) if self.flag else ()
 
     def check(self, value: Any) -> Any:
-        """A value in its normal form. LlmcError E601 if it is not allowed."""
+        """Return a value in its normal form. Raises LlmcError E601 if it is not allowed."""
         try:
             return self.values.check(value)
         except ValueError:
@@ -222,21 +221,21 @@ class Parameter:
 
 
 def parameter(default: Any, values: Values, text: str, **more: Any) -> Any:
-    """A dataclass field that declares a parameter; `more` are fields of Parameter."""
+    """Return a dataclass field that declares a parameter; `more` are fields of Parameter."""
     return field(default=default, metadata={"declared": (values, text, more)})
 
 
 def parameters_of(owner: type) -> Mapping[str, Parameter]:
-    """The parameters that a dataclass declares, by name."""
-    found = {}
+    """Return the parameters that a dataclass declares, by name."""
+    declared = {}
     for one in fields(owner):
         values, text, more = one.metadata["declared"]
-        found[one.name] = Parameter(one.name, one.default, values, text, **more)
-    return MappingProxyType(found)
+        declared[one.name] = Parameter(one.name, one.default, values, text, **more)
+    return MappingProxyType(declared)
 
 
 def refused(name: str, value: object, allowed: str) -> LlmcError:
-    """E601: parameter `name` may not be `value`; `allowed` says in words what it may be."""
+    """Return LlmcError E601: parameter `name` may not be `value`; `allowed` describes what it may be."""
     try:
         shown = repr(value[:80] if isinstance(value, str | list | tuple) else value)
     except Exception as error:  # an integer of thousands of digits, a hostile __repr__

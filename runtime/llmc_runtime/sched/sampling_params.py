@@ -1,7 +1,7 @@
-"""SamplingParams: how one request is sampled and when it ends. Fields have vLLM's names.
+"""SamplingParams: how a request is sampled and when it ends. Fields have vLLM's names.
 
 Each parameter is declared here once (see `parameter`). Checks that need the model (ids against the vocabulary, lengths
-against the context and the pool) happen when a request is added.
+against the context and the KV cache) happen when a request is submitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmc_runtime.sched.parameter_type import (
     token_set,
 )
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import TokenMask
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # of one stop string
@@ -44,7 +44,7 @@ _SEED = integers(-(2**63), 2**64 - 1, optional=True, allowed="none, or an intege
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. LlmcError E601 names the field, its value and what is allowed.
+    """How a request is sampled. Raises LlmcError E601, which names the field, its value and what is allowed.
 
     Values are normalised: a temperature below 1e-5 is 0 (greedy: top_p, top_k and min_p are then off), any other is at
     least 0.01; a top_k of -1 is 0; a seed of -1 is None; a string in `stop` and other iterables become tuples.
@@ -127,7 +127,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refused("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise refused("detokenize", False, "true where stop strings are given: they are looked for in the text")
+            raise refused("detokenize", False, "true with stop strings, which are searched for in the text")
         if self.structured_outputs is not None and self.min_tokens:
             raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.top_k < 0:
@@ -143,11 +143,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     def changed(self, **values: Any) -> SamplingParams:
-        """A copy with other values for some fields, without checks; ten times as fast as dataclasses.replace."""
+        """Return a copy with other values for some fields, without checks: ten times as fast as dataclasses.replace."""
         out = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
             object.__setattr__(out, name, values[name] if name in values else getattr(self, name))

@@ -1,30 +1,29 @@
-"""The scheduler: which requests compute how many tokens in the next step, and on which pages. It runs no model.
+"""The scheduler: chooses which requests compute how many tokens in the next step, and on which pages.
 
-One token budget a step, no prefill or decode phase: every request lets its computed tokens catch up with its known
-tokens, the running ones first, then the waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
-Invariants: `running` is sorted by key, so its first request runs in every step and is the last to be preempted;
-`waiting` says who goes next; the pages of a running request cover its planned tokens and, from admission, all tokens
-then known.
+There is one token budget per step and no prefill or decode phase: every request's computed tokens catch up with its
+known tokens, running requests first, then waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
+Invariants: `running` is sorted by key, so its first request runs in every step and is preempted last. The pages of a
+running request cover its planned tokens and, from admission, all tokens known then.
 
-Steps under way. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
-request counts them in `num_total`, and the device itself feeds them to the next step. One fact makes this right: *the
-device applies the diffs and the work of all steps in the order in which they were planned*. From it follows:
-- A row or page given back at any moment may be given out by the very next plan: what a step under way still does with
-  it comes before anything its new owner does. A row is rebuilt by its RowInit; of a page, its owner reads no position
-  that he has not written since he got it, published pages apart.
+Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
+request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
+applies the changes and the work of all steps in the order in which they were planned*. It follows:
+- A row or page that is freed may be reused by the next plan: whatever a step in flight still does with it happens
+  before its new owner uses it. A row is rebuilt by its RowInit. Of a page, the owner reads only positions that it has
+  written since it got the page, except for published pages.
 - A page is published at commit: all its tokens are known, and the step that completed it has run. Its owner writes only
-  behind it, so no step under way writes a published page, not even for a request that has ended meanwhile.
-- A request whose last token is under way by length gets no further work. One that ends otherwise (stop id, stop string,
-  abort) leaves steps under way whose output is dropped; all that they write is its row and its private pages.
-- A preempted request keeps what it knows; a token under way still reaches it at commit, and may end it. It is admitted
-  again only when none is under way: so its RowInit has all tokens, and no output is taken for that of a later step.
-- Every request in a step has a row of logits, of its last token. One whose prompt is scored takes one for each token of
-  its chunk: of those that the step's other requests leave, and one is left while another tenant waits; at least one.
-  Scores are taken at commit and survive a preemption; what is not scored yet is never taken from the prefix cache.
-- The mask of a guided request (see guided) depends on its tokens. A step planned before they are known is open: it
-  computes its logits meanwhile, and samples when guide() has given the masks, once all steps before it are committed.
-  Nothing is planned behind an open step. A row whose mask is late samples anything, and is rebuilt without that token.
-- rollback() sends every request of every step under way back to `waiting`: nobody builds on a diff that was forgotten.
+  after it, so no step in flight writes a published page, not even for a request that has ended meanwhile.
+- A request whose last token is in flight by length gets no further work. If it ends otherwise (stop id, stop string,
+  abort), the output of its steps in flight is dropped: they write only to its row and its private pages.
+- A preempted request keeps its tokens. A token in flight still reaches it at commit, and may end it. It is admitted
+  again only when none is in flight, so its RowInit has all tokens and no output is assigned to a later step.
+- Every request in a step has a row of logits, for its last token. A request whose prompt is scored takes one for each
+  token of its chunk, of those that the step's other requests leave free, less one while another tenant waits. Scores
+  are taken at commit and survive a preemption. Tokens not scored yet are never taken from the prefix cache.
+- The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
+  open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
+  Nothing is planned after an open step. A row whose mask is late samples anything, and is rebuilt without that token.
+- rollback() returns every request of every step in flight to `waiting`, so nothing relies on changes that were dropped.
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.guided_requests import Guided, follow, known_mask, may_sample
+from llmc_runtime.sched.guided_requests import GuidedRequests, follow, known_mask, may_sample
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, Waiting, prompt_service
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, WaitingQueue, prompt_service
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
 
 class Scheduler:
-    """next() plans a step; commit() takes the output of the oldest one under way, rollback() forgets them all.
+    """`next` plans a step, `commit` takes the output of the oldest step in flight, `rollback` drops them all.
 
-    At most `depth` steps are under way (1: each is committed before the next is planned). `seeds` draws 64 bits for a
-    request that brings no seed; by default from the system. `clock` tells seconds.
+    depth:  maximum number of steps in flight; at 1 each is committed before the next is planned
+    seeds:  returns 64 random bits for a request without a seed; by default from the system
+    clock:  returns seconds
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class Scheduler:
     ) -> None:
         self.config, self.depth, self.clock = config, 1, clock
         self.counters = Counters()
-        self.requests: dict[str, Request] = {}  # the live ones
-        self.waiting = Waiting()
+        self.requests: dict[str, Request] = {}  # live requests by id
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.guided = Guided()
-        self._notices: list[RequestDelta] = []  # of requests that ended between two steps
-        # The steps under way, oldest first, each with the requests of its work, in its order.
-        self._under_way: deque[tuple[Step, list[Request]]] = deque()
-        self._empty()
+        self.guided = GuidedRequests()
+        self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
+        # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
+        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self._reset()
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
-        self._arrivals = self._spare = 0  # spare: rows of logits that the step being planned has left
+        self._arrivals = self._spare = 0  # spare: free rows of logits of the step being planned
         self._anything = mask_of(None, config.vocab_size)
 
     def add(self, request: Request) -> None:
-        """Queue a new request. LlmcError E601 to E607 where it can never run; nothing else is touched then."""
+        """Queue a new request. Raises LlmcError E601 to E607 if it can never run; then nothing changes."""
         if request.id in self.requests or request.status is not Status.NEW:
-            raise LlmcError("E607", f"request {request.id!r} was added already", "give every request an id of its own")
+            raise LlmcError("E607", f"request {request.id!r} was added already", "use a unique id for each request")
         admit(request, self.config, self._seeds())
         self._arrivals += 1
         request.key = (self._rank(request), self._arrivals)
@@ -97,7 +97,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, whatever it is doing; late output of it is dropped. False where no such request lives."""
+        """End a request now; output of its steps in flight is dropped. Return False if no live request has this id."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -105,48 +105,50 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """Some request has not ended."""
+        """Whether some request has not ended."""
         return bool(self.requests)
 
     def next(self) -> Step:
-        """Plan one step behind those under way. It is empty, and then not under way, if no request can run now."""
-        if len(self._under_way) >= self.depth:
+        """Plan the next step. It is empty, and not in flight, if no request can run now."""
+        if len(self._in_flight) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
-        if self._under_way and self._under_way[-1][0].open:
+        if self._in_flight and self._in_flight[-1][0].open:
             return step
         self._end_guided()
         planned: list[Request] = []
-        budget, preempted = self._go_on(step, planned)
+        budget, preempted = self._plan_running(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
         if self.guided:
             self.guided.fill(step, planned)
         if planned:
-            self._under_way.append((step, planned))
+            self._in_flight.append((step, planned))
         return step
 
     def guide(self) -> list[RowMask] | None:
-        """The masks that the oldest step under way lacks; it is open no more. None if it is not open."""
-        if not self._under_way or not self._under_way[0][0].open:
+        """Close the oldest step in flight: return the masks that it lacks, None if it is not open."""
+        if not self._in_flight or not self._in_flight[0][0].open:
             return None
         self._end_guided()
-        return self.guided.complete(*self._under_way[0], self._anything)
+        return self.guided.complete(*self._in_flight[0], self._anything)
 
     def take_notices(self) -> list[RequestDelta]:
-        """The requests that ended between two steps."""
+        """Return the deltas of requests that ended between two steps."""
         notices, self._notices = self._notices, []
         return notices
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
-        """Take the tokens of the oldest step under way: what each request got, and which of them ended. RuntimeError on
-        malformed output."""
-        if not self._under_way:
+        """Take the output of the oldest step in flight, and return a delta for each request that got a token.
+
+        Raises RuntimeError for malformed output.
+        """
+        if not self._in_flight:
             raise RuntimeError("no step was planned")
-        step, planned = self._under_way.popleft()
+        step, planned = self._in_flight.popleft()
         work, tokens, logprobs = step.work, output.tokens, output.logprobs
         if not len(tokens) == len(logprobs) == len(work):
-            raise RuntimeError(f"{len(work)} rows ran, the executor answered for {len(tokens)}")
+            raise RuntimeError(f"{len(work)} rows ran, the executor returned tokens for {len(tokens)}")
         for index, scores in output.scores.items():
             self._score(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
@@ -168,17 +170,19 @@ class Scheduler:
         return deltas
 
     def rollback(self) -> None:
-        """Forget all steps under way: their requests wait again and recompute, whatever the device has done of them."""
-        while self._under_way:
-            for request in reversed(self._under_way.pop()[1]):
+        """Drop all steps in flight. Their requests wait again and recompute, whatever the device has done."""
+        while self._in_flight:
+            for request in reversed(self._in_flight.pop()[1]):
                 request.dropped = False
                 if request.status is _RUNNING:
                     self.running.remove(request)
                     self._preempt(request)
 
     def end_all(self, error: LlmcError) -> list[RequestDelta]:
-        """End every live request with `error`: each is told once, in order of arrival. It may follow a failure anywhere
-        in here, so it builds on nothing but `requests`; no cached prefix outlives it."""
+        """End every live request with `error`. Return their deltas in order of arrival.
+
+        A failure may have left the scheduler inconsistent, so this relies on `requests` only, and empties the cache.
+        """
         ended = sorted(self.requests.values(), key=lambda request: request.key[1])
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
@@ -186,29 +190,29 @@ class Scheduler:
         self.waiting.clear()
         for queue in (self.requests, self.running, self.guided, self._notices):
             queue.clear()
-        self._empty()
+        self._reset()
         return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while a page is in use."""
+        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
         if self.pool.num_used:
             return False
         self.prefix.reset()
         return True
 
-    def _empty(self) -> None:
-        """All pages and rows free, nothing cached, nothing under way."""
+    def _reset(self) -> None:
+        """Free all pages and rows, empty the cache, drop the steps in flight."""
         config = self.config
         self.pool = PagePool(config.num_pages)
         self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._under_way.clear()
+        self._in_flight.clear()
 
-    def _go_on(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
-        """Plan the running requests; the budget left, and whether any was preempted."""
+    def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
+        """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
         running, pool, config = self.running, self.pool, self.config
         budget = config.max_num_batched_tokens
-        most = config.long_prefill_threshold or budget
+        max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
         self._spare = config.max_num_seqs - len(running)
         while budget and index < len(running):
@@ -216,16 +220,16 @@ class Scheduler:
             index += 1
             total, start = request.num_total, request.num_planned
             if total == request.limit:
-                continue  # its last token is under way
+                continue  # its last token is in flight
             missing = total - start
-            item = request.decode if missing == 1 else self._chunk(request, missing, min(most, budget))
+            item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
             if need > 0:
-                # Victims come from the end of `running`: none of them is in the plan yet.
+                # Victims are taken from the end of `running`, so none of them is in the plan yet.
                 while need > pool.num_free:
                     victim = running.pop()
                     self._preempt(victim)
@@ -248,11 +252,11 @@ class Scheduler:
         return budget, preempted
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
-        """Give rows and pages to waiting requests, in order; the first that does not fit holds up the others."""
+        """Admit waiting requests in order, up to the first one that does not fit."""
         config, pool, waiting = self.config, self.pool, self.waiting
-        most = config.long_prefill_threshold or budget
+        max_chunk = config.long_prefill_threshold or budget
         while budget and self._spare > 0 and (request := waiting.first()) is not None:
-            if request.status is Status.PREEMPTED and any(request in late for _, late in self._under_way):
+            if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
                 break
             if request.leader is not None and self._computes(request.leader, request):
                 break
@@ -268,10 +272,10 @@ class Scheduler:
             waiting.remove(request)
             self._start(request, hits + pool.take(fresh), len(hits))
             self._spare -= 1
-            item = self._chunk(request, request.num_total - request.num_planned, min(most, budget))
+            item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
                 self.guided.leave_out(request)
-                continue  # its row is built when its mask is there
+                continue  # its row is built when its mask is known
             step.inits.append(request.row_init())
             step.work.append(item)
             planned.append(request)
@@ -279,9 +283,9 @@ class Scheduler:
             request.num_total += item.emit
             budget -= item.num_tokens
 
-    def _chunk(self, request: Request, missing: int, most: int) -> Work:
-        """The next tokens of a request that is behind, `most` at most; it has a row of logits already."""
-        count, start, score = min(missing, most), request.num_planned, False
+    def _chunk(self, request: Request, missing: int, max_tokens: int) -> Work:
+        """Return work for the next of `missing` tokens. The request has one row of logits already."""
+        count, start, score = min(missing, max_tokens), request.num_planned, False
         if request.scores is not None and start < request.num_prompt - 1:
             scored = len(request.scores)
             score = start >= scored
@@ -291,12 +295,12 @@ class Scheduler:
         return Work(request.row, count, count == missing, score)
 
     def _computes(self, leader: Request, request: Request) -> bool:
-        """Whether the leader will soon have published full pages of the prompt that the other one can share."""
+        """Whether the leader will soon publish full pages of the prompt that `request` can share."""
         ahead = request.status is Status.WAITING and leader.status is _RUNNING and self.prefix.enabled
         return ahead and leader.num_published < (request.num_prompt - 1) // self.config.page_size
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
-        """A waiting request becomes a running one, `hits` of its pages already computed."""
+        """Make a waiting request a running one. The first `hits` of its pages are computed already."""
         counters = self.counters
         cached = hits * self.config.page_size
         counters.prefix_cache_queries += len(request.tokens)
@@ -319,21 +323,21 @@ class Scheduler:
             self.running.append(request)
 
     def _publish(self, request: Request, full: int) -> None:
-        """The first `full` pages of a running request are computed."""
+        """Publish the first `full` pages of a running request, which are computed."""
         self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
         request.num_published = full
 
-    def _score(self, request: Request, item: Work, found: Sequence[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the prompt tokens behind those of a chunk."""
+    def _score(self, request: Request, item: Work, scores: Sequence[TokenLogprobs]) -> None:
+        """Take the log-probabilities of the prompt tokens that follow those of a chunk."""
         if request.status is _FINISHED:
             return
-        if request.scores is None or len(found) != item.num_tokens - item.emit:
-            raise RuntimeError(f"request {request.id!r}: {len(found)} scores of a chunk of {item.num_tokens} tokens")
-        request.scores.extend(found)
+        if request.scores is None or len(scores) != item.num_tokens - item.emit:
+            raise RuntimeError(f"request {request.id!r}: {len(scores)} scores of a chunk of {item.num_tokens} tokens")
+        request.scores.extend(scores)
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
-            raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor answered token {token}")
+            raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor returned token {token}")
         request.tokens.append(token)
         self.counters.generation_tokens += 1
         request.account.service += OUTPUT_WEIGHT
@@ -341,15 +345,16 @@ class Scheduler:
         if request.silent:
             request.silent = False
             delta.times = (request.started - request.arrived, self.clock() - request.started)
-        most = request.params.logprobs
-        if most is not None:
+        num_logprobs = request.params.logprobs
+        if num_logprobs is not None:
             if logprobs is None:
-                raise RuntimeError(f"row {request.row} of request {request.id!r}: no log-probabilities came back")
-            delta.logprobs = [_cut(logprobs, most)]
+                raise RuntimeError(f"row {request.row} of request {request.id!r}: log-probabilities are missing")
+            ids, values = logprobs.top_ids[:num_logprobs], logprobs.top_logprobs[:num_logprobs]
+            delta.logprobs = [TokenLogprobs(logprobs.logprob, logprobs.rank, tuple(ids), tuple(values))]
         if request.scores is not None and len(request.tokens) == request.num_prompt + 1:
             if len(request.scores) != request.num_prompt - 1:
-                told = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
-                raise RuntimeError(f"request {request.id!r}: {told}")
+                count = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
+                raise RuntimeError(f"request {request.id!r}: {count}")
             delta.prompt_logprobs = request.scores
         end = request.finish_of(token)
         delta.stopped = end is not None and end[0] == "stop"
@@ -362,7 +367,7 @@ class Scheduler:
         return delta
 
     def _end_guided(self) -> None:
-        """End the requests whose guides say so."""
+        """End the requests whose guides have ended or failed."""
         self.guided.park(self.running, self.waiting, self._free)
         for request, error in self.guided.ended():
             reason = "stop" if error is None else "error"
@@ -370,7 +375,7 @@ class Scheduler:
             self._finish(request, reason)
 
     def _preempt(self, request: Request) -> None:
-        """A request already taken from `running` gives back everything and waits; its tokens stay."""
+        """Free everything but the tokens of a request that was removed from `running`, and let it wait."""
         self._free(request)
         request.status = Status.PREEMPTED
         self.waiting.add(request)
@@ -393,8 +398,3 @@ class Scheduler:
         request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)
         request.row = -1
-
-
-def _cut(told: TokenLogprobs, most: int) -> TokenLogprobs:
-    """Of the likeliest ids, `most`."""
-    return TokenLogprobs(told.logprob, told.rank, tuple(told.top_ids[:most]), tuple(told.top_logprobs[:most]))

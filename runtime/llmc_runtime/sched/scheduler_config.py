@@ -1,8 +1,8 @@
-"""What a scheduler is told about the model, the pool and the limits, and which requests can never fit them."""
+"""SchedulerConfig: the limits of model and KV cache, and `admit`, which refuses requests that exceed them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,10 +12,9 @@ from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import RowParams
-from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, mask_size, without
-from llmc_runtime.sched.token_mask import TokenMask
+from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without
 
-# A policy gives a request its place in the queue: smaller runs first, ties go by arrival.
+# A policy returns a request's order in queues: smaller runs first, then earlier arrival.
 POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
     {"fcfs": lambda request: 0, "priority": lambda request: request.priority}
 )
@@ -23,10 +22,15 @@ POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Sizes in tokens unless named otherwise; LlmcError E201 where they make no sense.
+    """The limits of a scheduler. Raises LlmcError E201 for values that are not possible.
 
-    max_num_seqs is the number of device rows; watermark: share of the pool that admission leaves free while others run;
-    long_prefill_threshold: most tokens of one request in a step, 0 for no such limit; context: the artifact's digest.
+    num_pages, page_size:    pages of the KV cache, and tokens in a page
+    max_model_len:           maximum length of a sequence, in tokens
+    max_num_seqs:            number of device rows
+    max_num_batched_tokens:  maximum number of tokens in a step
+    watermark:               share of the pages that admission leaves free while other requests run
+    long_prefill_threshold:  maximum number of tokens of one request in a step; 0 for no limit
+    context:                 the artifact's digest, part of the prefix cache's keys
     """
 
     num_pages: int
@@ -43,14 +47,8 @@ class SchedulerConfig:
     context: str = ""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_pages",
-            "page_size",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "vocab_size",
-        ):
+        sizes = "num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "vocab_size"
+        for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise LlmcError("E201", f"{name} = {value!r} is not possible", f"give {name} a value of at least 1")
@@ -62,20 +60,20 @@ class SchedulerConfig:
 
     @property
     def pool_tokens(self) -> int:
-        """KV capacity of the pool."""
+        """Capacity of the KV cache in tokens."""
         return self.num_pages * self.page_size
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold the KV of so many tokens."""
+        """Return the number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
 
 def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
-    """Check a new request against model and pool and fill in what follows from its parameters.
+    """Check a new request against the limits, and set the fields that follow from its parameters.
 
-    `seed` is used where the request has none. LlmcError, with the request unchanged: E602 prompt longer than the model,
-    E603 prompt and max_tokens longer than the model, E604 longer than the pool, E605 empty prompt, E606 a token id that
-    the vocabulary lacks, E601 a parameter.
+    `seed` is used if the request has none. Raises LlmcError, leaving the request unchanged: E601 for a parameter, E602
+    if the prompt exceeds max_model_len, E603 if prompt and max_tokens do, E604 if they exceed the KV cache, E605 for an
+    empty prompt, E606 for a token id that the vocabulary lacks.
     """
     prompt, params = request.prompt_token_ids, request.params
     if type(request.priority) is not int:
@@ -109,7 +107,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
 
 
 def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:
-    """The mask of all the request's tokens, empty for none; where it depends on them the request gets a guide."""
+    """Return the mask for all tokens of the request, empty for none. If it depends on them, set a guide instead."""
     params, top = request.params, config.vocab_size - 1
     if params.logit_bias and max(params.logit_bias) > top:
         raise refused("logit_bias", params.logit_bias, f"ids of the vocabulary, 0 to {top}")
@@ -119,13 +117,13 @@ def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig)
     if request.guide is None and bans.fixed:
         return bans.mask
     guide = Banned(bans, request.guide)
-    guide.mask()  # LlmcError where the bans leave no first token
+    guide.mask()  # raises LlmcError if the bans leave no first token
     request.guide = guide
     return b""
 
 
 def _shared(request: Request) -> Bans | None:
-    """The bans of the leader, where they are this one's too."""
+    """Return the leader's bans if they are the same as the request's."""
     leader, params = request.leader, request.params
     if leader is None or leader.bad_words is not request.bad_words:
         return None
@@ -152,20 +150,25 @@ def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> 
 def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
     if not isinstance(prompt, list | tuple) or not set(map(type, prompt)) <= {int}:
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
-    if not prompt:
-        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= config.vocab_size:
-        raise LlmcError(
-            "E606",
-            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {config.vocab_size - 1}",
-            "tokenize the prompt with the artifact's own tokenizer",
-        )
+    check_token_ids(prompt, config.vocab_size)
     if len(prompt) >= config.max_model_len:
         raise LlmcError(
             "E602",
             f"the prompt is {len(prompt)} tokens, the model was compiled for {config.max_model_len} with output",
             f"shorten the prompt to {config.max_model_len - 1} tokens, or compile with a larger --max-model-len",
+        )
+
+
+def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raise LlmcError E605 for an empty prompt, E606 for a token id that the vocabulary lacks."""
+    if not prompt:
+        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise LlmcError(
+            "E606",
+            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {vocab_size - 1}",
+            "tokenize the prompt with the artifact's own tokenizer",
         )
 
 
@@ -180,21 +183,21 @@ def _check_stops(request: Request, config: SchedulerConfig) -> None:
 
 
 def _limit(prompt: int, max_tokens: int | None, config: SchedulerConfig) -> int:
-    """Tokens at which the request ends, prompt included. The last token needs no KV."""
+    """Return the maximum number of tokens of the request, including the prompt. The last token needs no KV."""
     model, pool = config.max_model_len, config.pool_tokens + 1
-    wanted = min(model, pool) if max_tokens is None else prompt + max_tokens
-    if wanted > model:
+    limit = min(model, pool) if max_tokens is None else prompt + max_tokens
+    if limit > model:
         raise LlmcError(
             "E603",
-            f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) make {wanted}, the model was compiled for {model}",
-            f"max_tokens of at most {model - prompt}, or none for all that fits",
+            f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) make {limit}, the model was compiled for {model}",
+            f"use max_tokens of at most {model - prompt}, or none for all that fits",
         )
-    if max(wanted, prompt + 1) > pool:
-        tokens = max(wanted, prompt + 1) - 1
+    if max(limit, prompt + 1) > pool:
+        tokens = max(limit, prompt + 1) - 1
         raise LlmcError(
             "E604",
             f"the request needs {config.pages_for(tokens)} KV pages ({tokens} tokens), "
             f"the pool has {config.num_pages} ({config.pool_tokens} tokens)",
-            "a shorter prompt, a smaller max_tokens, or a larger pool",
+            "use a shorter prompt, a smaller max_tokens, or a larger KV cache",
         )
-    return wanted
+    return limit

@@ -1,9 +1,9 @@
-"""What the scheduler says to an executor in one step, and what the executor answers. No device, no request.
+"""Step and StepOutput: what the scheduler sends to an executor for one step, and what the executor returns.
 
-A device row holds everything of one request that the step needs: its page table, tokens, length (tokens whose KV is
-written), sampling parameters and counts. The host sends only what changed. An executor applies a Step in this order:
-`inits` (a row is rebuilt from host data), `pages` (a row's table grows), `masks` (what a row's next token may be),
-`work` (rows compute tokens). An open step computes and does not sample yet: some of its masks come later.
+A device row holds the state of one request: its page table, tokens, length (tokens whose KV is written), sampling
+parameters and counts. The host sends only changes. An executor applies a Step in this order: `inits` (rebuild a row
+from host data), `pages` (extend a row's page table), `masks` (restrict a row's next token), `work` (compute tokens).
+An open step computes logits and samples later, when its remaining masks are known.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _Columns: Any = make_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class RowParams(_Columns):
-    """How one row samples, ready for the device: the parameters that are columns of it (see format.row), and these.
+    """The sampling parameters of a row: those that are columns of the device row (see format.row_abi), and these.
 
-    Greedy is temperature 0 (the default), every seed is drawn, stop ids include the model's.
+    Greedy is temperature 0 (the default). The seed is always set, and stop ids include the model's.
     """
 
     seed: int = 0  # unsigned, 64 bits
     min_tokens: int = 0
     want_logprobs: bool = False
-    stops: tuple[int, ...] = ()  # masked until min_tokens are generated; empty if min_tokens is 0
-    biases: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), by id
-    allowed: bytes = b""  # a mask (see guide) for all its tokens; empty: none
-    guided: bool = False  # every token has a mask of its own, see RowMask
+    stops: tuple[int, ...] = ()  # excluded until min_tokens are generated; empty if min_tokens is 0
+    biases: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), by id
+    allowed: bytes = b""  # a mask (see token_guide) for all tokens; empty: none
+    guided: bool = False  # each token has its own mask, see RowMask
 
     @classmethod
     def of(cls, params: SamplingParams, **more: Any) -> RowParams:
-        """The row of these parameters; `more` are the fields that are no columns of the same name."""
+        """Return the row for these parameters; `more` are the fields that are not columns of the same name."""
         return cls(**{name: getattr(params, name) for name in _NAMES}, **more)
 
     def floats(self) -> list[float]:
-        """The row of the `fparams` state: f32[8]."""
+        """Return the row of the state `fparams`: f32[8]."""
         return [*(getattr(self, name) for name in FLOAT_COLUMNS), *[0.0] * (WIDTH - len(FLOAT_COLUMNS))]
 
     def ints(self, num_prompt: int) -> list[int]:
-        """The row of the `iparams` state: i32[8]; the halves of the seed wrap into signed range."""
+        """Return the row of the state `iparams`: i32[8]. The halves of the seed wrap into the signed range."""
         made = {
             "seed_lo": _signed(self.seed & 0xFFFFFFFF), "seed_hi": _signed(self.seed >> 32 & 0xFFFFFFFF),
             "prompt_len": num_prompt, "min_len": num_prompt + self.min_tokens,
@@ -59,7 +59,7 @@ class RowParams(_Columns):
         return [made[name] if name in made else getattr(self, name) for name in INT_COLUMNS]
 
     def stop_row(self) -> list[int]:
-        """The row of the `stops` state: i32[32], -1 where empty."""
+        """Return the row of the state `stops`: i32[32], -1 for empty entries."""
         return [*self.stops, *[-1] * (STOPS - len(self.stops))]
 
 
@@ -69,10 +69,12 @@ def _signed(word: int) -> int:
 
 @dataclass(slots=True)
 class RowInit:
-    """(Re)build a row from host data, at admission and at resume.
+    """Build a row from host data, at admission and after a preemption.
 
-    `tokens` are all tokens known so far, of which the first `num_prompt` are the prompt (they set the `seen` bitmap,
-    the others the output counts); the KV of the first `computed` is already in `pages`. `pages` covers all `tokens`.
+    tokens:      all tokens known so far
+    computed:    the KV of this many first tokens is in `pages` already
+    num_prompt:  this many first tokens are the prompt: they set the `seen` bitmap, the others the output counts
+    pages:       cover all tokens
     """
 
     row: int
@@ -85,7 +87,7 @@ class RowInit:
 
 @dataclass(slots=True)
 class RowPages:
-    """Append `pages` to a row's table, whose length so far is `start`."""
+    """Append `pages` to a row's page table, whose length is `start`."""
 
     row: int
     start: int
@@ -94,7 +96,7 @@ class RowPages:
 
 @dataclass(slots=True)
 class RowMask:
-    """What the next token of a guided row may be: a mask (see guide)."""
+    """The mask of a guided row's next token (see token_guide)."""
 
     row: int
     mask: bytes
@@ -102,8 +104,11 @@ class RowMask:
 
 @dataclass(slots=True)
 class Work:
-    """Run `num_tokens` tokens of a row from its device length on; `emit`: they end at its last token, so sample one;
-    `score`: of each of the others, which are the prompt's, tell the log-probability of the prompt's next token."""
+    """Compute the next `num_tokens` tokens of a row.
+
+    emit:   they include the row's last token, so sample one
+    score:  return the log-probability of the prompt's next token for each of the others, which belong to the prompt
+    """
 
     row: int
     num_tokens: int
@@ -112,12 +117,12 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Rows of logits that it takes."""
+        """The number of rows of logits that it needs."""
         return self.num_tokens if self.score else 1
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one sampled token: its log-probability, its rank (1 is the likeliest), the likeliest ids and theirs."""
+    """Of one token: its log-probability (natural), its rank (1 is the most likely), the most likely ids and theirs."""
 
     logprob: float
     rank: int
@@ -130,8 +135,12 @@ LogprobsTuple = tuple[float, int, Sequence[int], Sequence[float]]
 
 @dataclass(slots=True)
 class StepOutput:
-    """One entry per Work, in its order: the sampled id (None where not `emit`), log-probabilities where wanted.
-    `scores`: those of the prompt's next tokens, by the index of the Work."""
+    """The output of a step, with one entry per Work.
+
+    tokens:    the sampled ids, None without `emit`
+    logprobs:  those of the sampled tokens, None if not requested
+    scores:    those of the prompt's next tokens, by the index of the Work
+    """
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
@@ -140,7 +149,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class Step:
-    """One step: every row occurs at most once in each list. `open`: masks of guided rows follow before it samples."""
+    """One step. A row occurs at most once in each list. `open`: it samples when the masks of guided rows follow."""
 
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
@@ -150,7 +159,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows, the T of the step's program."""
+        """The number of tokens of all rows, the dimension T of the step's program."""
         return sum(work.num_tokens for work in self.work)
 
     def reply(
@@ -159,9 +168,9 @@ class Step:
         logprobs: Sequence[LogprobsTuple | None] | None = None,
         scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
     ) -> StepOutput:
-        """The answer to this step, for executors that import nothing from here: plain tuples in TokenLogprobs' order;
-        no logprobs at all means none wanted."""
-        told = {index: [TokenLogprobs(*found) for found in row] for index, row in (scores or {}).items()}
+        """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
+        import this module. `logprobs` is None if none are requested."""
+        packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
         if logprobs is None:
-            return StepOutput(tokens, [None] * len(tokens), told)
-        return StepOutput(tokens, [None if found is None else TokenLogprobs(*found) for found in logprobs], told)
+            return StepOutput(tokens, [None] * len(tokens), packed)
+        return StepOutput(tokens, [None if one is None else TokenLogprobs(*one) for one in logprobs], packed)

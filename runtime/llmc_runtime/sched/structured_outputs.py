@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that a request's text must have, in vLLM's words; it compiles nothing."""
+"""StructuredOutputsParams: the format that a request's text must have. Fields have vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """Exactly one of the first five; LlmcError E601 otherwise, or where one is over its limit.
+    """The format of a text: exactly one of the first five fields. Raises LlmcError E601 otherwise, or above a limit.
 
     json      a JSON schema, as a text or an object, up to 64 KiB;   json_object  True: any JSON object
     regex     a regular expression for the whole text (of Rust's regex syntax), up to 64 KiB
@@ -35,12 +35,12 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    text: str = field(default="", init=False, repr=False, compare=False)  # what was given, as a text
+    text: str = field(default="", init=False, repr=False, compare=False)  # the value of the field as text
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise _refused(", ".join(given) or "nothing", f"exactly one of {', '.join(KINDS)}")
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            raise _refused(", ".join(kinds) or "nothing", f"exactly one of {', '.join(KINDS)}")
         if self.choice is not None:
             texts = () if isinstance(self.choice, str) else _texts(self.choice)
             if not 0 < len(texts) <= MAX_CHOICES or not all(isinstance(t, str) and t for t in texts):
@@ -55,11 +55,11 @@ class StructuredOutputsParams:
         object.__setattr__(self, "text", self._text())
         size = len(self.text.encode(errors="replace")) + len(self.whitespace_pattern or "")
         if size > MAX_BYTES:
-            raise _refused(f"{given[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
+            raise _refused(f"{kinds[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """The name of the field that is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _text(self) -> str:
@@ -74,24 +74,27 @@ class StructuredOutputsParams:
             raise _refused(self.kind, f"values that JSON can hold ({str(e)[:80]})") from None
 
 
-def is_over(value: Any, most: int) -> bool:
-    """Whether the JSON of a value is certainly longer than `most` bytes. It stops as soon as that is known, so that the
-    time depends on `most` and not on the value."""
+def is_over(value: Any, max_bytes: int) -> bool:
+    """Whether the JSON of a value is certainly longer than `max_bytes`.
+
+    It returns as soon as that is known, so the time is bounded by `max_bytes`, not by the value.
+    """
     level: list[Any] = [value]
+    left = max_bytes
     while level:
         maps = [one for one in level if type(one) is dict]
         lists = [one for one in level if type(one) is list or type(one) is tuple]
-        most -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # marks around each value, and a digit
-        most -= sum(map(len, [one for one in level if type(one) is str]))
-        if most < 0:
+        left -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # punctuation and a character for each value
+        left -= sum(map(len, [one for one in level if type(one) is str]))
+        if left < 0:
             return True
-        most -= sum(map(len, [key for one in maps for key in one if type(key) is str]))
+        left -= sum(map(len, [key for one in maps for key in one if type(key) is str]))
         level = list(chain(chain.from_iterable(map(dict.values, maps)), chain.from_iterable(lists)))
-    return most < 0
+    return left < 0
 
 
-def _texts(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else ()
+def _texts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) else ()
 
 
 def _refused(what: str, allowed: str) -> LlmcError:

@@ -1,38 +1,48 @@
-"""What a request's next token may be: masks over the vocabulary, fixed or following its tokens. It knows no grammar.
+"""Masks over the vocabulary, which restrict a request's next token, and the guides that compute them.
 
-A mask is 4 * ceil(vocabulary / 32) bytes, as the device reads it: id i is allowed where bit i % 8 of byte i // 8 is 1.
+A mask has 4 * ceil(vocabulary / 32) bytes, as the device reads it: id i is allowed if bit i % 8 of byte i // 8 is 1.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
 
 
 class Guide(Protocol):
-    """Follows one request's tokens. It may compute masks elsewhere: nobody waits in its methods."""
+    """Follows the tokens of one request. It may compute masks in another process: its methods never wait."""
 
     def mask(self) -> bytes | None:
-        """What the next token may be; the same object where nothing changed. None: not known yet; empty: nothing, the
-        text has ended. LlmcError where it cannot go on."""
+        """Return the mask of the next token: None if it is not known yet, empty if the text has ended.
+
+        The same object is returned until a token is accepted. Raises LlmcError if the guide has failed.
+        """
 
     def accept(self, token: int) -> None:
-        """The request got `token`, which the mask allowed."""
+        """Continue with `token`, which the mask allowed."""
 
     def close(self) -> None:
-        """The request has ended, and asks for nothing more."""
+        """Free the guide: the request has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """A set of token ids as a mask, for SamplingParams.allowed_token_ids: its cost does not depend on their number."""
+
+    mask: bytes
 
 
 def mask_size(vocab_size: int) -> int:
-    """Bytes of a mask."""
+    """Return the size of a mask in bytes."""
     return -(-vocab_size // 32) * 4
 
 
 def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
-    """The mask that allows `ids` alone; None: the whole vocabulary."""
+    """Return the mask that allows only `ids`, or the whole vocabulary for None."""
     out = bytearray(mask_size(vocab_size))
     if ids is None:
         out[: vocab_size // 8] = b"\xff" * (vocab_size // 8)
@@ -43,7 +53,7 @@ def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
 
 
 def without(mask: bytes, ids: Iterable[int]) -> bytes:
-    """The mask less `ids`."""
+    """Return the mask without `ids`."""
     out = bytearray(mask)
     for token in ids:
         out[token >> 3] &= ~(1 << (token & 7))
@@ -51,46 +61,48 @@ def without(mask: bytes, ids: Iterable[int]) -> bytes:
 
 
 def both(a: bytes, b: bytes) -> bytes:
-    """What two masks allow."""
+    """Return the intersection of two masks."""
     value = int.from_bytes(a, "little") & int.from_bytes(b, "little")
     return value.to_bytes(len(a), "little")
 
 
 def empty(mask: bytes) -> bool:
-    """Whether nothing is allowed."""
+    """Whether the mask allows no id."""
     return mask.count(0) == len(mask)
 
 
 class Bans:
-    """The ids that are never allowed, and sequences whose last id is not, behind the others; made once for all outputs
-    of a request, which share it. `needed`: of these ids one must stay allowed (the stop ids that min_tokens masks are
-    none of them)."""
+    """Banned token ids, and banned sequences: the last id of a sequence is banned after the others.
+
+    Shared by all outputs of a request. `allowed` is the mask without bans; one of the ids in the mask `needed` must
+    remain allowed (it lacks the stop ids that min_tokens excludes).
+    """
 
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
         self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
-        self.keep = max(map(len, sequences), default=1) - 1  # tokens that matter for the next
-        self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token right before the banned one
+        self.keep = max(map(len, sequences), default=1) - 1  # number of last tokens that determine the next mask
+        self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token before the banned one
         for s in sequences:
             if len(s) > 1:
                 self._behind.setdefault(s[-2], []).append((array("I", s[:-1]).tobytes(), s[-1]))
 
     @property
     def fixed(self) -> bool:
-        """Whether the tokens so far do not matter."""
+        """Whether the mask does not depend on the output so far."""
         return not self._behind
 
     def after(self, past: Sequence[int]) -> bytes:
-        """The mask behind these tokens, the last `keep` of an output."""
+        """Return the mask after `past`, the last `keep` tokens of an output."""
         found = self._behind.get(past[-1]) if past else None
         if not found:
             return self.mask
-        text = array("I", past).tobytes()  # comparing bytes takes the same time for long words as for short ones
+        text = array("I", past).tobytes()  # comparing bytes is fast for long words, too
         hits = [last for begin, last in found if text.endswith(begin)]
         return without(self.mask, hits) if hits else self.mask
 
 
 class Banned:
-    """Follows one output under its request's bans; within another guide where there is one."""
+    """A guide that applies the request's bans to one output, on top of the guide `inner` if there is one."""
 
     def __init__(self, bans: Bans, inner: Guide | None = None) -> None:
         self._bans, self._inner = bans, inner
@@ -98,7 +110,7 @@ class Banned:
         self._mask: bytes | None = None
 
     def mask(self) -> bytes | None:
-        """See Guide. LlmcError E610 where the token that may follow is banned."""
+        """See Guide. Raises LlmcError E610 if all tokens that may follow are banned."""
         if self._mask is None:
             self._mask = self._next()
         return self._mask

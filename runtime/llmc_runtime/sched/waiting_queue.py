@@ -1,14 +1,13 @@
-"""The requests that wait for a row, by tenant: who of them goes next. It plans no step and holds no pages.
+"""WaitingQueue: the requests that wait for a row, and which of them is admitted next.
 
-Among tenants the one that got the least service goes first (the virtual token counter of Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024). Service is counted in tokens: one for each prompt token that was computed
-when its request first got a row, OUTPUT_WEIGHT for each token generated and for each prompt token that is scored, as
-both need a row of logits. A tenant that has nothing waiting saves
-nothing up: when it comes (back), its count is lifted to the least of those that wait. Requests that ran before and were
-preempted go first of all, the oldest of them first, as long as their own tenant has nobody before them. Within a tenant
-the order is that of the keys; with one tenant there is no other.
+The tenant that got the least service is next (the virtual token counter of Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024). Service is counted in tokens: 1 for each prompt token that was computed when its request
+first got a row, OUTPUT_WEIGHT for each generated token and each scored prompt token, as both need a row of logits. A
+tenant without waiting requests accumulates no credit: when it gets one, its count is raised to the minimum of the
+waiting tenants. Preempted requests come before all others, the oldest first, unless their tenant has an earlier request
+waiting. Within a tenant, requests are ordered by their keys.
 
-Counts only grow, so the heap of tenants may hold old ones: an entry is put right when it comes to the top.
+Counts only grow, so entries of the tenants' heap may be outdated: they are corrected when they reach the top.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from operator import attrgetter
 from llmc_runtime.sched.request import Account, Request, Status
 
 OUTPUT_WEIGHT = 2
-_FORGET = 256  # tenants without requests that are kept at least; only some count among them can matter
+_MIN_KEPT = 256  # tenants without requests that are remembered at least
 _KEY = attrgetter("key")
 
 
 class Tenant(Account):
-    """Whose requests they are, how much service they got, and those that wait, in order of their keys.
+    """A tenant: its service and its waiting requests in order of their keys.
 
-    `live` requests have not ended; `turn`: when it began to wait; of two with equal service the first goes first.
+    live:  number of its requests that have not ended
+    turn:  order in which tenants began to wait, which decides between equal service
     """
 
     __slots__ = ("_gone", "_queue", "live", "name", "turn")
@@ -37,7 +37,7 @@ class Tenant(Account):
         super().__init__()
         self.name, self.live, self.turn = name, 0, 0
         self._queue: list[Request] = []
-        self._gone = 0  # at the beginning of the queue, that wait no more: half of it at most
+        self._gone = 0  # number of removed requests at the start of the queue: at most half of it
 
     def __len__(self) -> int:
         return len(self._queue) - self._gone
@@ -47,16 +47,16 @@ class Tenant(Account):
 
     @property
     def head(self) -> Request:
-        """Its next request."""
+        """Its first waiting request."""
         return self._queue[self._gone]
 
     @property
     def queue(self) -> list[Request]:
-        """All that wait."""
+        """Its waiting requests."""
         return self._queue[self._gone :]
 
     def add(self, request: Request) -> None:
-        """It waits, in its place."""
+        """Insert a request by its key."""
         queue = self._queue
         if not queue or queue[-1].key < request.key:
             queue.append(request)
@@ -64,7 +64,7 @@ class Tenant(Account):
             insort(queue, request, lo=self._gone, key=_KEY)
 
     def remove(self, request: Request) -> None:
-        """It waits no more; the first one leaves without moving the others."""
+        """Remove a request; the first one in O(1) amortized."""
         if self.head is not request:
             del self._queue[bisect_left(self._queue, request.key, lo=self._gone, key=_KEY)]
             return
@@ -75,33 +75,37 @@ class Tenant(Account):
 
 
 def prompt_service(request: Request, cached: int) -> int:
-    """The service of computing a prompt of which `cached` tokens are in the prefix cache."""
+    """Return the service of computing a prompt of which `cached` tokens are in the prefix cache."""
     return (request.num_prompt - cached) * (1 if request.scores is None else OUTPUT_WEIGHT)
 
 
-class Waiting:
-    """All waiting requests. A request is `enter`ed and `leave`s once in its life, and is added and taken in between."""
+class WaitingQueue:
+    """The waiting requests of all tenants.
+
+    `enter` and `leave` are called once for each request, when it arrives and ends; in between it may be added and
+    removed several times.
+    """
 
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
-        self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each tenant with a queue, and past ones
+        self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each waiting tenant, and outdated entries
         self._preempted: set[Request] = set()
         self._count = self._live = self._turns = 0
-        self._last: Tenant | None = None  # whose queue was the last to become empty
-        self._many = _FORGET
+        self._last: Tenant | None = None  # the last one whose queue became empty
+        self._max_tenants = _MIN_KEPT
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests in order of their keys, whoever's they are."""
+        """Iterate over the requests of all tenants in order of their keys."""
         return iter(sorted((r for tenant in self.tenants.values() for r in tenant.queue), key=_KEY))
 
     def enter(self, request: Request) -> None:
-        """A new request: its tenant is known until it leaves."""
+        """Register a new request with its tenant."""
         tenant = self.tenants.get(request.tenant)
         if tenant is None:
-            if len(self.tenants) >= self._many:
+            if len(self.tenants) >= self._max_tenants:
                 self._forget()
             tenant = self.tenants[request.tenant] = Tenant(request.tenant)
         tenant.live += 1
@@ -109,14 +113,14 @@ class Waiting:
         request.account = tenant
 
     def leave(self, request: Request) -> None:
-        """It has ended, and waits no more. With the last of all every count is forgotten: nobody is owed anything."""
+        """Unregister a request that has ended. After the last live one the fairness counters are reset."""
         self.tenants[request.tenant].live -= 1
         self._live -= 1
         if not self._live:
             self.clear()
 
     def add(self, request: Request) -> None:
-        """It waits, in its place."""
+        """Insert a request by its key."""
         tenant = self.tenants[request.tenant]
         if not len(tenant):
             self._begin(tenant)
@@ -126,7 +130,7 @@ class Waiting:
             self._preempted.add(request)
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
+        """Remove a request."""
         tenant = self.tenants[request.tenant]
         tenant.remove(request)
         self._count -= 1
@@ -135,7 +139,7 @@ class Waiting:
             self._last = tenant
 
     def first(self) -> Request | None:
-        """Who goes next."""
+        """Return the request that is admitted next, None if none waits."""
         if self._preempted:
             heads = [r for r in self._preempted if self.tenants[r.tenant].head is r]
             if heads:
@@ -148,7 +152,7 @@ class Waiting:
         return self._count > len(self.tenants[tenant])
 
     def clear(self) -> None:
-        """Nobody waits, and nothing is remembered."""
+        """Remove all requests and tenants."""
         self.tenants.clear()
         self._heap.clear()
         self._preempted.clear()
@@ -156,19 +160,19 @@ class Waiting:
         self._last = None
 
     def _begin(self, tenant: Tenant) -> None:
-        """A tenant without waiting requests gets one."""
+        """Handle that a tenant gets its first waiting request."""
         least = self._least() or self._last
         if least is not None:
             tenant.service = max(tenant.service, least.service)
         self._turns += 1
         tenant.turn = self._turns
         heappush(self._heap, (tenant.service, tenant.turn, tenant))
-        if len(self._heap) > 2 * len(self.tenants) + _FORGET:
+        if len(self._heap) > 2 * len(self.tenants) + _MIN_KEPT:
             kept = [e for e in self._heap if e[1] == e[2].turn and (len(e[2]) or e[2] is tenant)]
             self._heap[:] = sorted(kept)
 
     def _least(self) -> Tenant | None:
-        """The waiting tenant with the least service."""
+        """Return the waiting tenant with the least service."""
         heap = self._heap
         while heap:
             service, turn, tenant = heap[0]
@@ -181,9 +185,9 @@ class Waiting:
         return None
 
     def _forget(self) -> None:
-        """Let go of those without requests whose count would be lifted anyway."""
+        """Remove tenants without requests whose count would be raised anyway."""
         least = self._least() or self._last
         floor = 0 if least is None else least.service
         for name in [n for n, t in self.tenants.items() if not t.live and t.service <= floor]:
             del self.tenants[name]
-        self._many = max(_FORGET, 2 * len(self.tenants))
+        self._max_tenants = max(_MIN_KEPT, 2 * len(self.tenants))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llmc_runtime import __version__
-from llmc_runtime.engine.control_rpc import LONGEST
+from llmc_runtime.engine.control_rpc import MAX_SECONDS
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.durations import seconds_of
@@ -149,7 +149,7 @@ def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[
 
 
 def _seconds(text: str | None) -> float:
-    seconds = _SECONDS if text is None else seconds_of(text, LONGEST)
+    seconds = _SECONDS if text is None else seconds_of(text, MAX_SECONDS)
     if seconds is None:
-        raise ApiError(f"seconds: a number above 0, up to {LONGEST:g}", param="seconds")
+        raise ApiError(f"seconds: a number above 0, up to {MAX_SECONDS:g}", param="seconds")
     return seconds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Sketch, Stat
+from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Histogram, Stat
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.operations.admission import REASONS
@@ -72,7 +72,7 @@ class Meters:
         self.registry = CollectorRegistry()
         self._model, self._stats, self._about, self._alias = model, stats, about, alias
         self.gauges: dict[str, tuple[str, Callable[[], float | None]]] = {}
-        self.histograms = {name: Sketch(bounds) for name, _, bounds in _HISTOGRAMS}
+        self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self._counts = dict.fromkeys((name for name, _ in _COUNTERS), 0)
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
@@ -129,7 +129,7 @@ class Meters:
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, words, {(): number})
         for name, words, bounds in _HISTOGRAMS:
-            yield self._histogram(name, words, bounds, self.histograms[name].told())
+            yield self._histogram(name, words, bounds, self.histograms[name].as_list())
         words = "Kernels that were compiled while serving: the runtime has no compiler"
         yield self._family(CounterMetricFamily, "runtime_compiles", words, {(): 0})
         yield from self._of_engine()

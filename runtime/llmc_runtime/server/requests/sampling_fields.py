@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from llmc_runtime.defaults import of_model
-from llmc_runtime.engine.allowed_tokens import token_mask
+from llmc_runtime.engine.input_processor import token_mask
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams

@@ -1,0 +1,75 @@
+"""AsyncRequestState: an open request of AsyncLLM, whose outputs a coroutine awaits.
+
+A slow reader delays nobody: deltas are merged into the request's state, and a flag says that it has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from llmc_runtime.outputs import CompletionOutput, RequestOutput, RequestState
+
+OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+_MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without a thread
+
+
+class AsyncRequestState(RequestState):
+    """`kind` is one of OUTPUT_KINDS (see AsyncLLM.generate); the other arguments are those of RequestState."""
+
+    def __init__(self, kind: str, *request: Any) -> None:
+        super().__init__(*request)
+        self._kind = kind
+        self._changed = False
+        self._waiting: asyncio.Future[None] | None = None
+        self._open = list(self.parts)  # whose last output has not been returned yet
+        self._texts = [""] * len(self.parts)
+        self._ids = list(self.prompt_ids)
+
+    def notify(self) -> None:
+        """Wake the reader if there is something to return."""
+        if self._kind != "final_only" or self.error is not None or self.finished:
+            self._changed = True
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(None)
+
+    async def next(self) -> RequestOutput | None:
+        """Wait for new output and return it; None at the end. Raises LlmcError if the request fails."""
+        while self._open:
+            if not self._changed:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            self._changed = False
+            if self._kind != "delta" and self.parts[0].num_scored > _MAX_INLINE:
+                await asyncio.to_thread(getattr, self.parts[0], "prompt_logprobs")
+            if self.error is not None:
+                raise self.error
+            if self._kind == "final_only":
+                self._open.clear()
+                return self.output()
+            if outputs := self._news():
+                return self._request_output(outputs)
+        return None
+
+    def _news(self) -> list[CompletionOutput]:
+        """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed."""
+        changed = []
+        for part in tuple(self._open):
+            if not (part.fresh or part.finished):
+                continue
+            changed.append(new := part.news())
+            if self._kind != "delta":
+                self._texts[new.index] += new.text
+            if part.finished:
+                self._open.remove(part)
+        if self._kind == "delta" or not changed:
+            return changed
+        return [replace(part.output(), text=self._texts[part.index]) for part in self.parts]
+
+    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        first = self.parts[0]
+        scores = first.scores if self._kind == "delta" else first.prompt_logprobs
+        return RequestOutput(
+            self.request_id, self.prompt, self._ids, outputs, not self._open, first.num_cached, scores, first.times
+        )

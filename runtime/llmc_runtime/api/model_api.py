@@ -1,0 +1,76 @@
+"""ModelAPI: what LLM and AsyncLLM have in common, the text side of an open model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmc_runtime.defaults import default_params
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.prompts import TOKENIZE, Prompt, fitted
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+_MAX_CACHED_DEFAULTS = 16
+
+
+class Limits(Protocol):
+    """The limits in force: a SchedulerConfig, or the Ready message that carries one."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of a sequence, in tokens."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the KV cache."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+
+
+class ModelAPI:
+    """`generation`: the sampling defaults, by their names in generation_config.json."""
+
+    tokenizer: Tokenizer | None
+    generation: Mapping[str, Any]
+
+    def __init__(self, tokenizer: Tokenizer | None, generation: Mapping[str, Any]) -> None:
+        self.tokenizer, self.generation = tokenizer, generation
+        self._defaults: dict[int | None, SamplingParams] = {}  # by max_tokens
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises LlmcError E620 if the artifact has none."""
+        if self.tokenizer is None:
+            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
+        return self.tokenizer
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """Return the parameters of requests without any: the model's generation_config.json as transformers reads it,
+        or what replaces it (options generation_config and override_generation_config).
+
+        `max_tokens` is the default of max_tokens, None for all that fits.
+        """
+        if max_tokens not in self._defaults:
+            params = default_params(self.generation, max_tokens=max_tokens)
+            if len(self._defaults) >= _MAX_CACHED_DEFAULTS:
+                return params
+            self._defaults[max_tokens] = params
+        return self._defaults[max_tokens]
+
+
+def fit_prompt(params: SamplingParams, prompt: Prompt, limits: Limits) -> SamplingParams:
+    """Return `params` with its default max_tokens reduced to what the context and the KV cache hold after `prompt`."""
+    room = min(limits.max_model_len, limits.num_pages * limits.page_size + 1) - len(prompt.ids)
+    return fitted(params, room)
+
+
+def open_tokenizer(folder: Path, manifest: Manifest) -> tuple[Tokenizer | None, list[int]]:
+    """Return the tokenizer of an artifact, None if it has none, and its end-of-sequence token, if it has one."""
+    if f"{folder.name}/{TOKENIZER_FILE}" not in manifest.tokenizer:
+        return None, []
+    tokenizer = Tokenizer.open(folder)
+    return tokenizer, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -1,0 +1,90 @@
+"""EngineCore: submits requests with their grammars to an engine, aborts them, steps. LLM and the engine process use it.
+
+It has no text: EngineRequests go in, RequestDeltas come out (see engine.output_processor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine.input_processor import EngineRequest, params_of_output
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
+from llmc_runtime.sched.request import Request, RequestDelta
+from llmc_runtime.sched.sampling_params import SamplingParams
+
+
+class EngineCore:
+    """An engine and the grammars of its vocabulary.
+
+    `open_grammars` is called when the first grammar is needed. It returns None if the artifact has no tokenizer.
+    """
+
+    def __init__(self, engine: Engine, open_grammars: Callable[[], Grammars | None]) -> None:
+        self.engine, self._open_grammars = engine, open_grammars
+        self._grammars: Grammars | None = None
+
+    def grammars(self) -> Grammars:
+        """The grammars, opened on first use. Raises LlmcError E620 if the artifact has no tokenizer."""
+        if self._grammars is None:
+            self._grammars = self._open_grammars()
+            if self._grammars is None:
+                cause = "structured outputs need the tokenizer, which the artifact lacks"
+                raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
+            self.engine.pump = self._grammars.pump
+        return self._grammars
+
+    def open_grammar(self, params: SamplingParams, tenant: str = "") -> Opening | None:
+        """Start the compilation of the request's grammar, which runs in another process. None if it has none.
+
+        Raises LlmcError E608 if the engine has ended, E620 without a tokenizer, and those of `Grammars.open`.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self.engine.error is not None:
+            raise self.engine.error
+        return self.grammars().open(params.structured_outputs, tenant, params.n)
+
+    def submit(self, request: EngineRequest, guides: Sequence[GrammarGuide] = (), aborted: Container[int] = ()) -> None:
+        """Queue all outputs of a request except those in `aborted`, or none of them. Output i follows `guides[i]`.
+
+        Raises LlmcError E6xx if the request can never run.
+        """
+        leader = None
+        try:
+            for index, number in enumerate(request.numbers):
+                guide = guides[index] if guides else None
+                if number in aborted:
+                    if guide is not None:
+                        guide.close()
+                    continue
+                output = Request(
+                    str(number), request.prompt.ids, params_of_output(request.params, index), request.priority,
+                    request.cache_salt, request.bad_words, guide, leader, request.tenant,
+                )  # fmt: skip
+                self.engine.add(output)
+                leader = leader or output
+        except BaseException:
+            self.abort(map(str, request.numbers))
+            for guide in guides:
+                guide.close()
+            raise
+
+    def abort(self, ids: Iterable[str]) -> list[str]:
+        """End these outputs now; no deltas follow. Return the ids that are not live."""
+        return [one for one in ids if not self.engine.abort(one)]
+
+    def step(self) -> list[RequestDelta]:
+        """Run one step of the engine."""
+        return self.engine.step()
+
+    @property
+    def grammars_fd(self) -> int | None:
+        """A file descriptor that is readable when a grammar process has answered; None while there are none."""
+        return None if self._grammars is None else self._grammars.fileno()
+
+    def close(self) -> None:
+        """End the grammar processes. The engine's device stays open."""
+        if self._grammars is not None:
+            self._grammars.close()

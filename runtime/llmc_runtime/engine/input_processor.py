@@ -1,0 +1,114 @@
+"""Checks a request and prepares it for an engine: in this process (LLM) or in a process of its own (AsyncLLM)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.parameter_type import refused
+from llmc_runtime.sched.sampling_params import MAX_ALLOWED, SamplingParams
+from llmc_runtime.sched.scheduler_config import check_token_ids
+from llmc_runtime.sched.token_guide import TokenMask, mask_size
+from llmc_runtime.text.bad_words import bad_word_ids
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_MAX_SEED = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request as engines take it.
+
+    first:       number of its first output; the others follow. OutputProcessor assigns it
+    params:      allowed_token_ids is a TokenMask or None
+    priority:    smaller runs first under the scheduling policy "priority"
+    cache_salt:  prefixes are shared among requests with the same salt only
+    bad_words:   token ids of `params.bad_words`
+    tenant:      tenants get equal service when capacity is short
+    """
+
+    first: int
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    bad_words: list[list[int]] = field(default_factory=list)
+    tenant: str = ""
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its outputs."""
+        return range(self.first, self.first + self.params.n)
+
+
+def prepare(
+    prompt: Prompt,
+    params: SamplingParams,
+    bad_words: list[list[int]],
+    vocab_size: int,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    tenant: str = "",
+) -> EngineRequest:
+    """Make the request for an engine. `bad_words` are the result of `bad_word_tokens`.
+
+    Raises LlmcError E601 for a field that is not allowed, E605 for an empty prompt, E606 for a token id that the
+    vocabulary lacks. The scheduler checks everything that depends on the model's limits (see admit).
+    """
+    check_token_ids(prompt.ids, vocab_size)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise refused("priority", priority, "an integer; smaller runs first")
+    for name, value in (("cache_salt", cache_salt), ("tenant", tenant)):
+        if not isinstance(value, str):
+            raise refused(name, value, "a string; the empty string for none")
+    return EngineRequest(-1, prompt, with_mask(params, vocab_size), priority, cache_salt, bad_words, tenant)
+
+
+def token_mask(ids: Sequence[int], vocab_size: int) -> TokenMask:
+    """Return the mask of 1 to MAX_ALLOWED token ids. Raises LlmcError E601 for others.
+
+    It is made here with numpy, since the engine's thread would need 15 ms for 65,536 ids.
+    """
+    try:
+        allowed = np.frombuffer(array("I", ids if len(ids) <= MAX_ALLOWED else ()), np.uint32)
+    except (OverflowError, TypeError):
+        allowed = np.empty(0, np.uint32)
+    if not len(allowed) or allowed.max() >= vocab_size:
+        cause = f"allowed_token_ids has {len(ids)} ids, or one that is not in the vocabulary"
+        remedy = f"allowed_token_ids: 1 to {MAX_ALLOWED} ids of the vocabulary, 0 to {vocab_size - 1}"
+        raise LlmcError("E601", cause, remedy)
+    flags = np.zeros(8 * mask_size(vocab_size), np.bool_)
+    flags[allowed] = True
+    return TokenMask(np.packbits(flags, bitorder="little").tobytes())
+
+
+def with_mask(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return the parameters with allowed_token_ids as a mask, or `params` itself. Raises LlmcError E601."""
+    ids = params.allowed_token_ids
+    if not isinstance(ids, tuple):
+        return params
+    return params.changed(allowed_token_ids=token_mask(ids, vocab_size))
+
+
+def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return the token ids of bad_words. Raises LlmcError E620 if the request needs a tokenizer and there is none."""
+    for name, value in (("stop strings", params.stop), ("bad_words", params.bad_words)):
+        if value and tokenizer is None:
+            remedy = "use stop_token_ids, allowed_token_ids or logit_bias"
+            raise LlmcError("E620", f"{name} need the tokenizer, which the artifact lacks", remedy)
+    return bad_word_ids(tokenizer, params.bad_words or ()) if tokenizer else []
+
+
+def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of one of the n outputs: its seed is seed + index, as in vLLM; the first scores the
+    prompt."""
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else params.seed + index & _MAX_SEED
+    return params.changed(n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)
