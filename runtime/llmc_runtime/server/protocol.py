@@ -19,12 +19,11 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.body_turns import BodyTurns
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.lingering_close import Lingering, Room
 from llmc_runtime.server.http.listen import ServerLoop
+from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
 from llmc_runtime.server.load_shedding import Shed
 
 MOST_HEAD = 64 << 10  # bytes; longer heads are rejected
@@ -190,21 +189,12 @@ class Wire(H11Protocol):
         else:
             self.bound.turns.leave(self)
 
-    def pause_head(self) -> None:
-        """Stop reading; see HeadTurns."""
+    def pause_reading(self) -> None:
+        """Stop reading; see read_turns."""
         self._inner_transport.pause_reading()
 
-    def resume_head(self) -> None:
-        """Continue reading; see HeadTurns."""
-        if not self.flow.read_paused:
-            self._inner_transport.resume_reading()
-
-    def pause_body(self) -> None:
-        """Stop reading; see BodyTurns."""
-        self._inner_transport.pause_reading()
-
-    def resume_body(self) -> None:
-        """Continue reading; see BodyTurns."""
+    def resume_reading(self) -> None:
+        """Continue reading; see read_turns."""
         if not self.flow.read_paused:
             self._inner_transport.resume_reading()
 
