@@ -105,11 +105,11 @@ def test_the_docs_have_what_is_declared(page: str, name: str) -> None:
 
 def test_columns_of_the_row_are_those_of_the_kernels() -> None:
     assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
-    header = (ROOT / "llmc" / "codegen" / "cpu" / "llmc_sample.h").read_text(encoding="utf-8")
+    header = (ROOT / "llmc/codegen/backends/cpp/kernels/llmc_sample.h").read_text(encoding="utf-8")
     floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
     assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats))
     assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints))
-    text = (ROOT / "llmc" / "codegen" / "triton" / "templates" / "row_params.py").read_text(encoding="utf-8")
+    text = (ROOT / "llmc/codegen/backends/triton/kernels/row_params.py").read_text(encoding="utf-8")
     columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", text, re.M)}
     assert columns.pop("PARAMS") == WIDTH
     assert columns == {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
@@ -178,8 +178,8 @@ print(json.dumps({
 def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     edits = {
-        "sched/params.py": ("    repetition_penalty: float", NEW_PARAMETER),
-        "format/row.py": (")\n# i32[8]", ', "top_a"'),
+        "sched/sampling_params.py": ("    repetition_penalty: float", NEW_PARAMETER),
+        "format/row_abi.py": (")\n# i32[8]", ', "top_a"'),
     }
     found = answers(changed(tmp_path, edits), PARAMETER_PROGRAM)
     field = {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}], "default": None}
@@ -236,8 +236,8 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     edits = {
-        "options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
-        "server/options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
+        "engine_options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
+        "server/server_options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
     }
     found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
     assert found == {
