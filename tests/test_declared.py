@@ -20,7 +20,7 @@ from llmc_runtime.engine_options import EngineArgs, EngineOptions
 from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
 from llmc_runtime.option_type import Option, options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
-from llmc_runtime.server.flags import serve_options
+from llmc_runtime.server.server_options import serve_options
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "runtime" / "llmc_runtime"
@@ -203,7 +203,7 @@ from pathlib import Path
 from llmc_runtime import LLM, AsyncLLM, LlmcError
 from llmc_runtime.cli import parser
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.server.flags import serve_parser
+from llmc_runtime.server.server_options import serve_parser
 from llmc_runtime.server.config import options_of, read
 from llmc.completion import script
 from tests.test_declared import engine_options, serve_table

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
-from llmc_runtime.server.http.request_log import Refusals
+from llmc_runtime.server.http.request_log import RefusalLog
 from llmc_runtime.server.load_shedding import MOST_SKIPPED, Shed
 from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
@@ -257,11 +257,11 @@ def test_while_it_drains_heads_are_enough(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ten_refusals_a_second_have_lines_and_the_others_one(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> list[bool]:
-        refusals = Refusals()
+        refusals = RefusalLog()
         own = [refusals.take("queue_full") for _ in range(30)] + [refusals.take("key_limit") for _ in range(5)]
         await asyncio.sleep(1.2)
         assert refusals.take("queue_full")  # another second
-        assert not any(Refusals(lines=False).take("draining") for _ in range(3))
+        assert not any(RefusalLog(lines=False).take("draining") for _ in range(3))
         return own
 
     with caplog.at_level(logging.INFO, "llmc.request"):

@@ -22,8 +22,8 @@ from starlette.types import Scope
 
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.http.request_log import Record, Refusals, request_line
-from llmc_runtime.server.http.root_path import tidy
+from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
+from llmc_runtime.server.http.request_target import normalize_root
 
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
@@ -72,11 +72,13 @@ class Shed:
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
 
-    def __init__(self, serving: Serving, root_path: str = "", refusals: Refusals | None = None) -> None:
-        self._serving, self.refusals = serving, refusals or Refusals(False)
+    def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
+        self._serving, self.refusals = serving, refusals or RefusalLog(False)
         paths = [path + end for path in PATHS for end in ("", "/")]
         self._paths = frozenset(paths)
-        spelled = [(f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", tidy(root_path)} for path in paths]
+        spelled = [
+            (f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", normalize_root(root_path)} for path in paths
+        ]
         self._lines = dict(spelled)
         self._known: dict[bytes, _Request] = {}  # parsed requests by head
         self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
@@ -170,7 +172,7 @@ class Shed:
             record = Record(began=began)
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            request_line({"path": path, "method": "POST", "llmc.id": name}, record)
+            log_request({"path": path, "method": "POST", "llmc.id": name}, record)
 
 
 def _split(line: bytes) -> tuple[bytes, bytes, bytes]:

@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.server.http.body_budget import STEP_BYTES, STEP_SECONDS, Body, BodyBudget
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.http.handler import noted
-from llmc_runtime.server.http.replies import as_error
+from llmc_runtime.server.http.replies import as_error, record_error
 
 PAGE = "/"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reaches the local machine from itself
@@ -127,7 +126,7 @@ class Guard:
             self.check(scope, headers)
             self._refuse(scope)
         except ApiError as e:
-            noted(scope, e)
+            record_error(scope, e)
             return await as_error(e)(scope, receive, named)
         return await self._app(scope, receive, named)
 
@@ -141,7 +140,7 @@ class Guard:
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-        if not path.startswith("/") and path != "*":  # see target.OriginForm, which rewrites the permitted forms
+        if not path.startswith("/") and path != "*":  # see NormalizeTarget, which rewrites the permitted forms
             cause = "the request target has to be a path, or a URL of this server without user information"
             raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
         if b"host" in headers:  # absent in health checks of old load balancers, never in requests of browsers

@@ -11,6 +11,7 @@ import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +19,66 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import serve_option
 from llmc_runtime.server.http.fair_selector import FairSelector
 
-_GROUP = "keys and TLS"
+_option = partial(serve_option, "keys and TLS")
+_REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
 
 
 @dataclass(frozen=True)
 class Tls:
     """TLS options; files are in PEM format."""
 
-    certfile: Path = serve_option(
-        _GROUP, None, "the certificate and its chain, PEM: serve over TLS", flags=("--ssl-certfile",), read=Path,
+    certfile: Path = _option(  # noqa: RUF009
+        None, "PEM file with the certificate and its chain; turns TLS on", flags=("--ssl-certfile",), read=Path,
         metavar="FILE",
     )  # fmt: skip
-    keyfile: Path | None = serve_option(
-        _GROUP, None, "the private key, PEM; may be in the certificate's file", flags=("--ssl-keyfile",), read=Path,
+    keyfile: Path | None = _option(  # noqa: RUF009
+        None, "PEM file with the private key (default: the certificate's file)", flags=("--ssl-keyfile",), read=Path,
         metavar="FILE",
     )  # fmt: skip
-    ca_certs: Path | None = serve_option(
-        _GROUP, None, "who may sign certificates of clients, PEM", flags=("--ssl-ca-certs",), read=Path, metavar="FILE"
+    ca_certs: Path | None = _option(  # noqa: RUF009
+        None, "PEM file with the authorities that sign clients' certificates", flags=("--ssl-ca-certs",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    cert_reqs: int = _option(
+        0, "whether clients need a certificate: 0 no, 1 optional, 2 required (0)", flags=("--ssl-cert-reqs",), read=int,
+        choices=(0, 1, 2),
+    )  # fmt: skip
+    ciphers: str | None = _option(
+        None, "ciphers of TLS 1.2, in OpenSSL's notation (default: OpenSSL's)", flags=("--ssl-ciphers",), metavar="LIST"
     )
-    cert_reqs: int = serve_option(
-        _GROUP, 0, "of clients: 0 none, 1 optional, 2 required", flags=("--ssl-cert-reqs",), read=int, choices=(0, 1, 2)
-    )
-    ciphers: str | None = serve_option(
-        _GROUP, None, "of TLS 1.2, as OpenSSL names them", flags=("--ssl-ciphers",), metavar="LIST"
-    )
-    refresh: bool = serve_option(
-        _GROUP, False, "take up new files of certificates while serving", flags=("--enable-ssl-refresh",), read=None
+    refresh: bool = _option(
+        False, "reload certificate files that change while serving", flags=("--enable-ssl-refresh",), read=None
     )
 
     def context(self) -> ssl.SSLContext:
         """Create a context for TLS 1.2 and newer. Raises LlmcError E649 if a file cannot be used."""
-        found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        found.minimum_version = ssl.TLSVersion.TLSv1_2
-        found.set_alpn_protocols(["http/1.1"])
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
         for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
             _check_readable(path)
         try:
-            found.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+            context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
         except ssl.SSLError as e:
-            where = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
-            raise LlmcError("E649", f"{where}: {_reason(e)}", _PAIR) from None
+            files = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
+            raise LlmcError("E649", f"{files}: {_reason(e)}", _REMEDY) from None
         except ValueError:  # raised by _no_password
-            raise LlmcError(
-                "E649", f"the key of {self.certfile} is encrypted", "openssl pkey -in KEY -out PLAIN"
-            ) from None
+            cause = f"the key of {self.certfile} is encrypted"
+            raise LlmcError("E649", cause, "openssl pkey -in KEY -out PLAIN") from None
         try:
             if self.ca_certs is not None:
-                found.load_verify_locations(self.ca_certs)
+                context.load_verify_locations(self.ca_certs)
             elif self.cert_reqs:
-                raise LlmcError("E649", "--ssl-cert-reqs without --ssl-ca-certs: nobody could pass", "name the file")
-            found.verify_mode = ssl.VerifyMode(self.cert_reqs)
+                cause = "--ssl-cert-reqs without --ssl-ca-certs: no client could connect"
+                raise LlmcError("E649", cause, "add --ssl-ca-certs FILE")
+            context.verify_mode = ssl.VerifyMode(self.cert_reqs)
             if self.ciphers is not None:
-                found.set_ciphers(self.ciphers)
+                context.set_ciphers(self.ciphers)
         except ssl.SSLError as e:
-            where = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
-            raise LlmcError(
-                "E649", f"{where}: {_reason(e)}", "certificates in PEM; `openssl ciphers` lists names"
-            ) from e
-        return found
+            source = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
+            remedy = "give certificates in PEM, and ciphers that `openssl ciphers` lists"
+            raise LlmcError("E649", f"{source}: {_reason(e)}", remedy) from e
+        return context
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
@@ -87,7 +90,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see HeadTurns)
+    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see read_turns)
 
     def __init__(self) -> None:
         self.fair = FairSelector()
@@ -113,9 +116,6 @@ class ServerLoop(asyncio.SelectorEventLoop):
         return transport
 
 
-_PAIR = "--ssl-certfile with the certificate first, then its chain, and --ssl-keyfile with its private key, all in PEM"
-
-
 def _no_password() -> str:
     raise ValueError
 
@@ -125,14 +125,14 @@ def _check_readable(path: Path) -> None:
         with path.open("rb"):
             pass
     except OSError as e:
-        raise LlmcError("E649", f"{path} cannot be read: {e.strerror}", _PAIR) from None
+        raise LlmcError("E649", f"{path} cannot be read: {e.strerror}", _REMEDY) from None
 
 
 def _reason(error: ssl.SSLError) -> str:
     reason = getattr(error, "reason", None)  # absent in some errors
     if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
-        return "the private key is another certificate's"
-    return (reason or "a certificate or a private key is not there, or damaged").lower().replace("_", " ")
+        return "the private key does not belong to the certificate"
+    return (reason or "a certificate or a private key is missing or damaged").lower().replace("_", " ")
 
 
 @contextlib.contextmanager
@@ -171,12 +171,12 @@ def _address(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except (OSError, OverflowError) as e:
         cause = f"{host}:{port} cannot be listened on: {getattr(e, 'strerror', None) or e}"
-        raise LlmcError("E646", cause, "choose another --port, or an address of this machine for --host") from e
+        raise LlmcError("E646", cause, "choose another --port, or for --host an address of this machine") from e
     return bound
 
 
 def _unix(path: Path) -> socket.socket:
-    remedy = "choose another --uds, of 100 characters at most, in a folder of yours"
+    remedy = "choose another --uds, of at most 100 characters, in a folder that you own"
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)  # inaccessible to others from the start
     try:

@@ -17,7 +17,7 @@ SECONDS = 0.25  # between checks of the files
 Marks = tuple[tuple[int, int, int] | None, ...]
 
 
-class Renewed(ssl.SSLContext):
+class ReloadingContext(ssl.SSLContext):
     """Uses the latest context of `tls` for new connections; open connections keep theirs."""
 
     tls: Tls
@@ -39,26 +39,26 @@ class Renewed(ssl.SSLContext):
             now = _marks(self.tls)
             if now != used and now == before:
                 used = now
-                await self._take_up()
+                await self._reload()
             before = now
 
-    async def _take_up(self) -> None:
+    async def _reload(self) -> None:
         try:
             self.latest = await asyncio.to_thread(self.tls.context)
         except (LlmcError, OSError) as e:
             cause = e.cause if isinstance(e, LlmcError) else e.strerror
-            log.error("the certificates changed and cannot be used, those before stay: %s", cause)
+            log.error("the changed certificate files cannot be used, so the previous ones stay in use: %s", cause)
         else:
-            log.info("the certificates changed: new connections get those of %s", self.tls.certfile)
+            log.info("certificates reloaded: new connections use %s", self.tls.certfile)
 
 
 def context_of(tls: Tls | None) -> ssl.SSLContext | None:
     """Return the server's TLS context, or None without TLS. Raises LlmcError E649 if a file cannot be used."""
     if tls is None or not tls.refresh:
         return None if tls is None else tls.context()
-    made = Renewed(ssl.PROTOCOL_TLS_SERVER)
-    made.tls, made.latest = tls, tls.context()
-    return made
+    context = ReloadingContext(ssl.PROTOCOL_TLS_SERVER)
+    context.tls, context.latest = tls, tls.context()
+    return context
 
 
 def _marks(tls: Tls) -> Marks:
@@ -68,7 +68,7 @@ def _marks(tls: Tls) -> Marks:
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
