@@ -179,9 +179,11 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 @pytest.mark.parametrize(("n", "k", "parts"), REAL)
 def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
     """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
-    expected = {1: {"stream"}, 2: {"stream", "tile"}, 8: {"stream", "tile"}, 16: {"stream", "tile"}}
-    expected |= {m: {"tile"} for m in (17, 32, 64)} | {m: {"tile", "mapped"} for m in (100, 128, 200, 256)}
-    expected |= {m: {"mapped"} for m in (4096, 8192)}
+    expected = {1: {"gemv"}, 2: {"gemv", "gemm_small"}, 8: {"gemv", "gemm_small"}, 16: {"gemv", "gemm_small"}}
+    expected |= {m: {"gemm_small"} for m in (17, 32, 64)} | {
+        m: {"gemm_small", "gemm_tma"} for m in (100, 128, 200, 256)
+    }
+    expected |= {m: {"gemm_tma"} for m in (4096, 8192)}
     for m, names in expected.items():
         us, name, schedule = ranked(node_of(n, k, parts, 1 if m == 1 else "R"), m)[0]
         assert name.partition("/")[2] in names, f"{m} tokens: {name} {schedule} {us:.1f} us"
