@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from llmc_runtime.server.http.fair_selector import MOST, MOST_BULK, FairSelector
+from llmc_runtime.server.http.event_loop import MOST, MOST_BULK, FairSelector
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 

@@ -21,7 +21,9 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.listen import ServerLoop, Tls, listening
+from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.listen import listening
+from llmc_runtime.server.http.tls import Tls
 
 from tests.runtime.test_server_load import Command
 

@@ -20,9 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.errors import ApiError, unavailable
-from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.event_loop import FairSelector, ServerLoop
 from llmc_runtime.server.http.lingering_close import Lingering, Room
-from llmc_runtime.server.http.listen import ServerLoop
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
 from llmc_runtime.server.load_shedding import Shed
 

@@ -23,9 +23,10 @@ from llmc_runtime.defaults import described
 from llmc_runtime.server.admin import dump_on_quit
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK, Limits
-from llmc_runtime.server.http.listen import ServerLoop, listening, name_of
+from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import AccessLog, RefusalLog, configure_logging, startup_printer
-from llmc_runtime.server.http.tls_reload import ReloadingContext, context_of
+from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import Shed
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory

@@ -16,7 +16,7 @@ from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
-from llmc_runtime.server.http.listen import Tls
+from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")

@@ -1,138 +1,15 @@
-"""The listening socket, which is bound before the model is loaded, and TLS."""
+"""The listening socket, which is bound before the model is loaded."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import resource
 import socket
-import ssl
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.option_type import serve_option
-from llmc_runtime.server.http.fair_selector import FairSelector
-
-_option = partial(serve_option, "keys and TLS")
-_REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
-
-
-@dataclass(frozen=True)
-class Tls:
-    """TLS options; files are in PEM format."""
-
-    certfile: Path = _option(  # noqa: RUF009
-        None, "PEM file with the certificate and its chain; turns TLS on", flags=("--ssl-certfile",), read=Path,
-        metavar="FILE",
-    )  # fmt: skip
-    keyfile: Path | None = _option(  # noqa: RUF009
-        None, "PEM file with the private key (default: the certificate's file)", flags=("--ssl-keyfile",), read=Path,
-        metavar="FILE",
-    )  # fmt: skip
-    ca_certs: Path | None = _option(  # noqa: RUF009
-        None, "PEM file with the authorities that sign clients' certificates", flags=("--ssl-ca-certs",), read=Path,
-        metavar="FILE",
-    )  # fmt: skip
-    cert_reqs: int = _option(
-        0, "whether clients need a certificate: 0 no, 1 optional, 2 required (0)", flags=("--ssl-cert-reqs",), read=int,
-        choices=(0, 1, 2),
-    )  # fmt: skip
-    ciphers: str | None = _option(
-        None, "ciphers of TLS 1.2, in OpenSSL's notation (default: OpenSSL's)", flags=("--ssl-ciphers",), metavar="LIST"
-    )
-    refresh: bool = _option(
-        False, "reload certificate files that change while serving", flags=("--enable-ssl-refresh",), read=None
-    )
-
-    def context(self) -> ssl.SSLContext:
-        """Create a context for TLS 1.2 and newer. Raises LlmcError E649 if a file cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
-            _check_readable(path)
-        try:
-            context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
-        except ssl.SSLError as e:
-            files = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
-            raise LlmcError("E649", f"{files}: {_reason(e)}", _REMEDY) from None
-        except ValueError:  # raised by _no_password
-            cause = f"the key of {self.certfile} is encrypted"
-            raise LlmcError("E649", cause, "openssl pkey -in KEY -out PLAIN") from None
-        try:
-            if self.ca_certs is not None:
-                context.load_verify_locations(self.ca_certs)
-            elif self.cert_reqs:
-                cause = "--ssl-cert-reqs without --ssl-ca-certs: no client could connect"
-                raise LlmcError("E649", cause, "add --ssl-ca-certs FILE")
-            context.verify_mode = ssl.VerifyMode(self.cert_reqs)
-            if self.ciphers is not None:
-                context.set_ciphers(self.ciphers)
-        except ssl.SSLError as e:
-            source = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
-            remedy = "give certificates in PEM, and ciphers that `openssl ciphers` lists"
-            raise LlmcError("E649", f"{source}: {_reason(e)}", remedy) from e
-        return context
-
-
-class ServerLoop(asyncio.SelectorEventLoop):
-    """An event loop that accepts and serves few connections per iteration.
-
-    Connections over the limit are thus detected before descriptors run out, and many clients that send at once do not
-    delay the engine's tokens. TLS handshakes have a time limit; connections do not count before their handshake ends.
-    """
-
-    handshake_seconds = 10.0
-    tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see read_turns)
-
-    def __init__(self) -> None:
-        self.fair = FairSelector()
-        super().__init__(self.fair)
-
-    async def create_server(self, *args: Any, **options: Any) -> Any:
-        """Extend asyncio's method for a bound `sock`; `backlog` is the length of the accept queue."""
-        if options.get("ssl") is not None:
-            options["ssl_handshake_timeout"] = self.handshake_seconds
-        waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
-        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
-        server = await super().create_server(*args, **options, backlog=few)
-        options["sock"].listen(waiting)  # asyncio uses one number for both
-        return server
-
-    def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
-        """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
-        transport = super()._make_ssl_transport(*args, **options)  # type: ignore[misc]
-        protocol = transport._ssl_protocol
-        protocol.max_size = self.tls_buffer
-        protocol._ssl_buffer = bytearray(self.tls_buffer)
-        protocol._ssl_buffer_view = memoryview(protocol._ssl_buffer)
-        return transport
-
-
-def _no_password() -> str:
-    raise ValueError
-
-
-def _check_readable(path: Path) -> None:
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as e:
-        raise LlmcError("E649", f"{path} cannot be read: {e.strerror}", _REMEDY) from None
-
-
-def _reason(error: ssl.SSLError) -> str:
-    reason = getattr(error, "reason", None)  # absent in some errors
-    if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
-        return "the private key does not belong to the certificate"
-    return (reason or "a certificate or a private key is missing or damaged").lower().replace("_", " ")
 
 
 @contextlib.contextmanager
