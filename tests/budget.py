@@ -62,14 +62,14 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "text_cpu": ("server.text_pool.text_messages", "CPU_SECONDS", "s"),
         "text_memory": ("server.text_pool.text_messages", "MEMORY_BYTES", "bytes"),
         "text_processes": ("server.text_pool.pool", "PROCESSES", ""),
-        "lane_waiting": ("server.fair_slots", "MOST_WAITING", ""),
-        "lane_seconds": ("server.fair_slots", "SECONDS", "s"),
-        "bodies": ("server.http.body_budget", "MOST_BYTES", "bytes"),
+        "lane_waiting": ("server.fair_slots", "MAX_WAITING", ""),
+        "lane_seconds": ("server.fair_slots", "MAX_SECONDS", "s"),
+        "bodies": ("server.http.body_budget", "MAX_BYTES", "bytes"),
         "free_body": ("server.http.body_budget", "FREE_BYTES", "bytes"),
         "listed": ("server.prompting", "LIST_TOKENS", ""),
         "answer": ("server.requests.response_size", "MAX_ANSWER", "bytes"),
         "score_weight": ("server.requests.response_size", "SCORE_WEIGHT", ""),
-        "skipped": ("server.load_shedding", "MOST_SKIPPED", "bytes"),
+        "skipped": ("server.load_shedding", "MAX_SKIPPED", "bytes"),
         "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
     }
 )  # fmt: skip

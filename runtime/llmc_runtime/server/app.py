@@ -30,7 +30,7 @@ from llmc_runtime.server.http.replies import (
     while_connected,
 )
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.openai.chat import Chat
 from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
@@ -60,7 +60,7 @@ def application(
     root_path: str = "",
     admin_keys: Sequence[str] = (),
     key_scope: str = "all",
-    shed: Shed | None = None,
+    shed: LoadShedder | None = None,
 ) -> ASGIApp:
     """Return the server as an ASGI application.
 
@@ -74,7 +74,7 @@ def application(
         routes += Admin(serving, limits).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    shed = shed or Shed(serving)
+    shed = shed or LoadShedder(serving)
     guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
     shed.check = guarded.check
     return NormalizeTarget(guarded, root_path)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
-from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.field_limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest, TokenizeRequest
 from llmc_runtime.server.tool_calls.history import for_template
@@ -200,7 +200,7 @@ def _errors(param: str) -> Iterator[None]:
     try:
         yield
     except LlmcError as e:
-        raise told(e, param) from None
+        raise to_api_error(e, param) from None
 
 
 def prompts_in(given: str | list[Any]) -> tuple[int, int]:

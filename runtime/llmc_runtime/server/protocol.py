@@ -23,7 +23,7 @@ from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.http.event_loop import FairSelector, ServerLoop
 from llmc_runtime.server.http.lingering_close import Lingering, Room
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 MAX_CONNECTIONS = 4096  # default maximum number of connections
@@ -91,7 +91,7 @@ class HttpConnection(H11Protocol):
     """One connection. Subclasses set `limit`, shared by all connections of a server, and `shed`."""
 
     limit = ConnectionLimit()
-    shed: Shed | None = None
+    shed: LoadShedder | None = None
     head_seconds = 15.0
     write_seconds = 30.0  # a client must read some of its response within this time
     _head_timer: asyncio.TimerHandle | None = None  # runs while a head is arriving

@@ -27,10 +27,10 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import AccessLog, RefusalLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
-from llmc_runtime.server.operations.metrics_exporter import Meters, about
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
 from llmc_runtime.server.protocol import (
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
@@ -174,7 +174,7 @@ def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Con
     """Return uvicorn's configuration, loaded."""
     limit = ConnectionLimit.within_descriptors(connections, lambda: serving.meters.refused("connections"))
     serving.meters.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
-    shed = Shed(serving, options.root_path, RefusalLog(options.access_log))
+    shed = LoadShedder(serving, options.root_path, RefusalLog(options.access_log))
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
@@ -199,7 +199,7 @@ def names_of(options: Options) -> tuple[str, ...]:
 
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
-    meters = Meters(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
+    meters = ServerMetrics(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
     rows, length = llm.config.max_num_seqs, llm.config.max_model_len
     queued_tokens = options.max_queued_tokens
     if queued_tokens is None:

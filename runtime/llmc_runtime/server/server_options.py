@@ -128,7 +128,7 @@ class Options:
         512, "maximum number of waiting sequences (512)", flags=("--max-num-queued-reqs",), read=positive, metavar="N"
     )
     max_queued_tokens: int | None = _load(
-        None, "maximum number of tokens of waiting sequences, with outputs (default: what as many may have at most)",
+        None, "maximum number of tokens of waiting sequences (default: --max-num-queued-reqs times the maximum length)",
         flags=("--max-num-queued-tokens",), read=positive, metavar="N",
     )  # fmt: skip
     max_per_key: int | None = _load(

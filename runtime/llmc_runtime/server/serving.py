@@ -17,14 +17,14 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.fair_slots import Lanes
+from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.body_budget import BodyBudget
 from llmc_runtime.server.http.durations import seconds_of
-from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, not_found, told, unavailable
+from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, not_found, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
-from llmc_runtime.server.operations.metrics_exporter import Meter, Meters
+from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
@@ -103,7 +103,7 @@ class Serving:
         llm: AsyncLLM,
         names: Sequence[str],
         admission: Admission,
-        meters: Meters,
+        meters: ServerMetrics,
         template: str | None = None,
         calls: str = AUTO,
         thoughts: str = AUTO,
@@ -121,7 +121,7 @@ class Serving:
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         spec = partial(_spec, llm, self.names, admission.tokens, template, calls, thoughts)
         self.bodies = BodyBudget(self._no_room)
-        self.lanes = Lanes(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
         self.offload = TextPool(spec, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Serving:
             raise _too_long(known, most, call)
         if (params.max_tokens or 0) >= most:
             cause = f"max_tokens ({params.max_tokens}) leaves a prompt no room, the model was compiled for {most}"
-            raise told(LlmcError("E603", cause, f"a smaller max_tokens, at most {most - 1}"), call.prompt_param)
+            raise to_api_error(LlmcError("E603", cause, f"a smaller max_tokens, at most {most - 1}"), call.prompt_param)
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")
@@ -295,7 +295,14 @@ class Serving:
             hold.release(sum(meter.tokens for meter in meters))
 
     async def _watched(
-        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, call: Call, meter: Meter
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        salt: str,
+        call: Call,
+        meter: RequestMetrics,
     ) -> AsyncIterator[RequestOutput]:
         """Run one job with metering, and convert its errors to ApiErrors."""
         rest = "error"  # the finish reason of outputs that have none
@@ -317,7 +324,7 @@ class Serving:
             if e.code in OF_ENGINE and not self.admission.draining:
                 words, seconds = self._absence()
                 raise unavailable(words, "engine_unavailable", max(seconds, SOONEST)) from None
-            raise told(e, call.prompt_param) from None
+            raise to_api_error(e, call.prompt_param) from None
         except (asyncio.CancelledError, GeneratorExit):
             rest = "abort"
             raise
@@ -347,7 +354,7 @@ def _spec(llm: AsyncLLM, names: tuple[str, ...], tokens: int, template: str | No
 
 def _too_long(tokens: int, most: int, call: Call) -> ApiError:
     cause = f"the prompt is {tokens} tokens, the model was compiled for {most} with output"
-    return told(LlmcError("E602", cause, f"shorten the prompt to {most - 1} tokens"), call.prompt_param)
+    return to_api_error(LlmcError("E602", cause, f"shorten the prompt to {most - 1} tokens"), call.prompt_param)
 
 
 async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> News:

@@ -47,7 +47,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def told(error: LlmcError, prompt_param: str) -> ApiError:
+def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:
     """Convert an error of the runtime for the client; `prompt_param` is the field that contained the prompt."""
     words = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
     if error.code == "E601":

@@ -89,10 +89,10 @@ class Encoding:
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
         """Yield `before`, the JSON text of the value, and `after`, one slice at a time."""
-        made, part = pieces(value), bytearray(before)
+        chunks, part = pieces(value), bytearray(before)
         while True:
             async with self._turn:
-                done = _fill(made, part)
+                done = _fill(chunks, part)
                 if not done:
                     await asyncio.sleep(SLICE_SECONDS)
             if done:
@@ -104,11 +104,11 @@ class Encoding:
             part.clear()
 
 
-def _fill(made: Iterator[bytes], part: bytearray) -> bool:
+def _fill(chunks: Iterator[bytes], part: bytearray) -> bool:
     """Encode one slice into `part`. Returns True at the end of the value."""
-    until, most = time.perf_counter() + SLICE_SECONDS, len(part) + _SLICE_BYTES
-    for piece in made:
+    until, limit = time.perf_counter() + SLICE_SECONDS, len(part) + _SLICE_BYTES
+    for piece in chunks:
         part += piece
-        if len(part) > most or time.perf_counter() > until:
+        if len(part) > limit or time.perf_counter() > until:
             return False
     return True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
-from llmc_runtime.server.operations.throughput import Pace
+from llmc_runtime.server.operations.throughput import Throughput
 
 SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
@@ -40,7 +40,7 @@ class Admission:
     keys: int = 1
     most_wait: float = math.inf
     backlog: Callable[[], int] = lambda: 0
-    pace: Pace = field(default_factory=Pace)
+    pace: Throughput = field(default_factory=Throughput)
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0

@@ -61,7 +61,7 @@ _OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
 _ENDS = ("stop", "length", "abort", "error")
 
 
-class Meters:
+class ServerMetrics:
     """The metrics of one served model.
 
     `stats` returns the engine's figures by name (see metrics), and `about` metric families that are constant while the
@@ -113,13 +113,13 @@ class Meters:
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
-    def begin(self, prompt_tokens: int, params: SamplingParams) -> Meter:
+    def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestMetrics:
         """Count a new request and return its meter."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].add(params.max_tokens)
-        return Meter(self, params.n)
+        return RequestMetrics(self, params.n)
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families with their current values."""
@@ -175,10 +175,10 @@ class Meters:
         return family
 
 
-class Meter:
+class RequestMetrics:
     """Measures the times and tokens of one request."""
 
-    def __init__(self, meters: Meters, outputs: int) -> None:
+    def __init__(self, meters: ServerMetrics, outputs: int) -> None:
         self._meters, self._outputs, self._open = meters, outputs, outputs
         self._next = meters.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()

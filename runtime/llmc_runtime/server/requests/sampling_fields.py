@@ -15,7 +15,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
 
 _SAME = tuple(one.name for one in PARAMETERS.values() if one.request and one.name != "max_tokens")
@@ -98,7 +98,7 @@ def _params(asked: Generation, llm: Defaults, default: SamplingParams, more: dic
             given["allowed_token_ids"] = token_mask(asked.allowed_token_ids, llm.vocab_size)
         return SamplingParams(**(given | more))
     except LlmcError as e:
-        raise told(e, "prompt") from None
+        raise to_api_error(e, "prompt") from None
 
 
 def _form(asked: Generation) -> StructuredOutputsParams | None:
