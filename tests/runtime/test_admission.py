@@ -108,7 +108,7 @@ def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
     engine.go_on(11.0)
     with pytest.raises(ApiError) as refusal:
         where.place(1, 10, 20, "", within=5.0)
-    assert status(refusal) == (503, "server_overloaded") and "longer than it may take" in refusal.value.message
+    assert status(refusal) == (503, "server_overloaded") and "longer than its time limit" in refusal.value.message
     where.place(1, 10, 20, "", within=58.0).close()
     with pytest.raises(ApiError) as refusal:
         for _ in range(200):

@@ -172,7 +172,7 @@ class Serving:
             return f"the engine ended {ended} times within an hour; the server is ending", start
         if (left := self.llm.retry_in) is not None:
             return f"the engine ended {ended} times within an hour; the next try is in {left:.0f} s", left + start
-        return "the engine is not there now", start
+        return "the engine is not running", start
 
     @contextmanager
     def texts(self, key: str) -> Iterator[None]:

@@ -89,7 +89,7 @@ class ThreadedHandler(logging.Handler):
             text = f"{self._waiting.get()}\n"
             lost, self._lost = self._lost, 0
             if lost:
-                text += f"{self.format(_message(f'{lost} lines were lost, as nobody read them'))}\n"
+                text += f"{self.format(_message(f'{lost} lines were lost, as stderr was not read'))}\n"
             try:
                 if self._stream is not None:
                     self._stream.write(text)

@@ -114,7 +114,7 @@ class ServerMetrics:
             self._counts["num_aborted_requests"] += count
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestMetrics:
-        """Count a new request and return its meter."""
+        """Count a new request and return its metrics."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
@@ -178,9 +178,9 @@ class ServerMetrics:
 class RequestMetrics:
     """Measures the times and tokens of one request."""
 
-    def __init__(self, meters: ServerMetrics, outputs: int) -> None:
-        self._meters, self._outputs, self._open = meters, outputs, outputs
-        self._next = meters.histograms["inter_token_latency_seconds"].add
+    def __init__(self, metrics: ServerMetrics, outputs: int) -> None:
+        self._metrics, self._outputs, self._open = metrics, outputs, outputs
+        self._next = metrics.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()
         self._first: float | None = None
         self._prefill = 0.0
@@ -189,11 +189,11 @@ class RequestMetrics:
     def take(self, output: RequestOutput) -> None:
         """Record an update of the request."""
         new = 0
-        for one in output.outputs:
-            new += len(one.token_ids)
-            if one.finish_reason is not None:
+        for completion in output.outputs:
+            new += len(completion.token_ids)
+            if completion.finish_reason is not None:
                 self._open -= 1
-                self._meters.ended(one.finish_reason)
+                self._metrics.ended(completion.finish_reason)
         if not new:
             return
         now = time.monotonic()
@@ -206,27 +206,27 @@ class RequestMetrics:
 
     def end(self, rest: str) -> None:
         """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
-        meters = self._meters.histograms
+        histograms = self._metrics.histograms
         if self._open:
-            self._meters.ended(rest, self._open)
+            self._metrics.ended(rest, self._open)
             self._open = 0
-        meters["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
-        meters["request_generation_tokens"].add(self.tokens)
+        histograms["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
+        histograms["request_generation_tokens"].add(self.tokens)
         if self._first is None:
             return
         decode = self._last - self._first
-        meters["request_decode_time_seconds"].add(decode)
-        meters["request_inference_time_seconds"].add(self._prefill + decode)
+        histograms["request_decode_time_seconds"].add(decode)
+        histograms["request_inference_time_seconds"].add(self._prefill + decode)
         if self.tokens > self._outputs:
-            meters["request_time_per_output_token_seconds"].add(decode / (self.tokens / self._outputs - 1))
+            histograms["request_time_per_output_token_seconds"].add(decode / (self.tokens / self._outputs - 1))
 
     def _begin(self, now: float, output: RequestOutput) -> None:
-        meters, self._first = self._meters.histograms, now
-        meters["time_to_first_token_seconds"].add(now - self._began)
+        histograms, self._first = self._metrics.histograms, now
+        histograms["time_to_first_token_seconds"].add(now - self._began)
         if output.times is not None:
             queued, self._prefill = output.times
-            meters["request_queue_time_seconds"].add(queued)
-            meters["request_prefill_time_seconds"].add(self._prefill)
+            histograms["request_queue_time_seconds"].add(queued)
+            histograms["request_prefill_time_seconds"].add(self._prefill)
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
