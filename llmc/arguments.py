@@ -67,6 +67,6 @@ def gib(text: str) -> int:
 
 def nbytes(text: str) -> int:
     """Parse a size in bytes with an optional unit: 1048576, 512M, 2GiB."""
-    from llmc_runtime.cli import parse_bytes
+    from llmc_runtime.option_type import parse_bytes
 
     return parse_bytes(text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_told
-from llmc_runtime.option_type import of_command, options_of, parse_bytes
+from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
     from llmc_runtime.interactive import Session
@@ -141,7 +141,7 @@ def bench_parser() -> argparse.ArgumentParser:
     """The parser of `llmc bench`."""
     from llmc_runtime.bench.command import parser
 
-    return parser(parse_bytes)
+    return parser()
 
 
 def _open_standard_files() -> None:

@@ -66,7 +66,7 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
         ("served-model-name: [[a]]", "text or a number"),
         ("enable-prefix-caching: 1", "true or false"),
         ("no-enable-prefix-caching: true", "unknown option"),
-        ("scheduling-policy: lifo", "one of fcfs, priority"),
+        ("scheduling-policy: lifo", "scheduling-policy: invalid choice"),
         ("port: 1\nport: 2", "twice"),
         ("- a\n- b", "not a mapping"),
         ("a: [", "not valid YAML"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def read(argv: Sequence[str], prog: str = "llmc-serve") -> Settings:
     args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
     sources = {name: "default" if getattr(args, name) is None else "flag" for name in defaults}
     if args.config is not None:
-        for name, value in _of_file(args.config, known, args):
+        of_file = _of_file(args.config, known)
+        args.ignored_flags = [*(args.ignored_flags or []), *of_file.pop("ignored_flags")]
+        for name, value in of_file.items():
             if sources[name] == "default":
                 setattr(args, name, value)
                 sources[name] = str(args.config)
@@ -153,60 +155,46 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; --help lists all"
 
 
-def _of_file(path: Path, known: Mapping[str, Option], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each key. Ignored flags are appended to `args.ignored_flags`."""
+def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the options of a file by name. Values are parsed as those of flags."""
     by_key = {flag[2:]: option for option in known.values() if option.file for flag in option.spellings}
-    ignored = by_flag()
+    ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
     for key, value in _load(path).items():
-        key = str(key)
-        name = key.replace("_", "-")
-        if name == "model":
-            yield name, _text(path, key, value)
-        elif name in by_key:
-            yield by_key[name].dest, _value(path, key, by_key[name], value)
-        elif f"--{name}" in ignored:
-            if value is not False:
-                found = (f"--{name}", [] if value is True else _texts(path, key, value))
-                args.ignored_flags = [*(args.ignored_flags or []), found]
-        else:
-            raise _unusable(path, f"unknown option {key[:60]!r}{_suggestion(name, ['model', *by_key])}")
+        name = str(key).replace("_", "-")
+        option = by_key.get(name)
+        if option is not None and option.read is None:
+            if not isinstance(value, bool):
+                raise _unusable(path, f"{key} has to be true or false")
+            values[option.dest] = value
+        elif option is not None:
+            words = _as_flags(path, name, option, value)
+            try:
+                values[option.dest] = getattr(parser.parse_args(words), option.dest)
+            except argparse.ArgumentError as e:
+                raise _unusable(path, f"{key}: {e.message}") from None
+        elif name == "model":
+            values[name] = _texts(path, name, value, many=False)[0]
+        elif f"--{name}" not in ignored:
+            raise _unusable(path, f"unknown option {str(key)[:60]!r}{_suggestion(name, ['model', *by_key])}")
+        elif value is not False:
+            values["ignored_flags"].append((f"--{name}", [] if value is True else _texts(path, name, value)))
+    return values
 
 
-def _value(path: Path, key: str, option: Option, value: Any) -> Any:
-    """Return the value that the flag would have."""
-    if option.read is None:
-        if not isinstance(value, bool):
-            raise _unusable(path, f"{key} has to be true or false")
-        return value
+def _as_flags(path: Path, key: str, option: Option, value: Any) -> list[str]:
     if isinstance(value, dict) and option.metavar == "JSON":
         value = json.dumps(value)
-    if option.many:
-        return [_converted(path, key, option, text) for text in _texts(path, key, value)]
-    return _converted(path, key, option, _text(path, key, value))
+    flag, texts = option.spellings[0], _texts(path, key, value, many=bool(option.many))
+    return [flag, *texts] if option.many == "+" and texts else [f"{flag}={text}" for text in texts]
 
 
-def _text(path: Path, key: str, value: Any) -> str:
-    if isinstance(value, list):
+def _texts(path: Path, key: str, value: Any, many: bool = True) -> list[str]:
+    if isinstance(value, list) and not many:
         raise _unusable(path, f"{key} takes one value, not a list")
-    return _texts(path, key, value)[0]
-
-
-def _texts(path: Path, key: str, value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in values):
         raise _unusable(path, f"{key} has to be a text or a number")
     return [str(item) for item in values]
-
-
-def _converted(path: Path, key: str, option: Option, text: str) -> Any:
-    convert: Any = option.read
-    try:
-        value = convert(text)
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
-        raise _unusable(path, f"{key}: {e}") from None
-    if option.choices is not None and value not in option.choices:
-        raise _unusable(path, f"{key} has to be one of {', '.join(map(str, option.choices))}, not {text:.60}")
-    return value
 
 
 def _load(path: Path) -> dict[Any, Any]:

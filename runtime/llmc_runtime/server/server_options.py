@@ -113,16 +113,16 @@ class Options:
         metavar="BYTES",
     )  # fmt: skip
     keep_alive: int = _server(
-        15, "seconds that an idle connection stays open (15)", flags=("--timeout-keep-alive",), read=positive,
-        metavar="SECONDS",
+        15, "idle time after which a connection is closed, in seconds (15)", flags=("--timeout-keep-alive",),
+        read=positive, metavar="SECONDS",
     )  # fmt: skip
     shutdown_timeout: int = _server(
-        30, "seconds in which open requests may end after SIGTERM (30)", read=positive, metavar="SECONDS"
+        30, "time limit of open requests after SIGTERM, in seconds (30)", read=positive, metavar="SECONDS"
     )
     key_scope: str = _access(
         "all",
-        "routes that need an API key: all except /health and /ready, also except /metrics, or as in vLLM only those "
-        "under /v1 (all)", flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
+        "routes that need an API key: all except /health and /ready (all), also except /metrics (all-but-metrics), or "
+        "only those under /v1 as in vLLM (v1)", flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
     )  # fmt: skip
     max_queued_requests: int = _load(
         512, "maximum number of waiting sequences (512)", flags=("--max-num-queued-reqs",), read=positive, metavar="N"
@@ -191,12 +191,13 @@ def serve_options() -> dict[str, Option]:
     return {option.dest: option for option in sorted(options, key=lambda option: _GROUPS.index(option.group))}
 
 
-def serve_parser(prog: str = "llmc-serve") -> argparse.ArgumentParser:
-    """Return the parser of `llmc-serve`."""
+def serve_parser(prog: str = "llmc-serve", exit_on_error: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of `llmc-serve`. Without `exit_on_error`, wrong values raise argparse.ArgumentError."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Serve a model over HTTP with OpenAI's API. Needs: pip install 'llmc-aot[serve]'",
         allow_abbrev=False,
+        exit_on_error=exit_on_error,
     )
     model = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=model)

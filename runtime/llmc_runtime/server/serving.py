@@ -295,15 +295,9 @@ class Serving:
             hold.release(sum(meter.tokens for meter in meters))
 
     async def _watched(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        name: str,
-        priority: int,
-        salt: str,
-        call: Call,
+        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, call: Call,
         meter: RequestMetrics,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """Run one job with metering, and convert its errors to ApiErrors."""
         rest = "error"  # the finish reason of outputs that have none
         try:
