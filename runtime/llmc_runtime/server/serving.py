@@ -253,9 +253,7 @@ class Serving:
         call: Call,
         open_end: bool,
     ) -> list[SamplingParams]:
-        """Return the parameters for each prompt, after reserving memory for the response. Raises ApiError 400, 429 or
-        503.
-        """
+        """Return the parameters for each prompt, and reserve memory for the response. Raises ApiError 400, 429, 503."""
         lengths, outputs = [len(prompt.ids) for prompt in prompts], params.n * len(prompts)
         most = self.llm.config.max_model_len  # the limit of an output without max_tokens
 
