@@ -20,6 +20,7 @@ from llmc_runtime.engine_options import EngineArgs, EngineOptions
 from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
 from llmc_runtime.option_type import Option, options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
+from llmc_runtime.server.ignored_flags import IGNORED, REFUSED
 from llmc_runtime.server.server_options import serve_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,10 +76,26 @@ def serve_table() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def vllm_flags() -> Iterator[str]:
+    """The flags of vLLM that are ignored or rejected."""
+    yield "| flag | here |"
+    yield "|---|---|"
+    for row in (*IGNORED, *REFUSED):
+        flags = ", ".join(f"`{flag}`" for flag in row.flags)
+        if row.harmless is None:
+            what = "ignored"
+        else:
+            what = "rejected" + (
+                f", except {', '.join(f'`{one}`' for one in row.harmless[:3])}" if row.harmless else ""
+            )
+        yield f"| {flags} | {what}: {row.reason} |"
+
+
 TABLES = {
     ("running.md", "sampling parameters"): parameters,
     ("running.md", "engine options"): engine_options,
     ("serving.md", "server options"): serve_table,
+    ("vllm.md", "vLLM's flags"): vllm_flags,
 }
 
 

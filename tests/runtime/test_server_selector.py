@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from llmc_runtime.server.http.event_loop import MAX_BULK, MAX_CLIENTS, FairSelector
+from llmc_runtime.server.http.fair_selector import MAX_BULK, MAX_CLIENTS, FairSelector
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 

@@ -17,13 +17,16 @@ from typing import Any
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.errors import ApiError, unavailable
-from llmc_runtime.server.http.event_loop import FairSelector, ServerLoop
+from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import Lingering, Room
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
-from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.load_shedding import Answer, LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 MAX_CONNECTIONS = 4096  # default maximum number of connections
@@ -85,6 +88,29 @@ def allowed(soft: int) -> tuple[int, int]:
     room = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
     refused = min(_MAX_REFUSED, max(1, room // 4))
     return max(1, room - refused), refused
+
+
+def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
+    """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
+    limit, shed = protocol.limit, protocol.shed
+    assert shed is not None
+
+    def refusal(head: bytes) -> Answer | None:
+        answer = shed.answer(head, state.default_headers)
+        state.total_requests += answer is not None
+        return answer
+
+    def opened(change: int) -> None:
+        limit.open += change
+
+    return LightConnections(
+        active=lambda: shed.active and limit.open < limit.maximum,
+        refusal=refusal,
+        opened=opened,
+        late=_late(protocol.head_seconds),
+        head_seconds=protocol.head_seconds,
+        keep_alive=keep_alive,
+    )
 
 
 class HttpConnection(H11Protocol):
@@ -295,8 +321,8 @@ class HttpConnection(H11Protocol):
     def _head_timeout(self) -> None:
         self._head_timer = None
         if self._idle and not self.transport.is_closing():
-            cause = f"the head of the request did not arrive within {self.head_seconds:g} s"
-            self._refuse(ApiError(cause, status=408, code="timeout"))
+            self.transport.write(_late(self.head_seconds))
+            self.transport.close()
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -305,11 +331,22 @@ class HttpConnection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error without the parser, and close the connection."""
-        body, phrase = msgspec.json.encode(error.body()), HTTPStatus(error.status).phrase
-        head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.write(_refusal(error))
         self.transport.close()
+
+
+def _refusal(error: ApiError) -> bytes:
+    """Return a complete response that closes the connection."""
+    body, phrase = msgspec.json.encode(error.body()), HTTPStatus(error.status).phrase
+    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _late(seconds: float) -> bytes:
+    """Return the response to a client that sent no head in time."""
+    cause = f"the head of the request did not arrive within {seconds:g} s"
+    return _refusal(ApiError(cause, status=408, code="timeout"))
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:

@@ -36,6 +36,7 @@ from llmc_runtime.server.protocol import (
     MAX_HEAD_BYTES,
     ConnectionLimit,
     HttpConnection,
+    light_connections,
     set_descriptor_limit,
 )
 from llmc_runtime.server.server_options import Options
@@ -121,30 +122,38 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             say(line)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
-        def on_started() -> None:
-            say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
-            if not options.local and not options.keys:
-                say("anyone who can reach this address may use the model: no API keys are set")
-
         def drain(server: DrainingServer) -> None:
             serving.admission.draining = True
             work = partial(_drain, llm, serving, server, options.shutdown_timeout)
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(work())))
 
         dump_on_quit(loop, serving)
-        server = DrainingServer(config, on_started, drain)
+        ready = partial(_announce, options, serving, name_of(bound, tls is not None), say)
+        server = DrainingServer(config, ready, drain)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in effect once the server has ended and cleans up
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(signal.SIGHUP, server.handle_exit)
         if isinstance(tls, ReloadingContext):
             tasks.add(loop.create_task(tls.follow()))
+        protocol: Any = config.http_protocol_class
+        light = light_connections(protocol, server.server_state, options.keep_alive)
+        if isinstance(loop, ServerLoop):
+            loop.light = light
         failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])
         finally:
             failed.cancel()
+            light.close()
             serving.close()
     return ENGINE_FAILED if llm.gave_up else 0
+
+
+def _announce(options: Options, serving: Serving, address: str, say: Callable[[str], None]) -> None:
+    """Print that the server accepts requests."""
+    say(f"{serving.names[0]} at {address}")
+    if not options.local and not options.keys:
+        say("anyone who can reach this address may use the model: no API keys are set")
 
 
 async def _drain(llm: AsyncLLM, serving: Serving, server: DrainingServer, seconds: float) -> None:

@@ -1,65 +1,15 @@
-"""An event loop that accepts and serves few connections per iteration, so that they do not delay others' streams.
-
-A loop handles all events of one `select` call before the next call. If hundreds of connections send at once, that takes
-tens of milliseconds, during which no tokens are forwarded.
-"""
+"""The server's event loop, which accepts and serves few connections per iteration."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
-import selectors
-from collections.abc import Iterable
+import socket
+from functools import partial
 from typing import Any
 
-MAX_CLIENTS = 16  # connections reported at a time
-MAX_BULK = 4  # of connections in the middle of a body
-
-Events = list[tuple[selectors.SelectorKey, int]]
-
-
-class FairSelector(selectors.DefaultSelector):
-    """Reports all ready descriptors, but only a few client connections: those least recently reported."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[int, int] = {}  # client descriptor -> number of the last call that reported it
-        self._bulk: set[int] = set()
-        self._calls = 0
-
-    def add_client(self, fd: int) -> None:
-        """Register a descriptor as a client connection until `remove_client`."""
-        self._last[fd] = 0
-
-    def set_bulk(self, fd: int, bulk: bool) -> None:
-        """Set whether the client is in the middle of a body."""
-        if bulk and fd in self._last:
-            self._bulk.add(fd)
-        else:
-            self._bulk.discard(fd)
-
-    def remove_client(self, fd: int) -> None:
-        """Unregister a closed connection."""
-        self._last.pop(fd, None)
-        self._bulk.discard(fd)
-
-    def select(self, timeout: float | None = None) -> Events:
-        """See selectors.BaseSelector."""
-        ready: Events = super().select(timeout)
-        if len(ready) <= MAX_BULK:
-            return ready
-        self._calls += 1
-        events = [event for event in ready if event[0].fd not in self._last]
-        clients = [event for event in ready if event[0].fd in self._last]
-        events += self._longest((event for event in clients if event[0].fd not in self._bulk), MAX_CLIENTS)
-        return events + self._longest((event for event in clients if event[0].fd in self._bulk), MAX_BULK)
-
-    def _longest(self, ready: Iterable[tuple[selectors.SelectorKey, int]], count: int) -> Events:
-        """Return the events of the connections that were reported least recently."""
-        events = sorted(ready, key=lambda event: self._last[event[0].fd])[:count]
-        for key, _ in events:
-            self._last[key.fd] = self._calls
-        return events
+from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.light_connections import LightConnections
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
@@ -72,6 +22,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
     at_once = 32  # connections accepted per turn; their heads are parsed in turns (see read_turns)
+    light: LightConnections | None = None  # takes new connections without TLS while requests are refused
 
     def __init__(self) -> None:
         self.fair = FairSelector()
@@ -86,6 +37,30 @@ class ServerLoop(asyncio.SelectorEventLoop):
         server = await super().create_server(*args, **options, backlog=few)
         options["sock"].listen(waiting)  # asyncio uses one number for both
         return server
+
+    def _accept_connection(
+        self, factory: Any, sock: socket.socket, sslcontext: Any = None, server: Any = None, *args: Any, **options: Any
+    ) -> None:
+        """Extend asyncio's method, which accepts what waits at a listening socket, by light connections."""
+        if self.light is not None and sslcontext is None:
+            for _ in range(self.at_once):
+                if not self.light.active():
+                    break
+                try:
+                    conn, address = sock.accept()
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    return
+                except OSError:  # asyncio's method reports it, and tries again later
+                    break
+                conn.setblocking(False)
+                self.light.add(conn, partial(self._promote, factory, conn, {"peername": address}, server))
+            else:
+                return
+        super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
+
+    def _promote(self, factory: Any, conn: socket.socket, extra: Any, server: Any) -> None:
+        """Make an accepted socket an ordinary connection."""
+        self.create_task(self._accept_connection2(factory, conn, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
