@@ -134,10 +134,12 @@ class Endpoints:
             serving, prompting = self.serving, self.serving.prompting
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 if fields.prompt is not None:
-                    ids = await prompting.encode(fields.prompt, fields.add_special_tokens is not False)
+                    special = fields.add_special_tokens is not False
+                    ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
                 else:
                     tools, short = tools_of(fields.tools, None, None), serving.dialect.short_ids
-                    ids = (await prompting.of_chat(fields, None if tools is None else tools.given, short)).ids
+                    given = None if tools is None else tools.given
+                    ids = (await prompting.in_thread(prompting.chat, fields, given, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
         return await self._text(request, TokenizeRequest, TOKENIZE, run)
@@ -147,8 +149,9 @@ class Endpoints:
         """POST /detokenize."""
 
         async def run(fields: DetokenizeRequest) -> Response:
+            prompting = self.serving.prompting
             async with self.serving.lanes.slot(request.scope["llmc.key"]):
-                return as_json({"prompt": await self.serving.prompting.decode(fields.tokens)})
+                return as_json({"prompt": await prompting.in_thread(prompting.decode, fields.tokens)})
 
         return await self._text(request, DetokenizeRequest, DETOKENIZE, run)
 
