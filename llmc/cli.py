@@ -246,7 +246,7 @@ def _of_runtime(name: str, argv: Sequence[str]) -> int:
 
 def _completion(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc_runtime import cli
-    from llmc_runtime.server.flags import serve_parser
+    from llmc_runtime.server.server_options import serve_parser
 
     from llmc.completion import script
 

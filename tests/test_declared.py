@@ -20,8 +20,8 @@ from llmc_runtime.engine_options import EngineArgs, EngineOptions
 from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
 from llmc_runtime.option_type import Option, options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
-from llmc_runtime.server.flags import serve_options
-from llmc_runtime.server.ignored_flags import PASSED_OVER, REFUSED
+from llmc_runtime.server.ignored_flags import IGNORED, REFUSED
+from llmc_runtime.server.server_options import serve_options
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "runtime" / "llmc_runtime"
@@ -80,7 +80,7 @@ def vllm_flags() -> Iterator[str]:
     """The flags of vLLM that are ignored or rejected."""
     yield "| flag | here |"
     yield "|---|---|"
-    for row in (*PASSED_OVER, *REFUSED):
+    for row in (*IGNORED, *REFUSED):
         flags = ", ".join(f"`{flag}`" for flag in row.flags)
         if row.harmless is None:
             what = "ignored"
@@ -88,7 +88,7 @@ def vllm_flags() -> Iterator[str]:
             what = "rejected" + (
                 f", except {', '.join(f'`{one}`' for one in row.harmless[:3])}" if row.harmless else ""
             )
-        yield f"| {flags} | {what}: {row.why} |"
+        yield f"| {flags} | {what}: {row.reason} |"
 
 
 TABLES = {
@@ -220,7 +220,7 @@ from pathlib import Path
 from llmc_runtime import LLM, AsyncLLM, LlmcError
 from llmc_runtime.cli import parser
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.server.flags import serve_parser
+from llmc_runtime.server.server_options import serve_parser
 from llmc_runtime.server.config import options_of, read
 from llmc.completion import script
 from tests.test_declared import engine_options, serve_table

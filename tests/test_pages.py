@@ -86,7 +86,7 @@ def simple(words: list[str]) -> Iterator[list[str]]:
 def test_every_command_in_a_text_has_options_that_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from llmc_runtime.cli import bench_parser
     from llmc_runtime.cli import parser as run_parser
-    from llmc_runtime.server.flags import serve_parser
+    from llmc_runtime.server.server_options import serve_parser
 
     from llmc.cli import _parser
 

@@ -58,7 +58,7 @@ def load(target: Server, *options: object) -> dict[str, Any]:
     """The report of `llmc bench serve`, with microseconds of processor time a token of each process."""
     words = ["serve", "--port", str(target.port), "--json", "--disable-tqdm", "--ignore-eos", *map(str, options)]
     before, out = target.cpu(), io.StringIO()
-    code = run(parser(int).parse_args(words), {}, out, sys.stderr)
+    code = run(parser().parse_args(words), {}, out, sys.stderr)
     report: dict[str, Any] = json.loads(out.getvalue())
     assert code == 0, report["errors"]
     tokens = max(report["total_output_tokens"], 1)

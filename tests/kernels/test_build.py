@@ -209,7 +209,7 @@ def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection() -> 
         "  %x = take(%w, %ids) : f32[T, 64]\n  %y = linear(%x, %w) : f32[T, 96]\n  return %y\n}\n",
         OPS,
     )
-    ctx = Ctx(OPS, target("cpu:native"), load().kernels)
+    ctx = Ctx(OPS, load().target("cpu:native"), load().kernels)
     for p in (Select(), Pack()):
         p.run(m, ctx)
         verify(m)

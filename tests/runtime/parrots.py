@@ -19,7 +19,7 @@ from llmc_runtime.api.async_llm import Front
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.server.app import application
 from llmc_runtime.server.operations.admission import Admission
-from llmc_runtime.server.operations.metrics_exporter import Meters
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
 from llmc_runtime.server.serving import Serving
 
 from tests.runtime.parrot_core import tokenizer
@@ -67,7 +67,7 @@ def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
         async with AsyncLLM.over(front, heartbeat_timeout=20.0, say=lambda line: None) as llm:
             apps = {}
             for name, (text, calls, thoughts) in SERVERS.items():
-                meters = Meters("parrot", llm.stats)
+                meters = ServerMetrics("parrot", llm.stats)
                 admission = Admission(64, 1 << 20, None, meters.refused)
                 one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts)
                 found[name], apps[name] = one, application(one)

@@ -7,8 +7,9 @@ import os
 import sys
 
 from llmc_runtime.server.config import options_of, read
-from llmc_runtime.server.http.listen import ServerLoop, listening
-from llmc_runtime.server.http.tls_reload import context_of
+from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.listen import listening
+from llmc_runtime.server.http.tls import context_of
 from llmc_runtime.server.run_server import serve_over
 
 from tests.runtime.async_kit import fake

@@ -17,10 +17,10 @@ import uvicorn
 from llmc_runtime import LLM, AsyncLLM
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import Limits
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
-from llmc_runtime.server.operations.metrics_exporter import Meters, about
-from llmc_runtime.server.protocol import MOST_HEAD, Bound, Wire
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, ConnectionLimit, HttpConnection
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def in_process(tok: Tokenizer | None = TOK) -> LLM:
     return LLM.over(build(0.0, depth=1), tok)
 
 
-class Quick(Wire):
+class Quick(HttpConnection):
     """A connection with short timeouts."""
 
     head_seconds, write_seconds = 0.5, 1.0
@@ -74,22 +74,22 @@ def served(
 
     async def main() -> None:
         async with fake(pace, tok=TOK, **options) as llm:
-            meters = Meters("toy", llm.stats, lambda: about(llm, "toy"), alias)
+            meters = ServerMetrics("toy", llm.stats, lambda: about(llm, "toy"), alias)
             admission = Admission(
                 sequences, tokens, per_key, meters.refused, ROWS, len(keys), most_wait, lambda: llm.num_waiting
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
-            bound = Bound(connections, lambda: meters.refused("connections"))
-            shed = Shed(serving)
+            limit = ConnectionLimit(connections, lambda: meters.refused("connections"))
+            shed = LoadShedder(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")
             app = application(serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed)
             config = uvicorn.Config(
                 app,
-                http=type("Bounded", (Quick,), {"bound": bound, "shed": shed}),
+                http=type("Bounded", (Quick,), {"limit": limit, "shed": shed}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                h11_max_incomplete_event_size=MOST_HEAD,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             )
             stop.append(uvicorn.Server(config))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"

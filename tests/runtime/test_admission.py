@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, Place
-from llmc_runtime.server.operations.throughput import Pace
+from llmc_runtime.server.operations.throughput import Throughput
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 def admission(clock: Clock, **options: Any) -> Admission:
     given = {"sequences": 1000, "tokens": 1 << 30, "rows": 4, **options}
-    return Admission(**given, pace=Pace(clock))
+    return Admission(**given, pace=Throughput(clock))
 
 
 def status(refusal: pytest.ExceptionInfo[ApiError]) -> tuple[int, str | None]:
@@ -90,7 +90,7 @@ def test_what_nobody_can_tell_yet_is_bounded_by_what_was_seen() -> None:
 
 def test_an_engine_that_becomes_slower_is_noticed_within_the_window() -> None:
     clock, pace = Clock(), None
-    pace = Pace(clock)
+    pace = Throughput(clock)
     pace.queue(True)
     for rate in (100.0, 10.0):
         for _ in range(100):
@@ -108,7 +108,7 @@ def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
     engine.go_on(11.0)
     with pytest.raises(ApiError) as refusal:
         where.place(1, 10, 20, "", within=5.0)
-    assert status(refusal) == (503, "server_overloaded") and "longer than it may take" in refusal.value.message
+    assert status(refusal) == (503, "server_overloaded") and "longer than its time limit" in refusal.value.message
     where.place(1, 10, 20, "", within=58.0).close()
     with pytest.raises(ApiError) as refusal:
         for _ in range(200):

@@ -22,7 +22,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Encoding, Lazy, is_lazy, pieces
-from llmc_runtime.server.http.replies import InParts, as_answer
+from llmc_runtime.server.http.replies import JsonStream, as_answer
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.requests.parse import parse
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
@@ -66,7 +66,7 @@ def test_a_small_answer_has_its_length_and_a_large_one_is_sent_in_slices_that_le
         assert small.body == b'{"a":[1]}' and small.headers["content-length"] == "9" and ended == ["small"]
         rows = [{str(i): {"logprob": -0.5, "text": "x" * 20}} for i in range(20_000)]
         large = await as_answer({"a": Lazy(rows)}, encoding, lambda: None, lambda: ended.append("large"))
-        assert isinstance(large, InParts) and "content-length" not in large.headers
+        assert isinstance(large, JsonStream) and "content-length" not in large.headers
         turns, sent = [0], list[bytes]()
 
         async def others() -> None:

@@ -23,7 +23,6 @@ from llmc_runtime.bench.figures import Wanted, figures
 from llmc_runtime.bench.http_client import Reply, WireError
 from llmc_runtime.bench.record import CUT, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix, parse_mix
-from llmc_runtime.cli import parse_bytes
 from llmc_runtime.format.errors import LlmcError
 
 RNG = random.Random()
@@ -267,7 +266,7 @@ def end_of(asked: dict[str, Any], tokens: int) -> bytes:
 
 
 def measured(port: int, *options: str) -> tuple[int, dict[str, Any]]:
-    args = parser(parse_bytes).parse_args(
+    args = parser().parse_args(
         ["serve", "--port", str(port), "--json", "--disable-tqdm", "--random-input-len", "5", *options]
     )
     out = io.StringIO()
@@ -364,7 +363,7 @@ def test_an_address_may_have_its_version_or_not(path: str) -> None:
     from llmc_runtime.bench.serve import _base
 
     for front in ("http://h:80", "https://h/proxy"):
-        args = parser(parse_bytes).parse_args(["serve", "--base-url", front + path])
+        args = parser().parse_args(["serve", "--base-url", front + path])
         assert _base(args).geturl() == front
 
 

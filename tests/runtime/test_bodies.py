@@ -35,7 +35,7 @@ def grown(budget: BodyBudget, key: str, size: int) -> Body:
 
 
 def test_small_bodies_are_never_counted_and_dropped_ones_no_more() -> None:
-    budget = BodyBudget(Full, most=64 * KB)
+    budget = BodyBudget(Full, maximum=64 * KB)
     small = [grown(budget, "a", FREE_BYTES) for _ in range(10)]
     assert budget.used == 0
     large = grown(budget, "a", 60 * KB)
@@ -58,7 +58,7 @@ def test_the_heaviest_key_gives_way_with_its_largest_body() -> None:
         return body
 
     async def main() -> None:
-        budget = BodyBudget(Full, most=200 * KB)
+        budget = BodyBudget(Full, maximum=200 * KB)
         tasks = [asyncio.ensure_future(reading(budget, "a", size * KB)) for size in (50, 80, 40)]
         await asyncio.sleep(0.01)
         other = grown(budget, "b", 60 * KB)
@@ -114,7 +114,7 @@ def until(condition: Any) -> None:
 def test_unfinished_bodies_of_one_key_leave_room_for_others_and_for_its_small_ones() -> None:
     with served(keys=KEYS) as server:
         budget = server.serving.bodies
-        budget.most = 512 * KB
+        budget.maximum = 512 * KB
         links = [half_sent(server, KEYS[0], 100 * KB, 200 * KB) for _ in range(5)]
         until(lambda: budget.used == 500 * KB)
         more = half_sent(server, KEYS[0], 100 * KB, 200 * KB)

@@ -21,7 +21,8 @@ import pytest
 import textkit
 from artifact import tiny
 from llmc_runtime import __version__, cli, interactive
-from llmc_runtime.cli import parse_bytes, run_command
+from llmc_runtime.cli import run_command
+from llmc_runtime.option_type import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temperature", "0")

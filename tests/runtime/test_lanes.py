@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from llmc_runtime.server.fair_slots import Lanes
+from llmc_runtime.server.fair_slots import FairSlots
 
 
 class Full(Exception):
@@ -19,7 +19,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
 
 
-async def started(lanes: Lanes, key: str, order: list[str] | None = None, name: str = "") -> asyncio.Task[None]:
+async def started(lanes: FairSlots, key: str, order: list[str] | None = None, name: str = "") -> asyncio.Task[None]:
     async def job() -> None:
         await lanes.acquire(key)
         if order is not None:
@@ -33,7 +33,7 @@ async def started(lanes: Lanes, key: str, order: list[str] | None = None, name: 
 
 def test_keys_take_turns_and_each_key_is_first_in_first_out() -> None:
     async def main() -> None:
-        lanes, order = Lanes(1, Full), list[str]()
+        lanes, order = FairSlots(1, Full), list[str]()
         await lanes.acquire("a")
         for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
             await started(lanes, name[0], order, name)
@@ -50,7 +50,7 @@ def test_keys_take_turns_and_each_key_is_first_in_first_out() -> None:
 
 def test_one_key_leaves_the_reserved_slots_to_others() -> None:
     async def main() -> None:
-        lanes = Lanes(3, Full, reserved=1)
+        lanes = FairSlots(3, Full, reserved=1)
         mine = [await started(lanes, "a") for _ in range(4)]
         assert [task.done() for task in mine] == [True, True, False, False]
         other = await started(lanes, "b")
@@ -68,7 +68,7 @@ def test_one_key_leaves_the_reserved_slots_to_others() -> None:
 
 def test_of_too_many_the_newest_of_the_key_with_the_most_is_refused() -> None:
     async def main() -> None:
-        lanes = Lanes(1, Full, most=3)
+        lanes = FairSlots(1, Full, max_waiting=3)
         await lanes.acquire("x")
         first = [await started(lanes, "a") for _ in range(3)]
         other = await started(lanes, "b")
@@ -83,7 +83,7 @@ def test_of_too_many_the_newest_of_the_key_with_the_most_is_refused() -> None:
 
 def test_a_job_that_waits_too_long_is_refused_and_one_that_leaves_is_forgotten() -> None:
     async def main() -> None:
-        lanes = Lanes(1, Full, seconds=0.05)
+        lanes = FairSlots(1, Full, seconds=0.05)
         await lanes.acquire("x")
         with pytest.raises(Full):
             await lanes.acquire("a")
@@ -100,7 +100,7 @@ def test_a_job_that_waits_too_long_is_refused_and_one_that_leaves_is_forgotten()
 
 def test_a_slot_that_is_given_to_a_job_that_has_just_left_goes_to_the_next() -> None:
     async def main() -> None:
-        lanes = Lanes(1, Full)
+        lanes = FairSlots(1, Full)
         await lanes.acquire("x")
         left, next_one = await started(lanes, "a"), await started(lanes, "b")
         lanes.release("x")  # a has the slot, and does not know it yet
@@ -117,7 +117,7 @@ def test_jobs_cancelled_in_the_turn_of_a_release_keep_no_slot() -> None:
     """The event loop runs a cancelled task later; until then its place in the queue is still there."""
 
     async def main() -> None:
-        lanes = Lanes(1, Full)
+        lanes = FairSlots(1, Full)
         await lanes.acquire("a")
         leaving, staying = await started(lanes, "a"), await started(lanes, "b")
         leaving.cancel()
@@ -136,7 +136,7 @@ def test_random_arrivals_and_departures_lose_no_slot() -> None:
     print(f"seed {seed}")
 
     async def main() -> None:
-        lanes = Lanes(3, Full, reserved=1, most=6)
+        lanes = FairSlots(3, Full, reserved=1, max_waiting=6)
 
         async def job(key: str) -> None:
             async with lanes.slot(key):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn")
+from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.light_connections import LightConnections
-from llmc_runtime.server.http.listen import ServerLoop
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from llmc_runtime.server.http import body_turns
-from llmc_runtime.server.http.body_turns import BYTES, MOST, BodyTurns
+from llmc_runtime.server.http import read_turns
+from llmc_runtime.server.http.read_turns import BODY_BYTES, MAX_BODIES, BodyTurns
 
 
 class Link:
@@ -14,10 +14,10 @@ class Link:
     def __init__(self) -> None:
         self.paused = False
 
-    def pause_body(self) -> None:
+    def pause_reading(self) -> None:
         self.paused = True
 
-    def resume_body(self) -> None:
+    def resume_reading(self) -> None:
         self.paused = False
 
 
@@ -27,17 +27,17 @@ def reading(links: list[Link]) -> set[int]:
 
 def test_few_are_read_at_a_time_and_a_full_turn_is_passed_on() -> None:
     async def run() -> None:
-        turns, links = BodyTurns(), [Link() for _ in range(3 * MOST)]
+        turns, links = BodyTurns(), [Link() for _ in range(3 * MAX_BODIES)]
         for link in links:
             turns.read(link, 1000)
-        assert reading(links) == set(range(MOST))
+        assert reading(links) == set(range(MAX_BODIES))
         seen = set(reading(links))
         for _ in range(3):
             for i in sorted(reading(links)):
-                turns.read(links[i], BYTES)
-            assert len(reading(links)) == MOST
+                turns.read(links[i], BODY_BYTES)
+            assert len(reading(links)) == MAX_BODIES
             seen |= reading(links)
-        assert seen == set(range(3 * MOST)), "each has had its turn"
+        assert seen == set(range(3 * MAX_BODIES)), "each has had its turn"
         for link in links:
             turns.leave(link)
         assert not turns._active and not turns._waiting and not any(link.paused for link in links)
@@ -47,12 +47,12 @@ def test_few_are_read_at_a_time_and_a_full_turn_is_passed_on() -> None:
 
 def test_slow_clients_do_not_keep_their_turn() -> None:
     async def run() -> None:
-        turns, links = BodyTurns(), [Link() for _ in range(MOST + 2)]
+        turns, links = BodyTurns(), [Link() for _ in range(MAX_BODIES + 2)]
         for link in links:
             turns.read(link, 1)
         assert links[-1].paused
-        await asyncio.sleep(3 * body_turns.SECONDS)
-        assert turns._active.keys() != set(links[:MOST]), "some gave way"
+        await asyncio.sleep(3 * read_turns.BODY_SECONDS)
+        assert turns._active.keys() != set(links[:MAX_BODIES]), "some gave way"
         for link in links:
             turns.leave(link)
 
@@ -61,10 +61,10 @@ def test_slow_clients_do_not_keep_their_turn() -> None:
 
 def test_alone_nobody_is_paused() -> None:
     async def run() -> None:
-        turns, links = BodyTurns(), [Link() for _ in range(MOST)]
+        turns, links = BodyTurns(), [Link() for _ in range(MAX_BODIES)]
         for _ in range(5):
             for link in links:
-                turns.read(link, BYTES)
-        assert reading(links) == set(range(MOST))
+                turns.read(link, BODY_BYTES)
+        assert reading(links) == set(range(MAX_BODIES))
 
     asyncio.run(run())

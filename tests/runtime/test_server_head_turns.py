@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llmc_runtime.server.http.head_turns import SECONDS, HeadTurns
+from llmc_runtime.server.http.read_turns import HEAD_SECONDS, HeadTurns
 
 
 class Connection:
     """Takes a while to parse; `log` is shared by all connections of a test."""
 
-    def __init__(self, name: str, log: list[str], seconds: float = SECONDS) -> None:
+    def __init__(self, name: str, log: list[str], seconds: float = HEAD_SECONDS) -> None:
         self.name, self.log, self.seconds, self.paused = name, log, seconds, 0
         self.data = b""
 
@@ -20,10 +20,10 @@ class Connection:
         self.log.append(self.name)
         time.sleep(self.seconds)
 
-    def pause_head(self) -> None:
+    def pause_reading(self) -> None:
         self.paused += 1
 
-    def resume_head(self) -> None:
+    def resume_reading(self) -> None:
         self.paused -= 1
 
 

@@ -18,7 +18,13 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.http.request_log import MOST_WAITING, Json, Lines, Text, teller
+from llmc_runtime.server.http.request_log import (
+    MAX_WAITING,
+    JsonFormatter,
+    TextFormatter,
+    ThreadedHandler,
+    startup_printer,
+)
 
 from tests.runtime.test_server_load import LONG, Command, until
 
@@ -82,14 +88,14 @@ class Stuck(io.StringIO):
 
 def test_a_reader_that_stalls_holds_nobody_and_is_told_what_it_lost() -> None:
     stream = Stuck()
-    lines = Lines(stream)
-    count = MOST_WAITING + 500
+    lines = ThreadedHandler(stream)
+    count = MAX_WAITING + 500
     began = time.monotonic()
     for i in range(count):
         lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, f"line {i}", None, None))
     assert time.monotonic() - began < 10
     stream.go.set()
-    until(lambda: (lines.flush(), stream.getvalue().count("\n") > MOST_WAITING)[1])
+    until(lambda: (lines.flush(), stream.getvalue().count("\n") > MAX_WAITING)[1])
     lines.flush()
     text = stream.getvalue()
     lost = re.search(r"(\d+) lines were lost", text)
@@ -115,7 +121,7 @@ class Full(io.StringIO):
 
 def test_a_full_disk_loses_lines_for_a_while_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Full()
-    lines = Lines(stream)
+    lines = ThreadedHandler(stream)
     for i in range(4):
         if i == 3:
             stream.full = False
@@ -125,11 +131,11 @@ def test_a_full_disk_loses_lines_for_a_while_and_ends_nothing(monkeypatch: pytes
     for form in ("text", "json"):
         for place in (Full(), None):
             monkeypatch.setattr(sys, "stderr", place)
-            teller(form)("nobody hears it")
+            startup_printer(form)("nobody hears it")
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("form", [Text(), Json()])
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
 def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> None:
     odd = 'a\r\nb\x1b[2J\u2028\ud800 = "quoted" ' * 3000
     try:
@@ -141,7 +147,7 @@ def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> Non
     line = form.format(record)
     assert len(line.splitlines()) == 1 and line.isprintable() and len(line) < 30_000
     assert "private" not in line and "None" not in line and "count" in line
-    if isinstance(form, Json):
+    if isinstance(form, JsonFormatter):
         assert json.loads(line)["level"] == "error" and "ValueError at test_server_logs.py" in form.format(
             logging.LogRecord("llmc.x", logging.ERROR, "x.py", 1, "short", (), info)
         )

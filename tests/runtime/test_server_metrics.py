@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Histogram, add_stats
-from llmc_runtime.server.operations.metrics_exporter import Meters
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runtime.served import Served, served
@@ -82,7 +82,7 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
 
 
 def test_an_alias_renames_names_alone() -> None:
-    meters = Meters("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
+    meters = ServerMetrics("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
     lines = [line for line in meters.text().decode().splitlines() if "num_steps_total" in line and line[0] != "#"]
     assert lines == [
         'llmc:num_steps_total{model_name="llmc:toy"} 3.0',

@@ -12,9 +12,9 @@ import pytest
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.config import options_of, read
-from llmc_runtime.server.ignored_flags import PASSED_OVER, REFUSED, judge
+from llmc_runtime.server.ignored_flags import IGNORED, REFUSED, check_ignored
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 
 
 def config(folder: Path, text: str) -> str:
@@ -58,21 +58,21 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
     ("text", "words"),
     [
         ("prot: 8000", "did you mean port"),
-        ("port: many", "port: 'many' is no port"),
+        ("port: many", "port: 'many' is not a port"),
         ("port: true", "text or a number"),
         ("port: [1, 2]", "not a list"),
         ("port:", "text or a number"),
         ("port: {a: 1}", "text or a number"),
         ("served-model-name: [[a]]", "text or a number"),
         ("enable-prefix-caching: 1", "true or false"),
-        ("no-enable-prefix-caching: true", "there is no option"),
-        ("scheduling-policy: lifo", "one of fcfs, priority"),
+        ("no-enable-prefix-caching: true", "unknown option"),
+        ("scheduling-policy: lifo", "scheduling-policy: invalid choice"),
         ("port: 1\nport: 2", "twice"),
-        ("- a\n- b", "no mapping"),
-        ("a: [", "no YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "no YAML"),
-        ("config: other.yaml", "there is no option"),
-        ("", "no mapping"),
+        ("- a\n- b", "not a mapping"),
+        ("a: [", "not valid YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("config: other.yaml", "unknown option"),
+        ("", "not a mapping"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_told(text: str, words: str, tmp_path: Path) -> None:
@@ -114,31 +114,31 @@ def flag_words(row: Any, flag: str, value: str) -> list[str]:
     return ["m", flag] if row.values == "" else ["m", flag, value]
 
 
-@pytest.mark.parametrize("row", PASSED_OVER, ids=lambda row: row.flags[0])
-def test_vllm_flags_without_meaning_are_passed_over_with_a_line(row: Any) -> None:
+@pytest.mark.parametrize("row", IGNORED, ids=lambda row: row.flags[0])
+def test_vllm_flags_without_meaning_are_ignored_with_a_line(row: Any) -> None:
     for flag in row.flags:
-        (line,) = judge(read(flag_words(row, flag, "7")).args.elsewhere)
-        assert line.startswith(flag) and "passed over" in line
+        (line,) = check_ignored(read(flag_words(row, flag, "7")).args.ignored_flags)
+        assert line.startswith(flag) and "is ignored" in line
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.flags[0])
 def test_vllm_flags_that_would_change_answers_are_refused(row: Any) -> None:
     for flag in row.flags:
         with pytest.raises(LlmcError) as told:
-            judge(read(flag_words(row, flag, "secret-77")).args.elsewhere)
+            check_ignored(read(flag_words(row, flag, "secret-77")).args.ignored_flags)
         assert told.value.code == "E648" and told.value.remedy
         assert ("secret" in told.value.cause) == (bool(row.values) and flag != "--api-key")
         for value in row.harmless:
-            assert len(judge(read(flag_words(row, flag, value)).args.elsewhere)) == 1
+            assert len(check_ignored(read(flag_words(row, flag, value)).args.ignored_flags)) == 1
 
 
 def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
     file = config(tmp_path, "enforce_eager: true\nasync-scheduling: false\nswap-space: 4\n")
-    lines = judge(read(["m", "--config", file]).args.elsewhere)
+    lines = check_ignored(read(["m", "--config", file]).args.ignored_flags)
     assert [line.split()[0] for line in lines] == ["--enforce-eager", "--swap-space"]
     file = config(tmp_path, "tensor-parallel-size: 2\n")
     with pytest.raises(LlmcError):
-        judge(read(["m", "--config", file]).args.elsewhere)
+        check_ignored(read(["m", "--config", file]).args.ignored_flags)
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_underscores_are_dashes() -> None:
 
 def test_the_page_lists_them() -> None:
     text = DOCS.read_text()
-    told = set(re.findall(r"--?[A-Za-z][\w-]*", text[text.index("## Configuration") :]))
-    assert not {flag for row in (*PASSED_OVER, *REFUSED) for flag in row.flags if flag not in told}
+    told = set(re.findall(r"--?[A-Za-z][\w-]*", text))
+    assert not {flag for row in (*IGNORED, *REFUSED) for flag in row.flags if flag not in told}

@@ -22,7 +22,7 @@ import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.protocol import allowed, descriptors
+from llmc_runtime.server.protocol import allowed, set_descriptor_limit
 from llmc_runtime.server.serving import MAX_TEXTS
 
 from tests.runtime.fake_core import ROWS
@@ -202,11 +202,11 @@ def test_what_the_system_allows_is_asked_for() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
-        assert descriptors(200) == 200 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 392
-        assert 1 <= descriptors(None) <= 4096
+        assert set_descriptor_limit(200) == 200 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 392
+        assert 1 <= set_descriptor_limit(None) <= 4096
         if hard != resource.RLIM_INFINITY:
             with pytest.raises(LlmcError, match="E667") as refusal:
-                descriptors(hard)
+                set_descriptor_limit(hard)
             assert str(hard) in refusal.value.cause
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -233,7 +233,7 @@ def test_descriptors_never_run_out_however_many_come_at_once() -> None:
     until(lambda: httpx.get(f"{command.url}/health", timeout=20).status_code == 200)
     command.process.terminate()
     code, said = command.end()
-    assert code == 0 and "ERROR" not in said and "18 connections at a time" in said, said[-2000:]
+    assert code == 0 and "ERROR" not in said and "at most 18 connections" in said, said[-2000:]
 
 
 def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK
-from llmc_runtime.server.http.root_path import tidy
+from llmc_runtime.server.http.request_target import normalize_root
 
 from tests.runtime.served import Served, served
 
@@ -82,7 +82,7 @@ def get(app: Any, path: str, raw_path: bytes | None = None, host: bytes = b"loca
 def test_a_path_in_front_may_be_there_or_not(server: Served, root: str) -> None:
     app = application(server.serving, (KEY,), None, LOOPBACK, root)
     assert get(app, "/health", host=b"0.0.0.0:8000")[0] == 200 and get(app, "/health", host=b"evil")[0] == 421
-    under = tidy(root)
+    under = normalize_root(root)
     for path in ("/health", "/ready"):
         assert get(app, path)[0] == get(app, under + path)[0] == 200
     assert (

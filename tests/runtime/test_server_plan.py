@@ -70,7 +70,7 @@ def test_a_gpu_is_asked_through_its_tool_alone(
         got, told = planned(capsys, str(toy))
         monkeypatch.undo()
         assert (got, told["fits"]) == (code, fits), told
-        assert ("no GPU is in sight" in told["why"]) == (free is None)
+        assert ("no GPU is visible" in told["why"]) == (free is None)
 
 
 def test_shares_of_free_memory_are_those_of_the_devices() -> None:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from llmc_runtime.server.http.fair_selector import MOST, MOST_BULK, FairSelector
+from llmc_runtime.server.http.fair_selector import MAX_BULK, MAX_CLIENTS, FairSelector
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 
@@ -15,7 +15,7 @@ Pairs = list[tuple[socket.socket, socket.socket]]
 @pytest.fixture
 def ready() -> Iterator[tuple[FairSelector, Pairs]]:
     """A selector with many sockets that can be read."""
-    fair, pairs = FairSelector(), [socket.socketpair() for _ in range(3 * MOST)]
+    fair, pairs = FairSelector(), [socket.socketpair() for _ in range(3 * MAX_CLIENTS)]
     for left, right in pairs:
         right.send(b"x")
         fair.register(left, selectors.EVENT_READ)
@@ -34,7 +34,7 @@ def test_clients_take_turns_and_others_are_always_reported(ready: tuple[FairSele
     seen: set[int] = set()
     for _ in range(3):
         found = [key.fd for key, _ in fair.select(0)]
-        assert {left.fileno() for left, _ in own} <= set(found) and len(found) == len(set(found)) == MOST + 2
+        assert {left.fileno() for left, _ in own} <= set(found) and len(found) == len(set(found)) == MAX_CLIENTS + 2
         seen |= set(found) & clients
     assert seen == clients, "each has had its turn"
     for fd in clients:
@@ -51,7 +51,7 @@ def test_bodies_have_fewer_turns(ready: tuple[FairSelector, Pairs]) -> None:
         fair.set_bulk(fd, True)
     for _ in range(3):
         found = [key.fd for key, _ in fair.select(0)]
-        assert set(fds[:2]) <= set(found) and len(found) == 2 + MOST_BULK
+        assert set(fds[:2]) <= set(found) and len(found) == 2 + MAX_BULK
     fair.set_bulk(fds[5], False)
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
 

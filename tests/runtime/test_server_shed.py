@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
-from llmc_runtime.server.http.request_log import Refusals
-from llmc_runtime.server.load_shedding import MOST_SKIPPED, Shed
+from llmc_runtime.server.http.request_log import RefusalLog
+from llmc_runtime.server.load_shedding import MAX_SKIPPED, LoadShedder
 from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
 
@@ -199,14 +199,14 @@ def test_a_client_that_waits_to_send_its_body_is_refused_without_it() -> None:
 def test_a_long_body_ends_the_connection_and_its_sender_reads_the_answer() -> None:
     with full() as server:
         link = Link(server)
-        link.send(head(MOST_SKIPPED + 1))
-        link.send(b" " * (MOST_SKIPPED // 2))
+        link.send(head(MAX_SKIPPED + 1))
+        link.send(b" " * (MAX_SKIPPED // 2))
         status, headers, _ = link.answer()
         assert status == 503 and headers["connection"] == "close" and link.ended()
         link = Link(server)
-        link.send(head(MOST_SKIPPED))
+        link.send(head(MAX_SKIPPED))
         assert link.answer()[0] == 503
-        link.send(b" " * MOST_SKIPPED, head(None, line="GET /v1/models HTTP/1.1"))
+        link.send(b" " * MAX_SKIPPED, head(None, line="GET /v1/models HTTP/1.1"))
         assert link.answer()[0] == 200
 
 
@@ -222,7 +222,7 @@ def test_a_long_body_ends_the_connection_and_its_sender_reads_the_answer() -> No
 def test_heads_that_are_not_plain_go_to_the_parser(fields: bytes) -> None:
     start = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n".encode()
     with full() as server:
-        shed = Shed(server.serving)
+        shed = LoadShedder(server.serving)
         assert not shed.active
         shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
         assert shed.active
@@ -257,11 +257,11 @@ def test_while_it_drains_heads_are_enough(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ten_refusals_a_second_have_lines_and_the_others_one(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> list[bool]:
-        refusals = Refusals()
+        refusals = RefusalLog()
         own = [refusals.take("queue_full") for _ in range(30)] + [refusals.take("key_limit") for _ in range(5)]
         await asyncio.sleep(1.2)
         assert refusals.take("queue_full")  # another second
-        assert not any(Refusals(lines=False).take("draining") for _ in range(3))
+        assert not any(RefusalLog(lines=False).take("draining") for _ in range(3))
         return own
 
     with caplog.at_level(logging.INFO, "llmc.request"):

@@ -21,7 +21,9 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.listen import ServerLoop, Tls, listening
+from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.listen import listening
+from llmc_runtime.server.http.tls import Tls
 
 from tests.runtime.test_server_load import Command
 
@@ -152,11 +154,11 @@ def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp
                 lines = reply.iter_lines()
                 next(lines)
                 shutil.copy(new, live)  # its key is not there yet
-                until_said(command, "cannot be used, those before stay: ")
-                assert "another certificate's" in "".join(command.lines)
+                until_said(command, "cannot be used, so the previous ones stay in use: ")
+                assert "does not belong to the certificate" in "".join(command.lines)
                 assert certificate_of(command.url, pem / "cert.pem") == first
                 os.replace(tmp_path / "new-key.pem", key)
-                until_said(command, "new connections get those of")
+                until_said(command, "certificates reloaded: ")
                 assert certificate_of(command.url, new) == second
                 assert certificate_of(command.url, pem / "cert.pem") is None
                 assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -168,9 +170,9 @@ def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp
     [
         ("no.pem", "key.pem", "no.pem cannot be read"),
         ("cert.pem", "no.pem", "no.pem cannot be read"),
-        ("cert.pem", "other.pem", "another certificate's"),
+        ("cert.pem", "other.pem", "does not belong to the certificate"),
         ("cert.pem", "locked.pem", "cert.pem is encrypted"),
-        ("cert.pem", None, "cert.pem: a certificate or a private key is not there"),
+        ("cert.pem", None, "cert.pem: a certificate or a private key is missing or damaged"),
         ("key.pem", "key.pem", "key.pem: a certificate or"),
         ("words.pem", "key.pem", "words.pem with"),
     ],

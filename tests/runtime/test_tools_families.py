@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.server.flags import serve_options
+from llmc_runtime.server.server_options import serve_options
 from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, xml_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.parser_select import dialect_of

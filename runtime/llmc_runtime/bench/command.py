@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import IO, Any
 
@@ -12,25 +12,27 @@ from llmc_runtime.bench.table import table
 from llmc_runtime.format.errors import LlmcError
 
 _WHAT = {
-    "serve": "a load on a running server: throughput, times to the first token and between tokens",
-    "offline": "tokens a second of LLM.generate over many requests",
-    "latency": "seconds of one batch, milliseconds of a step",
-    "start": "seconds from nothing to the first token",
+    "serve": "load test of a running server: throughput, time to first token, time between tokens",
+    "offline": "throughput of LLM.generate over many requests in tokens per second",
+    "latency": "latency of one batch in seconds, and of a step in milliseconds",
+    "start": "time from the start of a process to its first token in seconds",
 }.items()
 
 
-def parser(sizes: Callable[[str], int]) -> argparse.ArgumentParser:
-    """Return the parser for all kinds of measurement; `sizes` parses amounts of memory."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser for all kinds of measurement."""
     from llmc_runtime.bench import common, latency, offline, serve, start
 
-    ap = argparse.ArgumentParser(prog="llmc bench", description="Measure; reports are tables, or JSON with --json.")
+    ap = argparse.ArgumentParser(
+        prog="llmc bench", description="Measure performance. Reports are tables, or JSON with --json."
+    )
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
     modules = {"serve": serve, "offline": offline, "latency": latency, "start": start}
     for name, words in _WHAT:
         p = sub.add_parser(name, help=words, description=words)
         modules[name].arguments(p.add_argument)
         if name != "serve":
-            common.arguments(p.add_argument, sizes)
+            common.arguments(p)
     return ap
 
 

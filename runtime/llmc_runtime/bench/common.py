@@ -9,33 +9,31 @@ from typing import IO, Any
 
 import numpy as np
 
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.option_type import options_of
 
-_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads", "seed")
+_ENGINE = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads", "seed",
+    "enable_prefix_caching", "target", "cache_dir",
+)  # fmt: skip
 _LOWEST = 16  # lower ids are special tokens in most vocabularies
 
 
-def arguments(add: Any, sizes: Any) -> None:
-    """Declare the options of the model and its limits; `sizes` parses amounts of memory."""
-    add("model", metavar="MODEL", help="an artifact, or a Hugging Face folder (compiled on first use)")
-    add("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
-    add("--max-num-seqs", type=int, metavar="N", help="sequences that run at a time")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
-    add("--kv-cache-memory-bytes", type=sizes, metavar="BYTES", help="of the KV cache, for example 2GiB")
-    add("--threads", type=int, metavar="N", help="of the CPU (physical cores)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts")
-    add("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching", help="share no beginnings")
-    add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
-    add("--cache", type=Path, metavar="DIR", help="where compiled models are kept")
-    add("--output-json", type=Path, metavar="FILE", help="write the JSON there, too")
-    add("--json", action="store_true", help="print JSON instead of a table")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model, options of its engine as they are declared, and those of the report."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="an artifact, or a Hugging Face folder or id (compiled on first use)")
+    for name in _ENGINE:
+        options_of(EngineOptions)[name].add_to(parser)
+    add("--output-json", type=Path, metavar="FILE", help="file for the report as JSON (default: none)")
+    add("--json", action="store_true", help="print the report as JSON instead of a table")
 
 
 def options(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     """Return the arguments of LLM and AsyncLLM."""
-    named = {name: getattr(args, name) for name in _LIMITS}
-    named |= {"enable_prefix_caching": args.enable_prefix_caching, "target": args.target, "cache_dir": args.cache}
-    return named | {"say": lambda line: print(f"llmc: {line}", file=err, flush=True)}
+    engine = {name: options_of(EngineOptions)[name].value(args) for name in _ENGINE}
+    return engine | {"say": lambda line: print(f"llmc: {line}", file=err, flush=True)}
 
 
 def counts(args: argparse.Namespace, *names: str) -> None:

@@ -25,9 +25,10 @@ from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError
 
 _MIX = (
-    "one of several kinds of requests that come at the same time: name=,rate=,burstiness=,concurrency=,num=,duration=,"
-    "input=,output=,range_ratio=,prefix=,prefixes= (what it leaves out is as the other options say)"
+    "kind of requests to mix with others, repeatable: name=,rate=,burstiness=,concurrency=,num=,duration=,input=,"
+    "output=,range_ratio=,prefix=,prefixes= (default of each: the other options)"
 )
+_GOODPUT = "service-level objectives in ms that count toward goodput, such as ttft:500 tpot:25"
 _PROMPTS = 1000  # if neither a number nor a duration is set
 _VOCABULARY = 1000  # if neither the options nor the server state its size
 _BUSY, _LATE_MS = 0.85, 10.0  # acceptable use of a core and delay (99th percentile) of a client process
@@ -297,39 +298,43 @@ def _text(report: Mapping[str, Any], wanted: Wanted) -> str:
 
 def arguments(add: Any) -> None:
     """Declare the options, with vLLM's names if they have the same meaning."""
-    add("--base-url", metavar="URL", help="the server, with /v1 or without; or --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--backend", choices=("openai", "vllm", "openai-chat"), help="the last: chats; else completions")
-    add("--endpoint", choices=(COMPLETIONS, CHAT), help=f"({COMPLETIONS}, or as --backend says)")
-    add("--model", metavar="NAME", help="as the server calls it (the first of its /v1/models)")
-    add("--dataset-name", default="random", choices=("random", "custom", "sharegpt"), help="where prompts come from")
+    add("--base-url", metavar="URL", help="URL of the server, with or without /v1 (default: from --host and --port)")
+    add("--host", default="127.0.0.1", help="address of the server (127.0.0.1)")
+    add("--port", type=int, default=8000, help="port of the server (8000)")
+    add("--backend", choices=("openai", "vllm", "openai-chat"), help="API to use: completions, or chats (openai-chat)")
+    add("--endpoint", choices=(COMPLETIONS, CHAT), help=f"path of the API (default: from --backend, or {COMPLETIONS})")
+    add("--model", metavar="NAME", help="name of the model (default: the first of /v1/models)")
+    add("--dataset-name", default="random", choices=("random", "custom", "sharegpt"), help="source of prompts (random)")
     add("--dataset-path", type=Path, metavar="FILE", help="JSON lines of a prompt or messages, or ShareGPT's JSON")
-    add("--num-prompts", type=int, metavar="N", help="requests in all (1000, or what fits into --duration)")
-    add("--duration", type=float, metavar="SECONDS", help="after which no request starts any more")
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="requests a second (inf)")
-    add("--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; more: evener ones")
-    add("--max-concurrency", type=int, metavar="N", help="most requests open at a time")
-    add("--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (of chat: words)")
-    add("--random-output-len", type=int, default=128, metavar="N", help="tokens of an answer")
-    add("--random-range-ratio", type=float, default=0.0, metavar="X", help="both vary by plus or minus this share")
-    add("--random-prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share, in front")
-    add("--random-num-prefixes", type=int, default=1, metavar="N", help="different ones of these")
-    add("--random-vocab-size", type=int, metavar="N", help="(what the server says, else 1000)")
+    add("--num-prompts", type=int, metavar="N", help="number of requests (1000, or as many as fit into --duration)")
+    add("--duration", type=float, metavar="SECONDS", help="seconds after which no request starts (default: no limit)")
+    add("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second (inf)")
+    add(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; larger: more even arrivals (1)"
+    )
+    add("--max-concurrency", type=int, metavar="N", help="maximum number of open requests (default: no limit)")
+    add(
+        "--random-input-len", type=int, default=1024, metavar="N", help="prompt length in tokens, of chats words (1024)"
+    )
+    add("--random-output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
+    add("--random-range-ratio", type=float, default=0.0, metavar="X", help="relative variation of both lengths (0)")
+    add("--random-prefix-len", type=int, default=0, metavar="N", help="length of shared prefixes in tokens (0)")
+    add("--random-num-prefixes", type=int, default=1, metavar="N", help="number of different prefixes (1)")
+    add("--random-vocab-size", type=int, metavar="N", help="size of the vocabulary (default: the server's, or 1000)")
     add("--mix", action="append", default=[], metavar="SPEC", help=_MIX)
-    add("--ignore-eos", action="store_true", help="answers have just as many tokens as asked for")
-    add("--extra-body", metavar="JSON", help="fields for every request")
-    add("--seed", type=int, default=0, metavar="N", help="equal seeds, equal requests at equal times")
-    add("--num-warmups", type=int, default=1, metavar="N", help="requests before, which do not count (1)")
-    add("--client-processes", type=int, default=1, metavar="N", help="that share the load (1)")
-    add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of one request (600)")
-    add("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="of ttft,tpot,itl,e2el (all)")
-    add("--metric-percentiles", default="50,90,99", metavar="LIST")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="what a good request keeps: ttft:500 tpot:25")
-    add("--api-key-env", metavar="NAME", help="the environment variable with the API key")
-    add("--save-result", action="store_true", help="write the JSON into a file, too")
-    add("--result-filename", metavar="FILE", help="that is called so")
-    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="in this folder, which is made")
-    add("--save-detailed", action="store_true", help="with every request's own figures")
-    add("--disable-tqdm", action="store_true", help="show no progress")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--ignore-eos", action="store_true", help="always generate the maximum number of tokens")
+    add("--extra-body", metavar="JSON", help="fields to add to every request, as a JSON object")
+    add("--seed", type=int, default=0, metavar="N", help="seed of requests and arrival times (0)")
+    add("--num-warmups", type=int, default=1, metavar="N", help="number of requests before the measured ones (1)")
+    add("--client-processes", type=int, default=1, metavar="N", help="number of processes that send requests (1)")
+    add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of a request (600)")
+    add("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="some of ttft,tpot,itl,e2el (all)")
+    add("--metric-percentiles", default="50,90,99", metavar="LIST", help="percentiles to report (50,90,99)")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=_GOODPUT)
+    add("--api-key-env", metavar="NAME", help="environment variable with the API key (default: no key)")
+    add("--save-result", action="store_true", help="also write the report to a file as JSON")
+    add("--result-filename", metavar="FILE", help="name of the report's file (default: from the time)")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="folder of the report's file, created (.)")
+    add("--save-detailed", action="store_true", help="include the figures of every request in the file")
+    add("--disable-tqdm", action="store_true", help="print no progress")
+    add("--json", action="store_true", help="print the report as JSON instead of a table")

@@ -1,14 +1,20 @@
-"""The routes under /admin/: open requests, a trace of the engine's loop, and maintenance. Request texts are not
-exposed.
-"""
+"""Administration: the routes under /admin/, and diagnostics on SIGQUIT. Texts of requests are not exposed."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import faulthandler
 import json
 import logging
+import os
+import signal
+import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -23,17 +29,17 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import ApiError, not_found, unavailable
-from llmc_runtime.server.http.handler import told
-from llmc_runtime.server.http.replies import as_error, as_json, while_connected
+from llmc_runtime.server.http.replies import as_error, as_json, catch_errors, while_connected
 from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.server_options import LOG_LEVELS
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.trace import document
 
 T = TypeVar("T", bound=msgspec.Struct)
-MOST_OPEN = 1000  # maximum number of requests listed, oldest first
-_MOST_BODY = 4 << 10  # bytes
-_LEVELS = ("debug", "info", "warning", "error")
-_SECONDS = 5.0  # default duration of a trace
+MAX_LISTED = 1000  # maximum number of requests listed, oldest first
+_MAX_BODY = 4 << 10  # bytes
+_TRACE_SECONDS = 5.0  # default duration of a trace
+_MAX_TASKS = 20  # kinds of tasks listed on SIGQUIT
 
 
 class AbortRequest(msgspec.Struct):
@@ -57,63 +63,64 @@ class Admin:
 
     def routes(self) -> list[Route]:
         """Return all routes."""
-        get = {"/admin/state": self.state, "/admin/trace": self.trace}
-        post = {"/admin/reset_prefix_cache": self.reset, "/admin/abort": self.abort, "/admin/log_level": self.log_level}
-        routes = [Route(path, _for_admins(endpoint), methods=["GET"]) for path, endpoint in get.items()]
-        return routes + [Route(path, _for_admins(endpoint), methods=["POST"]) for path, endpoint in post.items()]
+        endpoints = (
+            ("GET", "/admin/state", self.state), ("GET", "/admin/trace", self.trace),
+            ("POST", "/admin/reset_prefix_cache", self.reset), ("POST", "/admin/abort", self.abort),
+            ("POST", "/admin/log_level", self.log_level),
+        )  # fmt: skip
+        return [Route(path, _for_admins(endpoint), methods=[method]) for method, path, endpoint in endpoints]
 
-    @told
+    @catch_errors
     async def state(self, request: Request) -> Response:
         """GET /admin/state: the engine's statistics, and the open requests with id, tokens and age."""
         return as_json({**state_of(self.serving), "uptime": round(time.monotonic() - self._began, 3)})
 
-    @told
+    @catch_errors
     async def trace(self, request: Request) -> Response:
         """GET /admin/trace?seconds=N: record the engine's loop for N seconds, in the trace event format."""
-        seconds = _seconds(request.query_params.get("seconds"))
+        seconds = _trace_seconds(request.query_params.get("seconds"))
         try:
             rows = await while_connected(request.receive, self.serving.llm.record(seconds))
         except LlmcError as e:
             if e.code == "E660" and self.serving.llm.is_running:
                 raise ApiError(e.cause, status=409, code="already_recording") from None
-            raise unavailable("the engine is not there now", "engine_unavailable") from None
+            raise unavailable("the engine is not running", "engine_unavailable") from None
         text = await anyio.to_thread.run_sync(lambda: json.dumps(document(rows)))
         headers = {"Content-Disposition": 'attachment; filename="llmc-trace.json"', "Cache-Control": "no-store"}
         return Response(text, headers=headers, media_type="application/json")
 
-    @told
+    @catch_errors
     async def reset(self, request: Request) -> Response:
         """POST /admin/reset_prefix_cache: empty the prefix cache; 409 while requests use pages."""
         try:
             done = await self.serving.llm.reset_prefix_cache()
         except LlmcError:
-            raise unavailable("the engine is not there now", "engine_unavailable") from None
+            raise unavailable("the engine is not running", "engine_unavailable") from None
         if not done:
-            raise ApiError("requests hold pages: try again when nothing runs", status=409, code="in_use")
+            raise ApiError("requests are using pages: try again when none is running", status=409, code="in_use")
         return as_json({"reset": True})
 
-    @told
+    @catch_errors
     async def abort(self, request: Request) -> Response:
         """POST /admin/abort: end a response; its client receives 503."""
-        wanted = (await self._read(request, AbortRequest)).id
-        names = {one["id"] for one in self.serving.llm.open_requests()}
-        found = [name for name in names if wanted in (name, name.rpartition("-")[0])]
-        ended = [await self.serving.llm.abort(name) for name in found]
-        if not sum(ended):
-            raise not_found("nothing of this id is open", "id")
-        return as_json({"aborted": sum(ended)})
+        wanted, llm = (await self._read(request, AbortRequest)).id, self.serving.llm
+        ids = {row["id"] for row in llm.open_requests()}
+        aborted = sum([await llm.abort(id) for id in ids if wanted in (id, id.rpartition("-")[0])])
+        if not aborted:
+            raise not_found("no open request has this id", "id")
+        return as_json({"aborted": aborted})
 
-    @told
+    @catch_errors
     async def log_level(self, request: Request) -> Response:
         """POST /admin/log_level: set the level of the log on stderr."""
-        asked = await self._read(request, LevelRequest)
-        if asked.level not in _LEVELS:
-            raise ApiError(f"level: one of {', '.join(_LEVELS)}", param="level")
-        logging.getLogger("llmc").setLevel(asked.level.upper())
-        return as_json({"level": asked.level})
+        level = (await self._read(request, LevelRequest)).level
+        if level not in LOG_LEVELS:
+            raise ApiError(f"level: one of {', '.join(LOG_LEVELS)}", param="level")
+        logging.getLogger("llmc").setLevel(level.upper())
+        return as_json({"level": level})
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        body = await read_body(request, replace(self.limits, body=_MOST_BODY), self.serving.bodies)
+        body = await read_body(request, replace(self.limits, body=_MAX_BODY), self.serving.bodies)
         try:
             return parse(body.data, kind, self.serving.meters.unknown)
         finally:
@@ -134,8 +141,8 @@ def state_of(serving: Serving) -> dict[str, Any]:
         "open_sequences": admission.open_sequences,
         "open_tokens": admission.open_tokens,
         "stats": llm.stats(),
-        "requests": requests[:MOST_OPEN],
-        "requests_left_out": max(0, len(requests) - MOST_OPEN),
+        "requests": requests[:MAX_LISTED],
+        "requests_left_out": max(0, len(requests) - MAX_LISTED),
     }
 
 
@@ -148,8 +155,38 @@ def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[
     return guarded
 
 
-def _seconds(text: str | None) -> float:
-    seconds = _SECONDS if text is None else seconds_of(text, MAX_SECONDS)
+def _trace_seconds(text: str | None) -> float:
+    seconds = _TRACE_SECONDS if text is None else seconds_of(text, MAX_SECONDS)
     if seconds is None:
         raise ApiError(f"seconds: a number above 0, up to {MAX_SECONDS:g}", param="seconds")
     return seconds
+
+
+def dump_on_quit(loop: asyncio.AbstractEventLoop, serving: Serving) -> None:
+    """Install a handler for SIGQUIT that writes diagnostics to stderr.
+
+    It writes the stacks of all threads at once, even if the event loop hangs, then the server's state, and finally
+    forwards the signal to the engine process.
+    """
+
+    def write_state() -> None:
+        state = json.dumps({**state_of(serving), "tasks": _tasks()})
+        print(f"llmc: state at SIGQUIT: {state}", file=sys.stderr, flush=True)
+        if (pid := serving.llm.engine_pid) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+
+    loop.add_signal_handler(signal.SIGQUIT, write_state)
+    if sys.stderr is not None:
+        faulthandler.register(signal.SIGQUIT, all_threads=True, chain=True)
+
+
+def _tasks() -> dict[str, int]:
+    """Count tasks by the place where they wait."""
+    counts: Counter[str] = Counter()
+    for task in asyncio.all_tasks():
+        coroutine: Any = task.get_coro()
+        frames = task.get_stack(limit=1)
+        at = f" at {Path(frames[0].f_code.co_filename).name}:{frames[0].f_lineno}" if frames else ""
+        counts[f"{getattr(coroutine, '__qualname__', 'task')}{at}"] += 1
+    return dict(counts.most_common(_MAX_TASKS))

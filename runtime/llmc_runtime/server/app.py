@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -20,12 +20,17 @@ from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.http.auth import Guard, Keys, Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import ApiError, not_found
-from llmc_runtime.server.http.handler import told
-from llmc_runtime.server.http.replies import Events, as_answer, as_error, as_json, while_connected
-from llmc_runtime.server.http.request_target import OriginForm
-from llmc_runtime.server.http.root_path import Rooted, tidy
-from llmc_runtime.server.http.send_parts import InParts
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.http.replies import (
+    Events,
+    JsonSlices,
+    as_answer,
+    as_error,
+    as_json,
+    catch_errors,
+    while_connected,
+)
+from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
+from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.openai.chat import Chat
 from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
@@ -55,31 +60,31 @@ def application(
     root_path: str = "",
     admin_keys: Sequence[str] = (),
     key_scope: str = "all",
-    shed: Shed | None = None,
+    shed: LoadShedder | None = None,
 ) -> ASGIApp:
     """Return the server as an ASGI application.
 
     `hosts` are the accepted names in Host headers (None: any). `root_path` is a path prefix that a proxy may or may not
     strip. Without `admin_keys` there are no routes under /admin/. `key_scope` names the paths that require one of
-    `keys` (guard.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here.
+    `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here.
     """
-    limits, root_path = limits or Limits(), tidy(root_path)
+    limits, root_path = limits or Limits(), normalize_root(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
     if admin_keys:
         routes += Admin(serving, limits).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    shed = shed or Shed(serving)
+    shed = shed or LoadShedder(serving)
     guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
     shed.check = guarded.check
-    return OriginForm(Rooted(guarded, root_path) if root_path else guarded)
+    return NormalizeTarget(guarded, root_path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return as_error(not_found("there is no such route"))
-    cause = "the method is not allowed here" if error.status_code == 405 else "the request is refused"
+    cause = "this route does not support the method" if error.status_code == 405 else "the request is refused"
     refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
     return as_error(refused)
 
@@ -95,89 +100,78 @@ class Endpoints:
 
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
-        get: dict[str, Any] = {
-            "/health": self.health, "/ready": self.ready, "/version": self.version, "/metrics": self.metrics,
-            "/openapi.json": self.openapi, "/tokenizer_info": self.tokenizer_info, "/v1/models": self.models,
-        }  # fmt: skip
-        post: dict[str, Any] = {
-            "/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize, "/v1/embeddings": self.embeddings,
-        }  # fmt: skip
-        routes = [
-            Route(path + end, endpoint, methods=[method])
-            for method, endpoints in (("GET", get), ("POST", post))
-            for path, endpoint in endpoints.items()
-            for end in ("", "/")
-        ]
+        endpoints: tuple[tuple[str, str, Any], ...] = (
+            ("GET", "/health", self.health), ("GET", "/ready", self.ready), ("GET", "/version", self.version),
+            ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
+            ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
+            ("POST", "/v1/embeddings", self.embeddings),
+        )  # fmt: skip
+        routes = [Route(path + end, handler, methods=[verb]) for verb, path, handler in endpoints for end in ("", "/")]
         return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
 
-    @told
+    @catch_errors
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        async with self._read(request, CompletionRequest, COMPLETION) as (asked, job):
+        async with self._read(request, CompletionRequest, COMPLETION) as (fields, job):
             call = self._call(request, "cmpl", "prompt")
-            answer = Completion(self.serving, asked, call, job)
-            return await self._reply(request, answer, bool(asked.stream), call)
+            return await self._reply(request, Completion(self.serving, fields, call, job), bool(fields.stream), call)
 
-    @told
+    @catch_errors
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        async with self._read(request, ChatRequest, CHAT) as (asked, job):
+        async with self._read(request, ChatRequest, CHAT) as (fields, job):
             call = self._call(request, "chatcmpl", "messages")
-            return await self._reply(request, Chat(self.serving, asked, call, job), bool(asked.stream), call)
+            return await self._reply(request, Chat(self.serving, fields, call, job), bool(fields.stream), call)
 
-    @told
+    @catch_errors
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: tokenize a text or a conversation."""
-        serving, key = self.serving, request.scope["llmc.key"]
-        body = await read_body(request, self.limits, serving.bodies)
-        with serving.texts(key):
-            if is_large(body.data, SMALL_TEXT):
-                return await self._offloaded(request, TOKENIZE, body)
-            asked = self._small(body, TokenizeRequest)
-            serving.check_model(asked.model)
-            check_tokenize(asked)
-            prompting = serving.prompting
-            async with serving.lanes.slot(key):
-                if asked.prompt is not None:
-                    special = asked.add_special_tokens is not False
-                    ids = await prompting.in_thread(prompting.encode, asked.prompt, special)
-                else:
-                    tools, short = tools_of(asked.tools, None, None), serving.dialect.short_ids
-                    given = None if tools is None else tools.given
-                    ids = (await prompting.in_thread(prompting.chat, asked, given, short)).ids
-            return as_json(token_list(prompting, ids, asked, serving.llm.config.max_model_len))
 
-    @told
+        async def run(fields: TokenizeRequest) -> Response:
+            check_tokenize(fields)
+            serving, prompting = self.serving, self.serving.prompting
+            async with serving.lanes.slot(request.scope["llmc.key"]):
+                if fields.prompt is not None:
+                    special = fields.add_special_tokens is not False
+                    ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
+                else:
+                    tools, short = tools_of(fields.tools, None, None), serving.dialect.short_ids
+                    given = None if tools is None else tools.given
+                    ids = (await prompting.in_thread(prompting.chat, fields, given, short)).ids
+            return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
+
+        return await self._text(request, TokenizeRequest, TOKENIZE, run)
+
+    @catch_errors
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        serving, key = self.serving, request.scope["llmc.key"]
-        body = await read_body(request, self.limits, serving.bodies)
-        with serving.texts(key):
-            if is_large(body.data, SMALL_TEXT):
-                return await self._offloaded(request, DETOKENIZE, body)
-            asked = self._small(body, DetokenizeRequest)
-            serving.check_model(asked.model)
-            async with serving.lanes.slot(key):
-                return as_json({"prompt": await serving.prompting.in_thread(serving.prompting.decode, asked.tokens)})
 
-    @told
+        async def run(fields: DetokenizeRequest) -> Response:
+            prompting = self.serving.prompting
+            async with self.serving.lanes.slot(request.scope["llmc.key"]):
+                return as_json({"prompt": await prompting.in_thread(prompting.decode, fields.tokens)})
+
+        return await self._text(request, DetokenizeRequest, DETOKENIZE, run)
+
+    @catch_errors
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: the named special tokens. The chat template is not exposed; /tokenize applies it."""
-        most = self.serving.llm.config.max_model_len
-        return as_json({**self.serving.prompting.tokenizer.named_tokens, "model_max_length": most})
+        names, length = self.serving.prompting.tokenizer.named_tokens, self.serving.llm.config.max_model_len
+        return as_json({**names, "model_max_length": length})
 
-    @told
+    @catch_errors
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: always 404, as the models generate text."""
-        raise not_found("models here generate text; none makes embeddings", code="unsupported_endpoint")
+        raise not_found("the served models generate text; embeddings are not supported", code="unsupported_endpoint")
 
-    @told
+    @catch_errors
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return as_json({"object": "list", "data": [self._model(name) for name in self.serving.names]})
 
-    @told
+    @catch_errors
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
         name = request.path_params["name"]
@@ -188,7 +182,7 @@ class Endpoints:
         """GET /health: 200 while the engine is running or the server is draining."""
         return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
 
-    @told
+    @catch_errors
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while requests are admitted."""
         self.serving.check_ready()
@@ -233,11 +227,20 @@ class Endpoints:
         finally:
             body.drop()
 
-    async def _offloaded(self, request: Request, name: bytes, body: Body) -> Response:
-        """Let a text process handle a large body and return its response."""
-        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
-        job.close()
-        return InParts(job.answer, "application/json")
+    async def _text(
+        self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]
+    ) -> Response:
+        """Run a request for tokenization. A text process handles a large body and makes its response."""
+        serving = self.serving
+        body = await read_body(request, self.limits, serving.bodies)
+        with serving.texts(request.scope["llmc.key"]):
+            if is_large(body.data, SMALL_TEXT):
+                job = await while_connected(request.receive, serving.offload.begin(name, body))
+                job.close()
+                return JsonSlices(job.answer)
+            fields: Any = self._small(body, kind)
+            serving.check_model(fields.model)
+            return await run(fields)
 
     def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
         return Call(
@@ -254,16 +257,17 @@ class Endpoints:
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
+        encoding, gone, sent = self.serving.encoding, self.serving.meters.gone, call.hold.sent
+
+        async def whole() -> Response:
+            return await as_answer(await answer.whole(), encoding, gone, sent)
+
         try:
             if not stream:
-                return await while_connected(request.receive, self._whole(answer, call))
+                return await while_connected(request.receive, whole())
             chunks = await while_connected(request.receive, answer.pieces())
         except BaseException:
             call.hold.release()
-            call.hold.sent()
+            sent()
             raise
-        return Events(chunks, self.serving.encoding, self.serving.meters.gone, call.hold.sent)
-
-    async def _whole(self, answer: Completion | Chat, call: Call) -> Response:
-        meters, sent = self.serving.meters, call.hold.sent
-        return await as_answer(await answer.whole(), self.serving.encoding, meters.gone, sent)
+        return Events(chunks, encoding, gone, sent)

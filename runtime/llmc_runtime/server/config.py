@@ -1,11 +1,11 @@
-"""What an operator gave: the command line, then a file in YAML, then defaults, and which it was; it starts nothing."""
+"""Reads the options of llmc-serve: the command line, then a YAML file, then the defaults."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,209 +15,190 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command
 from llmc_runtime.option_type import options_of as declared
-from llmc_runtime.server.flags import serve_options, serve_parser
-from llmc_runtime.server.http.listen import Tls
-from llmc_runtime.server.ignored_flags import PASSED_OVER, REFUSED
-from llmc_runtime.server.server_options import Options
+from llmc_runtime.server.http.tls import Tls
+from llmc_runtime.server.ignored_flags import by_flag
+from llmc_runtime.server.server_options import Options, serve_options, serve_parser
 
-_MOST = 1 << 20  # bytes of a file
-_SHORTEST_KEY = 8
-_LONGEST_PAUSE = 300.0  # seconds between two tries to start the engine again
+_MAX_FILE = 1 << 20  # characters
+_MIN_KEY = 8  # characters
+_MAX_RESTART_DELAY = 300.0  # seconds
 
 
 @dataclass(frozen=True)
-class Given:
-    """Every option by its name, and by the same name "flag", the file's path, or "default"."""
+class Settings:
+    """Every option by name, and the source of its value: "flag", the file's path, or "default"."""
 
     args: argparse.Namespace
     sources: Mapping[str, str]
 
     def describe(self, as_json: bool) -> str:
-        """The options, one a line: YAML that --config takes, or JSON. What was not set anywhere is a comment."""
-        rows = {name.replace("_", "-"): (_plain(getattr(self.args, name)), self.sources[name]) for name in self.sources}
+        """Return the options as JSON, or one a line as YAML for --config, with unset ones as comments."""
+        rows = {name.replace("_", "-"): (getattr(self.args, name), self.sources[name]) for name in self.sources}
         if as_json:
-            return json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
+            document = {name: {"value": value, "source": source} for name, (value, source) in rows.items()}
+            return json.dumps(document, default=str)
         lines = []
         for name, (value, source) in rows.items():
-            text = f"{name}: {json.dumps(value)}" if value is not None else f"# {name}:"
+            text = f"{name}: {json.dumps(value, default=str)}" if value is not None else f"# {name}:"
             lines.append(f"{text:<40}  # {source}")
         return "\n".join(lines)
 
 
-def read(argv: Sequence[str], prog: str = "llmc-serve") -> Given:
-    """The options of a command line and of the file that it names. Wrong usage ends the program with code 2.
+def read(argv: Sequence[str], prog: str = "llmc-serve") -> Settings:
+    """Return the options of a command line and of the file that it names. Wrong usage exits with code 2.
 
-    LlmcError E648 where the file cannot be used, E665 where it needs a package.
+    Raises LlmcError E648 if the file cannot be used, and E665 if it needs a package.
     """
     parser, known = serve_parser(prog), serve_options()
-    words = [_spelled(word) for word in argv]
+    words = [_with_dashes(word) for word in argv]
     _check_known(parser, known, words)
-    unset = {"model": None, **{name: one.unset for name, one in known.items()}, "elsewhere": []}
-    args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(unset)))
-    sources = dict.fromkeys(unset, "default")
-    for name, default in unset.items():
-        if getattr(args, name) is not None:
-            sources[name] = "flag"
-        else:
-            setattr(args, name, default)
+    defaults = {"model": None, **{name: option.unset for name, option in known.items()}, "ignored_flags": []}
+    args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
+    sources = {name: "default" if getattr(args, name) is None else "flag" for name in defaults}
     if args.config is not None:
-        for name, value in _of_file(args.config, known, args):
+        of_file = _of_file(args.config, known)
+        args.ignored_flags = [*(args.ignored_flags or []), *of_file.pop("ignored_flags")]
+        for name, value in of_file.items():
             if sources[name] == "default":
                 setattr(args, name, value)
                 sources[name] = str(args.config)
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if args.model is None:
         parser.error("the model is missing: llmc-serve MODEL, or model: MODEL in the file of --config")
-    kept = {name: source for name, source in sources.items() if name in _in_file(known) or name == "model"}
-    return Given(args, kept)
+    in_file = {"model", *(name for name, option in known.items() if option.file)}
+    return Settings(args, {name: source for name, source in sources.items() if name in in_file})
 
 
 def options_of(
     args: argparse.Namespace, environment: Mapping[str, str], template: str | None, notes: Sequence[str] = ()
 ) -> Options:
-    """How the model is served; keys are read here. LlmcError E647 to E649, E668."""
+    """Return how the model is served; API keys are read here. Raises LlmcError E647 to E649 and E668."""
     tls = Tls(**_values(Tls, args))
     if tls.certfile is None and tls != Tls():
-        cause = "--ssl-... or --enable-ssl-refresh without --ssl-certfile"
-        raise LlmcError("E649", f"{cause}: nothing would be encrypted", "name the certificate's file")
+        cause = "--ssl-... or --enable-ssl-refresh without --ssl-certfile: nothing would be encrypted"
+        raise LlmcError("E649", cause, "add --ssl-certfile FILE")
     keys = read_keys(args.api_key_file, args.api_key_env, environment)
     admin_keys = read_keys(args.admin_key_file, args.admin_key_env, environment)
     if set(keys) & set(admin_keys):
-        remedy = "make another one for /admin: openssl rand -hex 24"
-        raise LlmcError("E647", "a key is given as an API key and as an admin key", remedy)
+        remedy = "create another key for /admin: openssl rand -hex 24"
+        raise LlmcError("E647", "the same key is an API key and an admin key", remedy)
     engine = _values(EngineOptions, args)
     engine["cache_dir"] = args.cache or default_root(environment)
-    engine["max_restart_delay"] = _LONGEST_PAUSE if args.on_engine_failure == "retry" else None
+    engine["max_restart_delay"] = _MAX_RESTART_DELAY if args.on_engine_failure == "retry" else None
     more: dict[str, Any] = {"keys": keys, "admin_keys": admin_keys, "tls": None if tls == Tls() else tls}
     values = _values(Options, args) | {"chat_template": template}
     return Options(args.model, **values, **more, engine=engine, notes=notes)
 
 
 def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of a dataclass of options by the flags that were parsed."""
-    found = {}
-    for one in of_command(declared(owner).values(), "serve"):
-        value = one.value(args)
-        found[one.name] = one.check(one.spellings[0], value) if one.check is not None else value
-    return found
-
-
-def _in_file(known: Mapping[str, Option]) -> dict[str, Option]:
-    return {name: one for name, one in known.items() if one.file}
+    """Return keyword arguments for a dataclass of options from the parsed flags."""
+    values = {}
+    for option in of_command(declared(owner).values(), "serve"):
+        value = option.value(args)
+        values[option.name] = option.check(option.spellings[0], value) if option.check is not None else value
+    return values
 
 
 def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """API keys: one a line of each file, blank lines and those that begin with # left out, and, comma-separated, of
-    each named variable. LlmcError E647 where there are none, or one is too short to be a secret."""
+    """Return API keys, one per line of each file, and comma-separated in each variable.
+
+    Blank lines and lines that start with # are skipped. Raises LlmcError E647 if a source has no keys, or one that is
+    too short to be a secret.
+    """
     keys: list[str] = []
     for path in files:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as e:
-            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key a line") from e
-        keys += _checked([line.strip() for line in lines if not line.lstrip().startswith("#")], str(path))
+            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key per line") from e
+        keys += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
     for name in variables:
-        keys += _checked([key.strip() for key in environment.get(name, "").split(",")], f"${name}")
+        keys += _checked(environment.get(name, "").split(","), f"${name}")
     return keys
 
 
-def _checked(keys: list[str], where: str) -> list[str]:
-    found = [key for key in keys if key]
-    if not found:
-        raise LlmcError("E647", f"{where} holds no API key", "put keys there, one a line, or leave the option out")
-    if min(map(len, found)) < _SHORTEST_KEY or not all(key.isascii() and key.isprintable() for key in found):
-        cause = f"{where} holds a key shorter than {_SHORTEST_KEY} characters, or of other characters than ASCII's"
-        raise LlmcError("E647", cause, "make keys with: openssl rand -hex 24")
-    return found
+def _checked(texts: list[str], source: str) -> list[str]:
+    keys = [key for key in map(str.strip, texts) if key]
+    if not keys:
+        raise LlmcError("E647", f"{source} contains no API key", "put keys there, or leave the option out")
+    if min(map(len, keys)) < _MIN_KEY or not all(key.isascii() and key.isprintable() for key in keys):
+        cause = f"{source} contains a key of fewer than {_MIN_KEY} characters, or with characters outside ASCII"
+        raise LlmcError("E647", cause, "create keys with: openssl rand -hex 24")
+    return keys
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(one) for one in value] if isinstance(value, list) else value
-
-
-def _spelled(word: str) -> str:
-    """Flags may have underscores."""
+def _with_dashes(word: str) -> str:
+    """Return a flag with dashes for underscores; other words are unchanged."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], words: Sequence[str]) -> None:
-    shown = [flag for one in known.values() for flag in (*one.spellings, *one.negations)]
-    shown += ["--help", "--version"]
-    others = {flag for row in (*PASSED_OVER, *REFUSED) for flag in row.flags}
+    """Exit with a suggestion if a flag is unknown."""
+    flags = [flag for option in known.values() for flag in (*option.spellings, *option.negations)]
+    flags += ["--help", "--version"]
+    ignored = by_flag()
     for word in words:
         if word == "--":
             return
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in shown and name not in others:
-            parser.error(f"there is no option {name}{_nearest(name, shown)}")
+        if name.startswith("--") and name not in flags and name not in ignored:
+            parser.error(f"unknown option {name}{_suggestion(name, flags)}")
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     if name == "--model":
         return "; the model is named without a flag: llmc-serve MODEL"
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else "; --help lists all"
 
 
-def _of_file(path: Path, known: Mapping[str, Option], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each key. Flags that mean nothing here go to `args.elsewhere`."""
-    by_key = {flag.removeprefix("--"): one for one in _in_file(known).values() for flag in one.spellings}
-    others = {flag[2:] for row in (*PASSED_OVER, *REFUSED) for flag in row.flags if flag.startswith("--")}
+def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the options of a file by name. Values are parsed as those of flags."""
+    by_key = {flag[2:]: option for option in known.values() if option.file for flag in option.spellings}
+    ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
     for key, value in _load(path).items():
-        key = str(key)
-        name = key.replace("_", "-")
-        if name == "model":
-            yield name, _one_text(path, key, value)
-        elif name in by_key:
-            yield by_key[name].dest, _value(path, key, by_key[name], value)
-        elif name in others:
-            if value is not False:
-                args.elsewhere = [*args.elsewhere, (f"--{name}", [] if value is True else _texts(path, key, value))]
-        else:
-            raise _wrong(path, f"there is no option {key[:60]!r}{_nearest(name, ['model', *by_key])}")
+        name = str(key).replace("_", "-")
+        option = by_key.get(name)
+        if option is not None and option.read is None:
+            if not isinstance(value, bool):
+                raise _unusable(path, f"{key} has to be true or false")
+            values[option.dest] = value
+        elif option is not None:
+            words = _as_flags(path, name, option, value)
+            try:
+                values[option.dest] = getattr(parser.parse_args(words), option.dest)
+            except argparse.ArgumentError as e:
+                raise _unusable(path, f"{key}: {e.message}") from None
+        elif name == "model":
+            values[name] = _texts(path, name, value, many=False)[0]
+        elif f"--{name}" not in ignored:
+            raise _unusable(path, f"unknown option {str(key)[:60]!r}{_suggestion(name, ['model', *by_key])}")
+        elif value is not False:
+            values["ignored_flags"].append((f"--{name}", [] if value is True else _texts(path, name, value)))
+    return values
 
 
-def _value(path: Path, key: str, one: Option, value: Any) -> Any:
-    """The value as the flag would give it."""
-    if one.read is None:
-        if not isinstance(value, bool):
-            raise _wrong(path, f"{key} has to be true or false")
-        return value
-    if isinstance(value, dict) and one.metavar == "JSON":
+def _as_flags(path: Path, key: str, option: Option, value: Any) -> list[str]:
+    if isinstance(value, dict) and option.metavar == "JSON":
         value = json.dumps(value)
-    if one.many:
-        return [_converted(path, key, one, text) for text in _texts(path, key, value)]
-    return _converted(path, key, one, _one_text(path, key, value))
+    flag, texts = option.spellings[0], _texts(path, key, value, many=bool(option.many))
+    return [flag, *texts] if option.many == "+" and texts else [f"{flag}={text}" for text in texts]
 
 
-def _one_text(path: Path, key: str, value: Any) -> str:
-    if isinstance(value, list):
-        raise _wrong(path, f"{key} has one value, not a list")
-    return _texts(path, key, value)[0]
-
-
-def _texts(path: Path, key: str, value: Any) -> list[str]:
-    found = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in found):
-        raise _wrong(path, f"{key} has to be a text or a number")
-    return [str(one) for one in found]
-
-
-def _converted(path: Path, key: str, one: Option, text: str) -> Any:
-    convert: Any = one.read
-    try:
-        value = convert(text)
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
-        raise _wrong(path, f"{key}: {e}") from None
-    if one.choices is not None and value not in one.choices:
-        raise _wrong(path, f"{key} is one of {', '.join(map(str, one.choices))}, not {text:.60}")
-    return value
+def _texts(path: Path, key: str, value: Any, many: bool = True) -> list[str]:
+    if isinstance(value, list) and not many:
+        raise _unusable(path, f"{key} takes one value, not a list")
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in values):
+        raise _unusable(path, f"{key} has to be a text or a number")
+    return [str(item) for item in values]
 
 
 def _load(path: Path) -> dict[Any, Any]:
-    """A YAML mapping, read without making objects of anything."""
+    """Return a YAML mapping of plain values."""
     try:
         import yaml
     except ImportError as e:
@@ -225,21 +206,21 @@ def _load(path: Path) -> dict[Any, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
-        raise _wrong(path, f"it cannot be read: {e}") from None
-    if len(text) > _MOST:
-        raise _wrong(path, f"it has more than {_MOST} characters")
+        raise _unusable(path, f"it cannot be read: {e}") from None
+    if len(text) > _MAX_FILE:
+        raise _unusable(path, f"it has more than {_MAX_FILE} characters")
     try:
-        found, document = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        mapping, document = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as e:
-        raise _wrong(path, f"it is no YAML: {e}") from None
-    if not isinstance(found, dict):
-        raise _wrong(path, "it is no mapping of options to values")
+        raise _unusable(path, f"it is not valid YAML: {e}") from None
+    if not isinstance(mapping, dict):
+        raise _unusable(path, "it is not a mapping of options to values")
     keys = [str(key.value) for key, _ in document.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise _wrong(path, f"{twice[:60]!r} is there twice")
-    return found
+        raise _unusable(path, f"{twice[:60]!r} is there twice")
+    return mapping
 
 
-def _wrong(path: Path, words: str) -> LlmcError:
-    return LlmcError("E648", f"{path}: {words}", "lines such as `port: 8000`; docs/serving.md has an example")
+def _unusable(path: Path, cause: str) -> LlmcError:
+    return LlmcError("E648", f"{path}: {cause}", "write lines such as `port: 8000`; docs/serving.md has an example")

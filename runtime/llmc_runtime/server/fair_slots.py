@@ -7,16 +7,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-MOST_WAITING = 1024  # jobs of all keys
-SECONDS = 30.0  # maximum wait of a job
+MAX_WAITING = 1024  # jobs of all keys
+MAX_SECONDS = 30.0  # maximum wait of a job
 
 
-class Lanes:
+class FairSlots:
     """Runs up to `slots` jobs at a time; keys with waiting jobs take turns, and each key's jobs run in order.
 
     `reserved` slots are kept free of any single key, so that a key with slow jobs cannot occupy all of them. If more
-    than `most` jobs wait, the newest job of the key with the most waiting ones is rejected, as is a job that waits
-    longer than `seconds`; `refusal` creates the exception.
+    than `max_waiting` jobs wait, the newest job of the key with the most waiting ones is rejected, as is a job that
+    waits longer than `seconds`; `refusal` creates the exception.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class Lanes:
         refusal: Callable[[], Exception],
         *,
         reserved: int = 0,
-        most: int = MOST_WAITING,
-        seconds: float = SECONDS,
+        max_waiting: int = MAX_WAITING,
+        seconds: float = MAX_SECONDS,
     ) -> None:
         self._free, self._each = slots, max(1, slots - reserved)
-        self._refusal, self._most, self._seconds = refusal, most, seconds
+        self._refusal, self._max_waiting, self._seconds = refusal, max_waiting, seconds
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._running: Counter[str] = Counter()
 
@@ -90,7 +90,7 @@ class Lanes:
                 turn.set_result(None)
 
     def _shed(self) -> None:
-        if self.waiting > self._most:
+        if self.waiting > self._max_waiting:
             key = max(self._waiting, key=lambda key: len(self._waiting[key]))
             newest = self._waiting[key][-1]
             self._remove(key, newest)

@@ -1,139 +1,158 @@
-"""vLLM's flags without meaning here, a closed list: passed over with a line, or refused where answers would change."""
+"""vLLM's flags that have no meaning here: ignored with a message, or refused if they would change responses."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
 
-class Elsewhere(NamedTuple):
-    """`flags` take `values` ("": none, else argparse's nargs). With one of `harmless` (None: any) they are passed over,
-    else refused; `why` is told in both cases."""
+@dataclass(frozen=True)
+class IgnoredFlags:
+    """Flags of another engine, separated by spaces in `names`, and the `reason` that is reported.
 
-    flags: tuple[str, ...]
-    values: str
-    harmless: tuple[str, ...] | None
-    why: str
+    `values` is "" for switches, "1" for flags with one value, else argparse's nargs. The flags are ignored with one of
+    the values in `harmless` (None: any), else refused.
+    """
+
+    names: str
+    reason: str
+    values: str = "1"
+    harmless: tuple[str, ...] | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags."""
+        return tuple(self.names.split())
 
 
-def _both(name: str, why: str) -> Elsewhere:
-    return Elsewhere((f"--{name}", f"--no-{name}"), "", None, why)
+def _switch(names: str, reason: str) -> IgnoredFlags:
+    return IgnoredFlags(names, reason, "")
 
 
-_AHEAD = "programs and device graphs are made ahead of time"
-_ONE = ("1",)
-_SPLIT = "an artifact runs on one device; start a server for each device, behind a load balancer"
-_COMPILED = "it is fixed when the model is compiled: compile another artifact"
+def _refused(names: str, reason: str, *harmless: str, values: str = "1") -> IgnoredFlags:
+    return IgnoredFlags(names, reason, values, harmless)
+
+
+_AHEAD = "programs and device graphs are fixed at compile time"
+_CHUNKS = "prompts are always processed in chunks"
+_KERNELS = "kernels and page size are fixed in the artifact"
+_ONE_DEVICE = "an artifact runs on one device; start a server per device, behind a load balancer"
+_COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
-_REQUEST = "requests say so themselves"
+_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
+_NO_CODE = "the server runs no code from outside"
 _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
-_FORMS = "llguidance makes all grammars; what else there is to say, requests say in structured_outputs"
+_GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
 
-PASSED_OVER = (
-    _both("enable-chunked-prefill", "prompts always run in chunks"),
-    _both("async-scheduling", "steps are always planned while others run"),
-    _both("disable-hybrid-kv-cache-manager", "there is one kind of page"),
-    Elsewhere(("--enforce-eager",), "", None, _AHEAD),
-    Elsewhere(("--cuda-graph-sizes", "--cudagraph-capture-sizes"), "+", None, _AHEAD),
-    Elsewhere(("--max-cudagraph-capture-size", "--max-seq-len-to-capture"), "1", None, _AHEAD),
-    Elsewhere(("--compilation-config", "-O", "-cc"), "1", None, _AHEAD),
-    Elsewhere(("--attention-backend", "--block-size"), "1", None, "the artifact's kernels and pages are what they are"),
-    Elsewhere(("--gpu-memory-utilization",), "1", None, "--kv-cache-memory-bytes says what the KV cache gets"),
-    Elsewhere(("--num-gpu-blocks-override",), "1", None, "--kv-cache-memory-bytes says what the KV cache gets"),
-    Elsewhere(("--swap-space", "--cpu-offload-gb"), "1", None, "nothing is moved between device and host"),
-    Elsewhere(("--max-parallel-loading-workers",), "1", None, "--threads says how many read"),
-    Elsewhere(("--distributed-executor-backend",), "1", None, "the engine is one process"),
-    Elsewhere(("--disable-frontend-multiprocessing",), "", None, "the engine is always a process of its own"),
-    Elsewhere(("--speculative-config",), "1", None, "there is no speculative decoding; answers are the same"),
-    Elsewhere(("--limit-mm-per-prompt", "--mm-processor-kwargs"), "1", None, "prompts are text"),
-    Elsewhere(("--max-loras", "--max-lora-rank", "--max-cpu-loras"), "1", None, "there are no adapters"),
-    Elsewhere(("--download-dir", "--code-revision"), "1", None, "nothing is downloaded while serving"),
-    Elsewhere(("--disable-log-requests",), "", None, "texts are not logged, unless --enable-log-requests"),
-    Elsewhere(("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"), "", None, "that is always so"),
-    Elsewhere(("--enable-reasoning",), "", None, "reasoning is told apart where the model marks it"),
-    Elsewhere(("--disable-log-stats",), "", None, "figures are at /metrics"),
-    Elsewhere(("--max-log-len", "--uvicorn-log-level"), "1", None, "--log-level says what is logged"),
-    Elsewhere(("--log-config-file",), "1", None, "--log-level and --log-format say what is logged, and how"),
-    Elsewhere(("--enable-log-outputs",), "", None, "texts of answers are never logged"),
-    Elsewhere(("--otlp-traces-endpoint", "--collect-detailed-traces"), "1", None, "/admin/trace has the engine's loop"),
-    Elsewhere(("--stream-interval",), "1", None, "pieces leave as they come, and grow where a client is slow"),
-    Elsewhere(("--long-prefill-token-threshold",), "1", None, "prompts always run in chunks"),
-    Elsewhere(("--max-num-partial-prefills", "--max-long-partial-prefills"), "1", None, "prompts always run in chunks"),
-    Elsewhere(("--disable-cascade-attn",), "", None, "the artifact's kernels are what they are"),
-    Elsewhere(("--prefix-caching-hash-algo",), "1", None, "prefixes are known by SHA-256, and their tokens compared"),
-    Elsewhere(("--enable-expert-parallel",), "", None, "an artifact runs on one device"),
-    Elsewhere(("--config-format",), "1", None, "the artifact has its own"),
-    Elsewhere(("--enable-tokenizer-info-endpoint",), "", None, "/tokenizer_info is always there"),
-    Elsewhere(("--enable-sleep-mode",), "", None, "nothing sleeps; a start takes seconds"),
-    Elsewhere(("--enable-request-id-headers",), "", None, "X-Request-Id is always there"),
-    Elsewhere(("--enable-prompt-tokens-details",), "", None, "usage always has prompt_tokens_details"),
-    Elsewhere(("--enable-server-load-tracking", "--disable-fastapi-docs"), "", None, "there is nothing to switch"),
-    Elsewhere(("--h11-max-incomplete-event-size", "--h11-max-header-count"), "1", None, "headers have fixed limits"),
+IGNORED = (
+    _switch("--enable-chunked-prefill --no-enable-chunked-prefill", _CHUNKS),
+    _switch("--async-scheduling --no-async-scheduling", "the next step is always planned while a step runs"),
+    _switch("--disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager", "all pages are of one kind"),
+    _switch("--enforce-eager", _AHEAD),
+    IgnoredFlags("--cuda-graph-sizes --cudagraph-capture-sizes", _AHEAD, "+"),
+    IgnoredFlags("--max-cudagraph-capture-size --max-seq-len-to-capture --compilation-config -O -cc", _AHEAD),
+    IgnoredFlags("--attention-backend --block-size", _KERNELS),
+    IgnoredFlags(
+        "--gpu-memory-utilization --num-gpu-blocks-override", "--kv-cache-memory-bytes sets the size of the KV cache"
+    ),
+    IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
+    IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
+    IgnoredFlags("--distributed-executor-backend", "the engine is one process"),
+    _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
+    IgnoredFlags("--speculative-config", "speculative decoding is not supported; responses are the same without it"),
+    IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
+    IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
+    IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),
+    _switch("--disable-log-requests", "texts are logged only with --enable-log-requests"),
+    _switch("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", "always on"),
+    _switch("--enable-reasoning", "reasoning is always separated if the model marks it"),
+    _switch("--disable-log-stats", "statistics are at /metrics"),
+    IgnoredFlags("--max-log-len --uvicorn-log-level", "--log-level sets what is logged"),
+    IgnoredFlags("--log-config-file", "--log-level and --log-format configure the log"),
+    _switch("--enable-log-outputs", "texts of responses are never logged"),
+    IgnoredFlags("--otlp-traces-endpoint --collect-detailed-traces", "/admin/trace records the engine's loop"),
+    IgnoredFlags("--stream-interval", "tokens are sent as they arrive, in larger chunks to slow clients"),
+    IgnoredFlags("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _CHUNKS),
+    _switch("--disable-cascade-attn", _KERNELS),
+    IgnoredFlags("--prefix-caching-hash-algo", "prefixes are identified by SHA-256 and compared token by token"),
+    _switch("--enable-expert-parallel", "an artifact runs on one device"),
+    IgnoredFlags("--config-format", "the artifact has its own format"),
+    _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there"),
+    _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
+    _switch("--enable-request-id-headers", "responses always have X-Request-Id"),
+    _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
+    _switch("--enable-server-load-tracking --disable-fastapi-docs", "the server has nothing like it"),
+    IgnoredFlags("--h11-max-incomplete-event-size --h11-max-header-count", "the limits on headers are fixed"),
 )
 REFUSED = (
-    Elsewhere(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), "1", _ONE, _SPLIT),
-    Elsewhere(("--data-parallel-size", "-dp", "--api-server-count", "-asc"), "1", _ONE, _SPLIT),
-    Elsewhere(("--quantization", "-q"), "1", ("none", "None"), _COMPILED),
-    Elsewhere(("--kv-cache-dtype",), "1", ("auto",), _COMPILED),
-    Elsewhere(("--load-format",), "1", ("auto", "safetensors"), _COMPILED),
-    Elsewhere(("--rope-scaling", "--rope-theta", "--hf-overrides", "--hf-config-path"), "1", (), _FILES),
-    Elsewhere(("--disable-sliding-window",), "", (), _FILES),
-    Elsewhere(("--tokenizer", "--tokenizer-revision"), "1", (), _FILES),
-    Elsewhere(("--tokenizer-mode",), "1", ("auto",), _FILES),
-    Elsewhere(("--revision",), "1", (), "name it with the model: llmc compile owner/name@REVISION -o DIR"),
-    Elsewhere(("--trust-remote-code",), "", (), "no code of a model is ever run; leave it out"),
-    Elsewhere(("--task", "--runner", "--convert"), "1", ("auto", "generate", "none"), "models here generate text"),
-    Elsewhere(("--enable-lora",), "", (), "there are no adapters: merge them into the weights, and compile"),
-    Elsewhere(("--lora-modules",), "+", (), "there are no adapters: merge them into the weights, and compile"),
-    Elsewhere(("--logits-processors", "--middleware"), "+", (), "no code of others runs in the server"),
-    Elsewhere(("--tool-parser-plugin",), "1", (), "no code of others runs in the server"),
-    Elsewhere(("--guided-decoding-backend",), "1", _BACKENDS, _FORMS),
-    Elsewhere(("--structured-outputs-config",), "1", tuple(f'{{"backend": "{one}"}}' for one in _BACKENDS), _FORMS),
-    Elsewhere(("--max-logprobs",), "1", tuple(map(str, range(21))), "20 is the most"),
-    Elsewhere(("--chat-template-content-format",), "1", ("auto", "string"), "content is text"),
-    Elsewhere(("--response-role",), "1", ("assistant",), "answers are the assistant's"),
-    Elsewhere(("--return-tokens-as-token-ids", "--enable-force-include-usage"), "", (), _REQUEST),
-    Elsewhere(
-        ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials"), "?", (),
-        "there are no CORS headers: put a proxy in front that adds them",
+    _refused("--tensor-parallel-size -tp --pipeline-parallel-size -pp", _ONE_DEVICE, "1"),
+    _refused("--data-parallel-size -dp --api-server-count -asc", _ONE_DEVICE, "1"),
+    _refused("--quantization -q", _COMPILED, "none", "None"),
+    _refused("--kv-cache-dtype", _COMPILED, "auto"),
+    _refused("--load-format", _COMPILED, "auto", "safetensors"),
+    _refused("--rope-scaling --rope-theta --hf-overrides --hf-config-path --tokenizer --tokenizer-revision", _FILES),
+    _refused("--disable-sliding-window", _FILES, values=""),
+    _refused("--tokenizer-mode", _FILES, "auto"),
+    _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),
+    _refused("--trust-remote-code", "code of a model is never run; leave the flag out", values=""),
+    _refused("--task --runner --convert", "models here generate text", "auto", "generate", "none"),
+    _refused("--enable-lora", _ADAPTERS, values=""),
+    _refused("--lora-modules", _ADAPTERS, values="+"),
+    _refused("--logits-processors --middleware", _NO_CODE, values="+"),
+    _refused("--tool-parser-plugin", _NO_CODE),
+    _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
+    _refused("--structured-outputs-config", _GRAMMARS, *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
+    _refused("--max-logprobs", "the maximum is 20", *map(str, range(21))),
+    _refused("--chat-template-content-format", "content is text", "auto", "string"),
+    _refused("--response-role", "the role of responses is assistant", "assistant"),
+    _refused("--return-tokens-as-token-ids --enable-force-include-usage", "set it in the request", values=""),
+    _refused(
+        "--allowed-origins --allowed-methods --allowed-headers --allow-credentials",
+        "CORS headers are not supported: put a proxy in front that adds them", values="?",
     ),
-    Elsewhere(("--api-key",), "+", (), "keys are never on the command line: --api-key-file FILE or --api-key-env NAME"),
+    _refused(
+        "--api-key", "keys must not be on the command line: use --api-key-file FILE or --api-key-env NAME", values="+"
+    ),
 )  # fmt: skip
 
 
-class _Note(argparse.Action):
-    """Collects (flag, values) in `elsewhere`."""
+def by_flag() -> dict[str, IgnoredFlags]:
+    """Return all of them, by flag."""
+    return {flag: row for row in (*IGNORED, *REFUSED) for flag in row.flags}
+
+
+class _Collect(argparse.Action):
+    """Appends (flag, values) to `ignored_flags`."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        found = list(namespace.elsewhere or [])
-        told = [values] if isinstance(values, str) else list(values or [])
-        namespace.elsewhere = [*found, (option or self.option_strings[0], told)]
+        texts = [values] if isinstance(values, str) else list(values or [])
+        found = (option or self.option_strings[0], texts)
+        namespace.ignored_flags = [*(namespace.ignored_flags or []), found]
 
 
-def add_elsewhere(parser: argparse.ArgumentParser) -> None:
-    """The flags, hidden, so that a command line written for vLLM is understood."""
-    counts: dict[str, int | str | None] = {"": 0, "1": None}
-    for row in (*PASSED_OVER, *REFUSED):
-        for flag in row.flags:
-            parser.add_argument(
-                flag, action=_Note, dest="elsewhere", nargs=counts.get(row.values, row.values), default=[],
-                help=argparse.SUPPRESS,
-            )  # fmt: skip
+def add_ignored(parser: argparse.ArgumentParser) -> None:
+    """Add the flags, hidden from the help."""
+    nargs: dict[str, int | str | None] = {"": 0, "1": None}
+    for flag, row in by_flag().items():
+        parser.add_argument(
+            flag, action=_Collect, dest="ignored_flags", nargs=nargs.get(row.values, row.values), default=[],
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
 
 
-def judge(given: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """A line for each flag that is passed over. LlmcError E648 where one is refused."""
-    rows = {flag: row for row in (*PASSED_OVER, *REFUSED) for flag in row.flags}
-    lines = []
-    for flag, values in given:
+def check_ignored(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Return a message for each of these flags with their values. Raises LlmcError E648 if one is refused."""
+    rows, messages = by_flag(), []
+    for flag, values in found:
         row = rows[flag]
-        words = " ".join([flag, *values]) if flag != "--api-key" else flag
+        text = " ".join([flag, *values]) if flag != "--api-key" else flag
         if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):
-            raise LlmcError("E648", f"{words} would change answers or access, and is not there", row.why)
-        lines.append(f"{words} is passed over: {row.why}")
-    return lines
+            raise LlmcError("E648", f"{text} is not supported and would change responses or access", row.reason)
+        messages.append(f"{text} is ignored: {row.reason}")
+    return messages

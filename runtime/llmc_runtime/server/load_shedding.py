@@ -22,17 +22,17 @@ from starlette.types import Scope
 
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.http.request_log import Record, Refusals, request_line
-from llmc_runtime.server.http.root_path import tidy
+from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
+from llmc_runtime.server.http.request_target import normalize_root
 
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-MOST_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
+MAX_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
-_MOST_KEPT, _LONGEST_KEPT = 256, 2 << 10  # number of cached heads, and bytes of one
+_MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and bytes of one
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
@@ -59,12 +59,12 @@ class _Request:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        given = self.headers.get(b"x-request-id", b"")
-        self.id = given.decode() if REQUEST_ID.fullmatch(given) else None
+        request_id = self.headers.get(b"x-request-id", b"")
+        self.id = request_id.decode() if REQUEST_ID.fullmatch(request_id) else None
         self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
 
 
-class Shed:
+class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
     `check` is the method of Guard; without it, `answer` leaves every request to the parser.
@@ -72,11 +72,13 @@ class Shed:
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
 
-    def __init__(self, serving: Serving, root_path: str = "", refusals: Refusals | None = None) -> None:
-        self._serving, self.refusals = serving, refusals or Refusals(False)
+    def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
+        self._serving, self.refusals = serving, refusals or RefusalLog(False)
         paths = [path + end for path in PATHS for end in ("", "/")]
         self._paths = frozenset(paths)
-        spelled = [(f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", tidy(root_path)} for path in paths]
+        spelled = [
+            (f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", normalize_root(root_path)} for path in paths
+        ]
         self._lines = dict(spelled)
         self._known: dict[bytes, _Request] = {}  # parsed requests by head
         self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
@@ -139,15 +141,15 @@ class Shed:
         scope: dict[str, Any] = {"method": "POST", "path": path, "raw_path": path.encode(), "headers": raw}
         self.check(scope, request.headers)
         request.key = scope["llmc.key"]
-        if len(head) <= _LONGEST_KEPT:
-            if len(self._known) >= _MOST_KEPT:
+        if len(head) <= _MAX_CACHED_HEAD:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[head] = request
 
     def _answer(
         self, error: ApiError, request: _Request, common: Sequence[tuple[bytes, bytes]], began: float
     ) -> Answer:  # fmt: skip
-        closes = request.closes or request.length > MOST_SKIPPED or "Connection" in error.headers
+        closes = request.closes or request.length > MAX_SKIPPED or "Connection" in error.headers
         name = request.id or f"{random.getrandbits(128):032x}"
         body = msgspec.json.encode(error.body())
         lines = [_STATUS[error.status], self._joined(common)]
@@ -170,7 +172,7 @@ class Shed:
             record = Record(began=began)
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            request_line({"path": path, "method": "POST", "llmc.id": name}, record)
+            log_request({"path": path, "method": "POST", "llmc.id": name}, record)
 
 
 def _split(line: bytes) -> tuple[bytes, bytes, bytes]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
-from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -192,7 +192,7 @@ def _errors(param: str) -> Iterator[None]:
     try:
         yield
     except LlmcError as e:
-        raise told(e, param) from None
+        raise to_api_error(e, param) from None
 
 
 def prompts_in(prompt: str | list[Any]) -> tuple[int, int]:

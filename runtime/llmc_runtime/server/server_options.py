@@ -8,20 +8,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime import __version__
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.option_type import parse_bytes, positive, serve_option
-from llmc_runtime.server.http.listen import Tls
+from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
+from llmc_runtime.server.http.tls import Tls
+from llmc_runtime.server.ignored_flags import add_ignored
 
-_LEVELS = ("debug", "info", "warning", "error")
-_CALLS = (
+_GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# The names in tool_calls.registry and tool_calls.reasoning, which need packages of the extra `serve`.
+_TOOL_CALL_PARSERS = (
     "auto", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2",
     "glm45", "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json",
     "pythonic", "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
 )  # fmt: skip
-_MARKS = (
+_REASONING_PARSERS = (
     "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
     "kimi_k2", "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3",
     "holo2", "mimo", "none",
@@ -31,138 +37,140 @@ _MARKS = (
 def _port(text: str) -> int:
     if text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 1 << 16:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r:.40} is no port, 0 to 65535")
+    raise argparse.ArgumentTypeError(f"{text!r:.40} is not a port, 0 to 65535")
 
 
 def _limit(name: str, seconds: float | None) -> float | None:
-    """Seconds, or none for 0. LlmcError E668 for what is no time."""
+    """Return the seconds, or None for 0. Raises LlmcError E668 if they are out of range."""
     if seconds is not None and not 0 <= seconds <= 1e6:
-        raise LlmcError("E668", f"{name} {seconds} is no time", "seconds, up to 1000000, or 0 for no limit")
+        raise LlmcError("E668", f"{name} {seconds} is out of range", "give seconds up to 1000000, or 0 for no limit")
     return seconds or None
+
+
+_configuration, _server, _access, _load, _logs, _chats, _engine = (partial(serve_option, title) for title in _GROUPS)
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """What the command itself does; a file cannot say it."""
+    """Options of the command itself, which the file of --config cannot have."""
 
-    config: Path | None = serve_option(
-        "configuration", None, "options in YAML; the command line overrides them", read=Path, metavar="FILE", file=False
+    config: Path | None = _configuration(  # noqa: RUF009
+        None, "YAML file with options; the command line overrides it", read=Path, metavar="FILE", file=False
     )
-    print_config: bool = serve_option(
-        "configuration", False, "print every option and where it comes from, and serve nothing", read=None, file=False
+    print_config: bool = _configuration(False, "print every option with its source, and exit", read=None, file=False)
+    dry_run: bool = _configuration(
+        False, "print what would be served and whether it fits, and exit; no device is opened", read=None, file=False
     )
-    dry_run: bool = serve_option(
-        "configuration", False, "print what would be served and whether it fits; open no device", read=None, file=False
-    )
-    json: bool = serve_option("configuration", False, "print those as JSON", read=None, file=False)
+    json: bool = _configuration(
+        False, "print the output of --print-config or --dry-run as JSON", read=None, file=False
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KeySources:
     """Where API keys and admin keys are read from."""
 
-    api_key_file: Sequence[Path] = serve_option(
-        "keys and TLS", (), "API keys, one a line", read=Path, metavar="FILE", many="append"
+    api_key_file: Sequence[Path] = _access(
+        (), "file with API keys, one per line; repeatable", read=Path, metavar="FILE", many="append"
     )
-    api_key_env: Sequence[str] = serve_option(
-        "keys and TLS", (), "a variable with keys, comma-separated", metavar="NAME", many="append"
+    api_key_env: Sequence[str] = _access(
+        (), "environment variable with comma-separated API keys; repeatable", metavar="NAME", many="append"
     )
-    admin_key_file: Sequence[Path] = serve_option(
-        "keys and TLS", (), "keys of the /admin routes", read=Path, metavar="FILE", many="append"
+    admin_key_file: Sequence[Path] = _access(
+        (), "file with keys for the /admin routes, one per line; repeatable", read=Path, metavar="FILE", many="append"
     )
-    admin_key_env: Sequence[str] = serve_option(
-        "keys and TLS", (), "a variable with such keys", metavar="NAME", many="append"
+    admin_key_env: Sequence[str] = _access(
+        (), "environment variable with comma-separated admin keys; repeatable", metavar="NAME", many="append"
     )
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is served. `engine` are keywords of AsyncLLM, `keys` and `admin_keys` the keys themselves, `notes`
-    lines to print at the start."""
+    """How a model is served. `engine` are keyword arguments of AsyncLLM, `keys` and `admin_keys` the keys themselves,
+    and `notes` messages to print at startup.
+    """
 
     model: str
-    host: str = serve_option("server", "127.0.0.1", "address to listen on (127.0.0.1: only this machine)")
-    port: int = serve_option("server", 8000, "port to listen on; 0 takes any that is free (8000)", read=_port)
-    uds: Path | None = serve_option(
-        "server", None, "Unix socket to listen on instead of an address, accessible to this user only", read=Path,
-        metavar="PATH",
-    )  # fmt: skip
-    root_path: str = serve_option("server", "", "path prefix that a proxy strips; for /openapi.json", metavar="PATH")
-    names: Sequence[str] = serve_option(
-        "server", (), "names of the model (default: the folder's)", flags=("--served-model-name",), metavar="NAME",
-        many="+",
-    )  # fmt: skip
-    hosts: Sequence[str] = serve_option(
-        "server", (), "allowed values of the Host header", flags=("--allowed-hosts",), metavar="NAME", many="+"
+    host: str = _server("127.0.0.1", "address to listen on (127.0.0.1: only this machine)")
+    port: int = _server(8000, "port to listen on, 0 to 65535 (8000; 0: any free port)", read=_port)
+    uds: Path | None = _server(  # noqa: RUF009
+        None, "Unix socket to listen on instead of an address, accessible to this user only", read=Path, metavar="PATH"
     )
-    max_body: int = serve_option(
-        "server", 8 << 20, "maximum size of a request body (8M)", flags=("--max-body-bytes",), read=parse_bytes,
+    root_path: str = _server("", "path prefix in front of all routes, if a proxy adds one", metavar="PATH")
+    names: Sequence[str] = _server(
+        (), "names of the model in requests; the first one is in responses (default: the folder's)",
+        flags=("--served-model-name",), metavar="NAME", many="+",
+    )  # fmt: skip
+    hosts: Sequence[str] = _server(
+        (), "further allowed values of the Host header", flags=("--allowed-hosts",), metavar="NAME", many="+"
+    )
+    max_body: int = _server(
+        8 << 20, "maximum size of a request body in bytes (8M)", flags=("--max-body-bytes",), read=parse_bytes,
         metavar="BYTES",
     )  # fmt: skip
-    max_answer: int = serve_option(
-        "server", 64 << 20, "maximum size of a response (64M)", flags=("--max-answer-bytes",), read=parse_bytes,
+    max_answer: int = _server(
+        64 << 20, "maximum size of a response in bytes (64M)", flags=("--max-answer-bytes",), read=parse_bytes,
         metavar="BYTES",
     )  # fmt: skip
-    keep_alive: int = serve_option(
-        "server", 15, "seconds that an idle connection stays open (15)", flags=("--timeout-keep-alive",), read=positive,
-        metavar="SECONDS",
+    keep_alive: int = _server(
+        15, "idle time after which a connection is closed, in seconds (15)", flags=("--timeout-keep-alive",),
+        read=positive, metavar="SECONDS",
     )  # fmt: skip
-    shutdown_timeout: int = serve_option(
-        "server", 30, "seconds for open requests after SIGTERM (30)", read=positive, metavar="SECONDS"
+    shutdown_timeout: int = _server(
+        30, "time limit of open requests after SIGTERM, in seconds (30)", read=positive, metavar="SECONDS"
     )
-    key_scope: str = serve_option(
-        "keys and TLS", "all",
-        "what needs an API key: all but /health and /ready (default), not /metrics either, or /v1 alone as in vLLM",
-        flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
+    key_scope: str = _access(
+        "all",
+        "routes that need an API key: all except /health and /ready (all), also except /metrics (all-but-metrics), or "
+        "only those under /v1 as in vLLM (v1)", flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
     )  # fmt: skip
-    max_queued_requests: int = serve_option(
-        "load", 512, "maximum number of waiting sequences (512)", flags=("--max-num-queued-reqs",), read=positive,
-        metavar="N",
+    max_queued_requests: int = _load(
+        512, "maximum number of waiting sequences (512)", flags=("--max-num-queued-reqs",), read=positive, metavar="N"
+    )
+    max_queued_tokens: int | None = _load(
+        None, "maximum number of tokens of waiting sequences (default: --max-num-queued-reqs times the maximum length)",
+        flags=("--max-num-queued-tokens",), read=positive, metavar="N",
     )  # fmt: skip
-    max_queued_tokens: int | None = serve_option(
-        "load", None, "maximum number of their tokens, prompts and outputs", flags=("--max-num-queued-tokens",),
+    max_per_key: int | None = _load(
+        None, "maximum number of open sequences per API key (default: no limit)", flags=("--max-num-reqs-per-key",),
         read=positive, metavar="N",
     )  # fmt: skip
-    max_per_key: int | None = serve_option(
-        "load", None, "maximum number of open sequences of an API key", flags=("--max-num-reqs-per-key",),
-        read=positive, metavar="N",
-    )  # fmt: skip
-    max_queue_wait: float | None = serve_option(
-        "load", 600.0, "maximum estimated wait of a request in seconds (600; 0: no limit)", read=float,
+    max_queue_wait: float | None = _load(
+        600.0, "maximum estimated queueing time of a request in seconds, up to 1000000 (600; 0: no limit)", read=float,
         metavar="SECONDS", check=_limit,
     )  # fmt: skip
-    request_timeout: float | None = serve_option(
-        "load", None, "seconds after which a request ends (0: never)", read=float, metavar="SECONDS", check=_limit
+    request_timeout: float | None = _load(
+        None, "time limit of a request in seconds, up to 1000000 (default: no limit)", read=float, metavar="SECONDS",
+        check=_limit,
+    )  # fmt: skip
+    max_connections: int | None = _load(
+        None, "maximum number of connections (4096, or what ulimit -n allows)", read=positive, metavar="N"
     )
-    max_connections: int | None = serve_option(
-        "load", None, "maximum number of connections (4096, or what ulimit -n allows)", read=positive, metavar="N"
+    metrics_alias: str | None = _load(
+        None, "additional prefix under which every metric is exported (default: none)", choices=("vllm",)
     )
-    metrics_alias: str | None = serve_option(
-        "load", None, "also export every metric with this prefix", choices=("vllm",)
-    )
-    log_level: str = serve_option("logs", "info", "minimum level of log lines on stderr (info)", choices=_LEVELS)
-    log_format: str = serve_option("logs", "text", "format of the lines on stderr (text)", choices=("text", "json"))
-    access_log: bool = serve_option(
-        "logs", True, "log a line per request (--disable-access-log: do not)",
+    log_level: str = _logs("info", "minimum level of log lines on stderr (info)", choices=LOG_LEVELS)
+    log_format: str = _logs("text", "format of log lines on stderr (text)", choices=("text", "json"))
+    access_log: bool = _logs(
+        True, "log one line per request (--disable-access-log: no lines)",
         flags=("--disable-access-log", "--disable-uvicorn-access-log"), read=None,
     )  # fmt: skip
-    log_requests: bool = serve_option(
-        "logs", False, "also log the text of prompts, which is user data", flags=("--enable-log-requests",), read=None,
+    log_requests: bool = _logs(
+        False, "also log the texts of prompts, which are user data", flags=("--enable-log-requests",), read=None,
         negated=True,
     )  # fmt: skip
-    chat_template: str | None = serve_option(
-        "chats and sampling", None, "chat template to use, or the name of one of the model's", metavar="FILE|NAME"
+    chat_template: str | None = _chats(
+        None, "chat template to use, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
     )
-    tool_call_parser: str = serve_option(
-        "chats and sampling", "auto", "format of the model's tool calls (auto: by its template)", choices=_CALLS
+    tool_call_parser: str = _chats(
+        "auto", "format of the model's tool calls (auto: from its template)", choices=_TOOL_CALL_PARSERS
     )
-    reasoning_parser: str = serve_option(
-        "chats and sampling", "auto", "marks of the model's reasoning (auto: by its template)", choices=_MARKS
+    reasoning_parser: str = _chats(
+        "auto", "format of the model's reasoning (auto: from its template)", choices=_REASONING_PARSERS
     )
-    on_engine_failure: str = serve_option(
-        "engine", "exit",
-        "when it has ended four times within an hour: exit (code 4), or retry at growing intervals (exit)",
-        choices=("exit", "retry"),
+    on_engine_failure: str = _engine(
+        "exit", "action when the engine has ended four times within an hour: exit with code 4, or retry at growing "
+        "intervals (exit)", choices=("exit", "retry"),
     )  # fmt: skip
     keys: Sequence[str] = ()
     admin_keys: Sequence[str] = ()
@@ -172,5 +180,30 @@ class Options:
 
     @property
     def local(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """Whether only this machine can reach the server."""
         return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def serve_options() -> dict[str, Option]:
+    """Return every option by its name in argparse's namespace, in the order of the help."""
+    owners = (Invocation, Options, KeySources, Tls, EngineOptions)
+    options = [option for owner in owners for option in of_command(options_of(owner).values(), "serve")]
+    return {option.dest: option for option in sorted(options, key=lambda option: _GROUPS.index(option.group))}
+
+
+def serve_parser(prog: str = "llmc-serve", exit_on_error: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of `llmc-serve`. Without `exit_on_error`, wrong values raise argparse.ArgumentError."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve a model over HTTP with OpenAI's API. Needs: pip install 'llmc-aot[serve]'",
+        allow_abbrev=False,
+        exit_on_error=exit_on_error,
+    )
+    model = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
+    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    groups = {title: parser.add_argument_group(title) for title in _GROUPS}
+    for option in serve_options().values():
+        option.add_to(groups[option.group])
+    add_ignored(parser)
+    return parser

@@ -16,14 +16,14 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.fair_slots import Lanes
+from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.body_budget import BodyBudget
 from llmc_runtime.server.http.durations import seconds_of
-from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, told, unavailable
+from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
-from llmc_runtime.server.operations.metrics_exporter import Meter, Meters
+from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.parse import check_model
 from llmc_runtime.server.requests.request_fields import Generation
@@ -104,7 +104,7 @@ class Serving:
         llm: AsyncLLM,
         names: Sequence[str],
         admission: Admission,
-        meters: Meters,
+        meters: ServerMetrics,
         template: str | None = None,
         calls: str = AUTO,
         thoughts: str = AUTO,
@@ -121,7 +121,7 @@ class Serving:
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         self.bodies = BodyBudget(self._no_room)
-        self.lanes = Lanes(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
         self._options = template, calls, thoughts
         self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
 
@@ -184,7 +184,7 @@ class Serving:
         if (remaining := self.llm.retry_in) is not None:
             cause = f"the engine ended {ended} times within an hour; the next try is in {remaining:.0f} s"
             return cause, remaining + start
-        return "the engine is not there now", start
+        return "the engine is not running", start
 
     @contextmanager
     def texts(self, key: str) -> Iterator[None]:
@@ -225,7 +225,9 @@ class Serving:
             raise self._too_long(known, call)
         if (params.max_tokens or 0) >= length:
             cause = f"max_tokens ({params.max_tokens}) leaves no room for a prompt; the model was compiled for {length}"
-            raise told(LlmcError("E603", cause, f"a smaller max_tokens, at most {length - 1}"), call.prompt_param)
+            raise to_api_error(
+                LlmcError("E603", cause, f"a smaller max_tokens, at most {length - 1}"), call.prompt_param
+            )
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")
@@ -268,7 +270,7 @@ class Serving:
     def _too_long(self, tokens: int, call: Call) -> ApiError:
         length = self.llm.config.max_model_len
         cause = f"the prompt has {tokens} tokens; the model was compiled for {length}, output included"
-        return told(LlmcError("E602", cause, f"shorten the prompt to {length - 1} tokens"), call.prompt_param)
+        return to_api_error(LlmcError("E602", cause, f"shorten the prompt to {length - 1} tokens"), call.prompt_param)
 
     async def _admitted(
         self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call
@@ -297,7 +299,14 @@ class Serving:
             hold.release(sum(meter.tokens for meter in meters))
 
     async def _watched(
-        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, salt: str, call: Call, meter: Meter
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        salt: str,
+        call: Call,
+        meter: RequestMetrics,
     ) -> AsyncIterator[RequestOutput]:
         """Run one job with metering, and convert its errors to ApiErrors."""
         unfinished = "error"  # the finish reason of outputs that have none
@@ -319,7 +328,7 @@ class Serving:
             if e.code in OF_ENGINE and not self.admission.draining:
                 cause, seconds = self._absence()
                 raise unavailable(cause, "engine_unavailable", max(seconds, SOONEST)) from None
-            raise told(e, call.prompt_param) from None
+            raise to_api_error(e, call.prompt_param) from None
         except (asyncio.CancelledError, GeneratorExit):
             unfinished = "abort"
             raise

@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.server.http.body_budget import STEP_BYTES, STEP_SECONDS, Body, BodyBudget
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.http.handler import noted
-from llmc_runtime.server.http.replies import as_error
+from llmc_runtime.server.http.replies import as_error, record_error
 
 PAGE = "/"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reaches the local machine from itself
@@ -76,13 +75,13 @@ class Keys:
 
         Takes the same time for all keys.
         """
-        scheme, _, given = authorization.partition(b" ")
-        digest = hashlib.sha256(given.strip()).digest()
-        found = None
+        scheme, _, token = authorization.partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        name = None
         for known in self._digests:
             if hmac.compare_digest(digest, known):
-                found = known.hex()[:16]
-        return found if scheme.lower() == b"bearer" else None
+                name = known.hex()[:16]
+        return name if scheme.lower() == b"bearer" else None
 
 
 class Guard:
@@ -127,7 +126,7 @@ class Guard:
             self.check(scope, headers)
             self._refuse(scope)
         except ApiError as e:
-            noted(scope, e)
+            record_error(scope, e)
             return await as_error(e)(scope, receive, named)
         return await self._app(scope, receive, named)
 
@@ -141,7 +140,7 @@ class Guard:
             close = {"Connection": "close"}
             raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-        if not path.startswith("/") and path != "*":  # see target.OriginForm, which rewrites the permitted forms
+        if not path.startswith("/") and path != "*":  # see NormalizeTarget, which rewrites the permitted forms
             cause = "the request target has to be a path, or a URL of this server without user information"
             raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
         if b"host" in headers:  # absent in health checks of old load balancers, never in requests of browsers
@@ -162,7 +161,7 @@ class Guard:
     def _check_admin(self, scope: Scope, authorization: bytes) -> None:
         admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)
         if admin is None and ordinary is not None:
-            cause = "this API key opens nothing under /admin/"
+            cause = "this API key gives no access to /admin/"
             raise ApiError(cause, status=403, code="admin_key_needed")
         if admin is None:
             raise _unknown_key()
@@ -174,9 +173,9 @@ class Guard:
         """
         match = _HOST.fullmatch(host.lower())
         if match is None:
-            raise ApiError("the Host header is none", code="invalid_host")
+            raise ApiError("the Host header is invalid", code="invalid_host")
         if self._hosts is not None and match[1] not in self._hosts:
-            cause = "this server is not known by the name in the Host header; --allowed-hosts makes it known"
+            cause = "the name in the Host header is not allowed; the server's --allowed-hosts adds names"
             raise ApiError(cause, status=421, code="invalid_host")
 
 
@@ -188,11 +187,11 @@ def _unknown_key(challenge: str = "Bearer") -> ApiError:
 
 def _of_basic(authorization: bytes) -> bytes:
     """Convert HTTP Basic credentials to a Bearer header with the password as the key. Other headers are unchanged."""
-    scheme, _, given = authorization.partition(b" ")
+    scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":
         return authorization
     try:
-        return b"Bearer " + base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        return b"Bearer " + base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
     except ValueError:
         return b""
 
@@ -200,7 +199,9 @@ def _of_basic(authorization: bytes) -> bytes:
 async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Body:
     """Read the body of a POST. Raises ApiError 408, 413, 415, or 503 if the budget has no room for it."""
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
-        raise ApiError("send the body as it is: no Content-Encoding", status=415, code="unsupported_media_type")
+        raise ApiError(
+            "Content-Encoding is not supported: send the body unencoded", status=415, code="unsupported_media_type"
+        )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("Content-Type has to be application/json", status=415, code="unsupported_media_type")
@@ -218,13 +219,13 @@ async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Bod
         body.drop()
         if not isinstance(e, TimeoutError):
             raise
-        cause = f"the body did not come within {limits.body_seconds:.0f} s"
+        cause = f"the body did not arrive within {limits.body_seconds:.0f} s"
         if time.monotonic() - began < limits.body_seconds - 1:
-            cause = f"the body came slower than {STEP_BYTES / STEP_SECONDS:.0f} bytes a second"
+            cause = f"the body arrived slower than {STEP_BYTES / STEP_SECONDS:.0f} bytes per second"
         raise ApiError(cause, status=408, code="timeout", headers={"Connection": "close"}) from None
     return body
 
 
 def _too_large(limits: Limits) -> ApiError:
     headers = {"Connection": "close"}
-    return ApiError(f"the body is over {limits.body} bytes", status=413, code="body_too_large", headers=headers)
+    return ApiError(f"the body is larger than {limits.body} bytes", status=413, code="body_too_large", headers=headers)

@@ -8,20 +8,20 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-MOST_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or waiting to be parsed
+MAX_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or waiting to be parsed
 FREE_BYTES = 16 << 10  # bodies up to this size are not counted
 STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it: minimum bytes per interval in seconds
 
 
 class BodyBudget:
-    """The bytes of all bodies, at most `most`.
+    """The bytes of all bodies, at most `maximum`.
 
     If a growing body exceeds the limit, the key with the most bytes gives way: the growing body if it belongs to that
     key, else that key's largest body. `refusal` creates the exception raised to the reader of that body.
     """
 
-    def __init__(self, refusal: Callable[[], Exception], most: int = MOST_BYTES) -> None:
-        self.most, self.used = most, 0
+    def __init__(self, refusal: Callable[[], Exception], maximum: int = MAX_BYTES) -> None:
+        self.maximum, self.used = maximum, 0
         self.refusal = refusal
         self._by_key: Counter[str] = Counter()
         self._bodies: set[Body] = set()
@@ -36,7 +36,7 @@ class BodyBudget:
             self._bodies.add(body)
         else:
             self._bodies.discard(body)
-        while self.used > self.most:
+        while self.used > self.maximum:
             self._make_room(body)
 
     def _make_room(self, grown: Body) -> None:

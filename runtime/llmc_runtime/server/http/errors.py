@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
-_TOO_LONG = frozenset({"E602", "E603", "E604"})
-_OF_PROMPT = frozenset({"E605", "E606", "E620", "E621", "E625"})
-_OF_CHAT = frozenset({"E630", "E631", "E632", "E633", "E634"})
 OF_ENGINE = frozenset({"E608", "E660", "E661", "E662", "E663", "E664"})
-_OF_GRAMMAR = frozenset({"E650", "E651", "E652"})
+_TOO_LONG = frozenset({"E602", "E603", "E604"})
+# The field that an error is about; None: the prompt's.
+_FIELDS: Mapping[str, str | None] = MappingProxyType(
+    dict.fromkeys(("E605", "E606", "E620", "E621", "E625"))
+    | dict.fromkeys(("E630", "E631", "E632", "E633", "E634"), "messages")
+    | dict.fromkeys(("E650", "E651", "E652"), "structured_outputs")
+    | {"E610": "bad_words"}
+)
 
 
 class ApiError(Exception):
@@ -47,27 +52,21 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def told(error: LlmcError, prompt_param: str) -> ApiError:
+def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:
     """Convert an error of the runtime for the client; `prompt_param` is the field that contained the prompt."""
-    words = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
+    message = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
     if error.code == "E601":
-        return ApiError(words, param=error.remedy.partition(":")[0] or None)
+        return ApiError(message, param=error.remedy.partition(":")[0] or None)
     if error.code in _TOO_LONG:
         param = "max_tokens" if error.code == "E603" else prompt_param
-        words = f"this model's maximum context length is exceeded: {words}"  # clients search for these words
-        return ApiError(words, param=param, code="context_length_exceeded")
-    if error.code in _OF_PROMPT:
-        return ApiError(words, param=prompt_param)
-    if error.code in _OF_CHAT:
-        return ApiError(words, param="messages")
-    if error.code in _OF_GRAMMAR:
-        return ApiError(words, param="structured_outputs")
-    if error.code == "E610":
-        return ApiError(words, param="bad_words")
+        message = f"this model's maximum context length is exceeded: {message}"  # clients search for this phrase
+        return ApiError(message, param=param, code="context_length_exceeded")
+    if error.code in _FIELDS:
+        return ApiError(message, param=_FIELDS[error.code] or prompt_param)
     if error.code == "E653":
         return unavailable(error.cause)
     if error.code in OF_ENGINE:
-        return unavailable("the engine is not there now", "engine_unavailable")
+        return unavailable("the engine is not running", "engine_unavailable")
     return internal()
 
 
@@ -78,7 +77,7 @@ def internal() -> ApiError:
 
 def late(seconds: float) -> ApiError:
     """Return 504 for a timeout; a retry would not have more time."""
-    cause = f"the request did not end within its {seconds:g} s"
+    cause = f"the request did not end within its time limit of {seconds:g} s"
     return ApiError(cause, status=504, kind=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 

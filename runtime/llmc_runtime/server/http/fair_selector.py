@@ -9,8 +9,8 @@ from __future__ import annotations
 import selectors
 from collections.abc import Iterable
 
-MOST = 16  # connections reported at a time
-MOST_BULK = 4  # of connections in the middle of a body
+MAX_CLIENTS = 16  # connections reported at a time
+MAX_BULK = 4  # of connections in the middle of a body
 
 Events = list[tuple[selectors.SelectorKey, int]]
 
@@ -43,17 +43,17 @@ class FairSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> Events:
         """See selectors.BaseSelector."""
         ready: Events = super().select(timeout)
-        if len(ready) <= MOST_BULK:
+        if len(ready) <= MAX_BULK:
             return ready
         self._calls += 1
-        found = [one for one in ready if one[0].fd not in self._last]
-        clients = [one for one in ready if one[0].fd in self._last]
-        found += self._longest((one for one in clients if one[0].fd not in self._bulk), MOST)
-        return found + self._longest((one for one in clients if one[0].fd in self._bulk), MOST_BULK)
+        events = [event for event in ready if event[0].fd not in self._last]
+        clients = [event for event in ready if event[0].fd in self._last]
+        events += self._longest((event for event in clients if event[0].fd not in self._bulk), MAX_CLIENTS)
+        return events + self._longest((event for event in clients if event[0].fd in self._bulk), MAX_BULK)
 
-    def _longest(self, ready: Iterable[tuple[selectors.SelectorKey, int]], most: int) -> Events:
+    def _longest(self, ready: Iterable[tuple[selectors.SelectorKey, int]], count: int) -> Events:
         """Return the events of the connections that were reported least recently."""
-        found = sorted(ready, key=lambda one: self._last[one[0].fd])[:most]
-        for key, _ in found:
+        events = sorted(ready, key=lambda event: self._last[event[0].fd])[:count]
+        for key, _ in events:
             self._last[key.fd] = self._calls
-        return found
+        return events

@@ -31,9 +31,9 @@ class Lazy:
 def is_lazy(value: Any) -> bool:
     """Return whether encoding may take long: the value contains a Lazy or a long list."""
     if isinstance(value, dict):
-        return any(is_lazy(one) for one in value.values() if isinstance(one, dict | list | Lazy))
+        return any(is_lazy(item) for item in value.values() if isinstance(item, dict | list | Lazy))
     if isinstance(value, list):
-        return len(value) > _LONG or any(is_lazy(one) for one in value if isinstance(one, dict | Lazy))
+        return len(value) > _LONG or any(is_lazy(item) for item in value if isinstance(item, dict | Lazy))
     return isinstance(value, Lazy)
 
 
@@ -43,15 +43,15 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield msgspec.json.encode(value)
     elif isinstance(value, dict):
         before = b"{"
-        for key, one in value.items():
+        for key, item in value.items():
             yield before + msgspec.json.encode(key) + b":"
-            yield from pieces(one)
+            yield from pieces(item)
             before = b","
         yield b"}"
     elif isinstance(value, Lazy) and value.small:
         before = b"["
-        for one in value.items:
-            yield before + msgspec.json.encode(one)
+        for item in value.items:
+            yield before + msgspec.json.encode(item)
             before = b","
         yield b"[]" if before == b"[" else b"]"
     else:
@@ -60,14 +60,14 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 def _array(items: Iterable[Any]) -> Iterator[bytes]:
     before, rest = b"[", iter(items)
-    if isinstance(items, list) and not any(isinstance(one, dict | list | Lazy) for one in islice(items, _LONG)):
+    if isinstance(items, list) and not any(isinstance(item, dict | list | Lazy) for item in islice(items, _LONG)):
         while chunk := list(islice(rest, _LONG)):  # numbers or strings
             yield before + msgspec.json.encode(chunk)[1:-1]
             before = b","
     else:
-        for one in rest:
+        for item in rest:
             yield before
-            yield from pieces(one)
+            yield from pieces(item)
             before = b","
     yield b"[]" if before == b"[" else b"]"
 
@@ -89,10 +89,10 @@ class Encoding:
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
         """Yield `before`, the JSON text of the value, and `after`, one slice at a time."""
-        made, part = pieces(value), bytearray(before)
+        chunks, part = pieces(value), bytearray(before)
         while True:
             async with self._turn:
-                done = _fill(made, part)
+                done = _fill(chunks, part)
                 if not done:
                     await asyncio.sleep(SLICE_SECONDS)
             if done:
@@ -104,11 +104,11 @@ class Encoding:
             part.clear()
 
 
-def _fill(made: Iterator[bytes], part: bytearray) -> bool:
+def _fill(chunks: Iterator[bytes], part: bytearray) -> bool:
     """Encode one slice into `part`. Returns True at the end of the value."""
-    until, most = time.perf_counter() + SLICE_SECONDS, len(part) + _SLICE_BYTES
-    for piece in made:
+    until, limit = time.perf_counter() + SLICE_SECONDS, len(part) + _SLICE_BYTES
+    for piece in chunks:
         part += piece
-        if len(part) > most or time.perf_counter() > until:
+        if len(part) > limit or time.perf_counter() > until:
             return False
     return True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 2.0  # for the client to stop sending
-MOST = 16  # concurrent connections that linger: discarding data costs processor time
+MAX_LINGERING = 16  # concurrent connections that linger: discarding data costs processor time
 _READ = 256 << 10  # bytes discarded at a time
 
 
@@ -44,7 +44,7 @@ class Lingering:
         """Close for writing. The connection itself is closed when the client closes it, or after SECONDS."""
         if self.is_closing():
             return
-        if self._room.used >= MOST or not (self._unread() and self._inner.can_write_eof()):
+        if self._room.used >= MAX_LINGERING or not (self._unread() and self._inner.can_write_eof()):
             self._inner.close()
             return
         self.lingers = True

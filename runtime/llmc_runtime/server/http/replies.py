@@ -1,16 +1,18 @@
-"""How responses are sent: JSON, server-sent events, and the handling of disconnected clients."""
+"""How responses are sent: JSON, server-sent events, and the handling of errors and of disconnected clients."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +23,11 @@ T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
 _WHOLE = 256 << 10  # bytes up to which a response is sent at once
+_SLICE = 64 << 10  # bytes
+_GONE = 499  # status in the log; never sent, as the client has disconnected
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+Write = Callable[[bytes], Awaitable[None]]
 
 
 class Gone(Exception):
@@ -59,7 +66,7 @@ async def as_answer(
     async for part in parts:
         first += part
         if len(first) > _WHOLE:
-            return InParts(_again(bytes(first), parts), gone, sent)
+            return JsonStream(_again(bytes(first), parts), gone, sent)
     sent()
     return Response(bytes(first), media_type="application/json")
 
@@ -70,31 +77,75 @@ async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield part
 
 
-class InParts(Response):
-    """A JSON response of unknown length, sent as fast as the client reads it."""
+class Stream(Response):
+    """A response of unknown length, sent as fast as the client reads it. Subclasses implement `_write`.
 
-    media_type = "application/json"
+    `gone` is called if the client disconnects, and `sent` when the response is over.
+    """
 
-    def __init__(self, parts: AsyncIterator[bytes], gone: Callable[[], None], sent: Callable[[], None]) -> None:
-        super().__init__(None)
+    def __init__(self, gone: Callable[[], None], sent: Callable[[], None], headers: Mapping[str, str] | None = None):
+        super().__init__(None, headers=headers)
         if "content-length" in self.headers:
             del self.headers["content-length"]
-        self._parts, self._gone, self._sent = parts, gone, sent
+        self._gone, self._sent = gone, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send, scope.get("llmc.part")))
         except Gone:
             self._gone()
         finally:
             self._sent()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write: Write | None) -> None:
+        """Send all parts but the last with `write`, which bypasses ASGI; None: with `send`."""
+
+        async def through_asgi(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = await self._write(write or through_asgi)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _write(self, write: Write) -> bytes:
+        """Write the nonempty parts of the body, and return the last part."""
+        raise NotImplementedError
+
+
+class JsonStream(Stream):
+    """A JSON document that is encoded while it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: AsyncIterator[bytes], gone: Callable[[], None], sent: Callable[[], None]) -> None:
+        super().__init__(gone, sent)
+        self._parts = parts
+
+    async def _write(self, write: Write) -> bytes:
         async with aclosing(self._parts) as parts:  # type: ignore[type-var]
             async for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await write(part)
+        return b""
+
+
+class JsonSlices(Response):
+    """A complete JSON document, sent slice by slice so that the event loop can serve others in between."""
+
+    media_type = "application/json"
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        super().__init__(b"")
+        self._data = memoryview(data)
+        self.headers["content-length"] = str(len(data))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for begin in range(0, len(self._data), _SLICE):
+            part = bytes(self._data[begin : begin + _SLICE])
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -105,11 +156,11 @@ class Final(bytes):
 class Plain:
     """Encodes events of a stream that differ only in an index and a text; everything else is encoded once.
 
-    `told` is an example of such a chunk. Its only choice has the index 0 and contains an empty string under `key`.
+    `example` is such a chunk. Its only choice has the index 0 and contains an empty string under `key`.
     """
 
-    def __init__(self, told: dict[str, Any], key: str) -> None:
-        before, index, rest = event(told).partition(b'"index":0')
+    def __init__(self, example: dict[str, Any], key: str) -> None:
+        before, index, rest = event(example).partition(b'"index":0')
         between, name, after = rest.partition(f'"{key}":""'.encode())
         assert index and name
         self._before, self._between, self._after = before + b'"index":', between + name[:-2], after
@@ -119,11 +170,10 @@ class Plain:
         return b"%b%d%b%b%b" % (self._before, index, self._between, msgspec.json.encode(text), self._after)
 
 
-class Events(Response):
+class Events(Stream):
     """A stream of server-sent events, ended by [DONE]. Chunks are JSON values or encoded events.
 
-    An error during the stream becomes its last event. `gone` is called if the client disconnects, and `sent` when the
-    stream is over.
+    An error during the stream becomes its last event. `gone` and `sent` are as in Stream.
     """
 
     media_type = "text/event-stream"
@@ -135,53 +185,67 @@ class Events(Response):
         gone: Callable[[], None],
         sent: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        if "content-length" in self.headers:
-            del self.headers["content-length"]
-        self._chunks, self._encoding, self._gone, self._sent = chunks, encoding, gone, sent
+        super().__init__(gone, sent, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._chunks, self._encoding = chunks, encoding
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
-        try:
-            await while_connected(receive, self._send(send, scope.get("llmc.part")))
-        except Gone:
-            self._gone()
-        finally:
-            self._sent()
-
-    async def _send(self, send: Send, part: Callable[[bytes], Awaitable[None]] | None) -> None:
-        """Send the stream's parts with `part`, except the last one; None: with `send`."""
-
-        async def sent(body: bytes) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        part, tail, unpaused = part or sent, b"", 0
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _write(self, write: Write) -> bytes:
+        tail, unpaused = b"", 0
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
                     if isinstance(chunk, Final):
                         tail = chunk
                     elif isinstance(chunk, bytes):
-                        await part(chunk)
+                        await write(chunk)
                     elif is_lazy(chunk):
-                        async for some in self._encoding.parts(chunk, b"data: ", b"\n\n"):
-                            await part(some)
+                        async for part in self._encoding.parts(chunk, b"data: ", b"\n\n"):
+                            await write(part)
                     else:
-                        await part(made := event(chunk))
-                        unpaused += len(made)
+                        await write(encoded := event(chunk))
+                        unpaused += len(encoded)
                         if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
                             await self._encoding.pause()
                             unpaused = 0
-                last = DONE
+                return tail + DONE
             except ApiError as e:
                 if e.status >= 500:
                     log.warning("a stream ended: %s%s", e.message, place(e.__cause__))
-                last = event(e.body())
+                return tail + event(e.body())
             except Exception as e:
                 log.error("a stream failed%s", place(e))
-                last = event(internal().body())
-        await send({"type": "http.response.body", "body": tail + last, "more_body": False})
+                return tail + event(internal().body())
+
+
+def catch_errors(handler: Handler) -> Handler:
+    """Wrap a route's handler, a method of an object with `serving`, so that its exceptions become error responses.
+
+    For unexpected exceptions the place is logged, and the client gets a generic error.
+    """
+
+    @functools.wraps(handler)
+    async def safe(self: Any, request: Request) -> Response:
+        try:
+            return await handler(self, request)
+        except ApiError as e:
+            record_error(request.scope, e)
+            if e.status >= 500 and e.reason is None:  # refusals appear in the request's own line
+                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+            return as_error(e)
+        except (Gone, ClientDisconnect):
+            self.serving.meters.gone()
+            return Response(status_code=_GONE)
+        except Exception as e:
+            log.error("%s failed%s", request.scope["llmc.id"], place(e))
+            return as_error(internal())
+
+    return safe
+
+
+def record_error(scope: Scope, error: ApiError) -> None:
+    """Add the error to the request's log line."""
+    record = scope.get("llmc.record")
+    if record is not None:
+        record.fail(error.code, error.reason)
 
 
 def place(error: BaseException | None) -> str:

@@ -24,24 +24,24 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.replies import place
 
 log = logging.getLogger("llmc.request")
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # logged at level debug: frequent probes and scrapes
-MOST_WAITING = 10_000  # lines
-_FOR_NOW = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})  # may be temporary, such as a full disk
+_PROBES = frozenset({"/health", "/ready", "/metrics"})  # logged at level debug, as they are frequent
+MAX_WAITING = 10_000  # lines
+_TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 _GONE = 499  # the client disconnected before the response ended
-_MOST_PATH, _MOST_TEXT, _MOST_LINE = 200, 2000, 8000  # characters
+_MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
 
 
-def to_stderr(level: str, form: str) -> None:
+def configure_logging(level: str, form: str) -> None:
     """Send the logs of llmc, uvicorn and asyncio to stderr; `form` is "text" or "json"."""
-    handler = Lines(sys.stderr)
-    handler.setFormatter(Json() if form == "json" else Text())
+    handler = ThreadedHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name in ("llmc", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers[:], logger.propagate = [handler], False
         logger.setLevel(level.upper() if name == "llmc" else "WARNING")
 
 
-def teller(form: str) -> Callable[[str], None]:
+def startup_printer(form: str) -> Callable[[str], None]:
     """Return a function that prints startup messages to stderr, regardless of the log level."""
     if form != "json":
         return say_on_stderr
@@ -49,27 +49,27 @@ def teller(form: str) -> Callable[[str], None]:
     def say(line: str) -> None:
         if sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # stderr closed or full: not an error of the server
-                print(Json().format(_told(line)), file=sys.stderr, flush=True)
+                print(JsonFormatter().format(_message(line)), file=sys.stderr, flush=True)
 
     return say
 
 
-def _told(line: str) -> logging.LogRecord:
+def _message(line: str) -> logging.LogRecord:
     return logging.LogRecord("llmc", logging.INFO, "", 0, line, None, None)
 
 
-class Lines(logging.Handler):
+class ThreadedHandler(logging.Handler):
     """A handler that writes to `stream` from its own thread, so that a blocked reader does not block the server.
 
-    Of the lines that wait meanwhile, those beyond MOST_WAITING are dropped; their number is logged when writing
+    Of the lines that wait meanwhile, those beyond MAX_WAITING are dropped; their number is logged when writing
     succeeds again.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
-        self._stream, self._waiting = stream, queue.Queue[str](MOST_WAITING)
+        self._stream, self._waiting = stream, queue.Queue[str](MAX_WAITING)
         self._lost = 0
-        threading.Thread(target=self._write, name="llmc-log", daemon=True).start()
+        threading.Thread(target=self._run, name="llmc-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line."""
@@ -84,44 +84,44 @@ class Lines(logging.Handler):
         while self._waiting.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.002)
 
-    def _write(self) -> None:
+    def _run(self) -> None:
         while True:
-            line = self._waiting.get()
+            text = f"{self._waiting.get()}\n"
             lost, self._lost = self._lost, 0
+            if lost:
+                text += f"{self.format(_message(f'{lost} lines were lost, as stderr was not read'))}\n"
             try:
                 if self._stream is not None:
-                    self._stream.write(f"{line}\n")
-                    if lost:
-                        self._stream.write(f"{self.format(_told(f'{lost} lines were lost, as nobody read them'))}\n")
+                    self._stream.write(text)
                     self._stream.flush()
             except (OSError, ValueError) as e:
-                if getattr(e, "errno", None) in _FOR_NOW:
+                if getattr(e, "errno", None) in _TEMPORARY:
                     self._lost += lost + 1
-                else:  # permanent
+                else:
                     self._stream = None
             finally:
                 self._waiting.task_done()
 
 
-class Text(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """One line of printable characters: TIME LEVEL LOGGER: MESSAGE NAME=VALUE ..."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
-        fields = "".join(f" {name}={_spelled(value)}" for name, value in _fields(record).items())
-        message = f"{record.getMessage()}{_exception(record)}"[:_MOST_LINE]
+        fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
+        message = f"{record.getMessage()}{_exception(record)}"[:_MAX_LINE]
         return _printable(f"{at} {record.levelname} {record.name}: {message}{fields}")
 
 
-class Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (UTC, ISO 8601), level, logger, message, and further fields by name."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         head = {"time": at, "level": record.levelname.lower(), "logger": record.name}
-        message = (record.getMessage() + _exception(record))[:_MOST_LINE]
+        message = (record.getMessage() + _exception(record))[:_MAX_LINE]
         return json.dumps({**head, "message": message, **_fields(record)})
 
 
@@ -142,27 +142,27 @@ class Record:
     @property
     def prompt_characters(self) -> int:
         """The number of characters of each prompt to log."""
-        return _MOST_TEXT if self._texts else 0
+        return _MAX_TEXT if self._texts else 0
 
     def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
         """Record that the response `name` is generated for these prompts."""
         self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)
         if self._texts:
             for prompt in prompts:
-                text = prompt.text if prompt.text is not None else str(prompt.ids[:_MOST_TEXT])
-                fields = {"request_id": request_id, "id": name, "prompt": text[:_MOST_TEXT]}
+                text = prompt.text if prompt.text is not None else str(prompt.ids[:_MAX_TEXT])
+                fields = {"request_id": request_id, "id": name, "prompt": text[:_MAX_TEXT]}
                 log.info("prompt", extra={"fields": fields})
 
     def take(self, output: RequestOutput) -> None:
         """Record an update of the response."""
-        new = sum(len(one.token_ids) for one in output.outputs)
+        new = sum(len(completion.token_ids) for completion in output.outputs)
         if new and self._first is None:
             self._first = time.monotonic()
         self._output += new
         self._cached[output.request_id] = output.num_cached_tokens
-        for one in output.outputs:
-            if one.finish_reason is not None:
-                self._reasons[one.finish_reason] = None
+        for completion in output.outputs:
+            if completion.finish_reason is not None:
+                self._reasons[completion.finish_reason] = None
 
     def fail(self, code: str | None, refusal: str | None = None) -> None:
         """Record an error code. `refusal` is the reason if the request was not admitted."""
@@ -170,18 +170,19 @@ class Record:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields known so far."""
-        told: dict[str, Any] = {"status": self.status if self.complete else _GONE}
-        told["duration_ms"] = _ms(time.monotonic() - self._began)
+        status = self.status if self.complete else _GONE
+        fields: dict[str, Any] = {"status": status, "duration_ms": _ms(time.monotonic() - self._began)}
         if self._id is not None:
-            told |= {"id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values())}
-            told["output_tokens"] = self._output
-            told["finish_reason"] = ",".join(self._reasons) or None
+            fields |= {
+                "id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values()),
+                "output_tokens": self._output, "finish_reason": ",".join(self._reasons) or None,
+            }  # fmt: skip
         if self._first is not None:
-            told["ttft_ms"] = _ms(self._first - self._began)
-        return told | {"error": self._error}
+            fields["ttft_ms"] = _ms(self._first - self._began)
+        return fields | {"error": self._error}
 
 
-class Refusals:
+class RefusalLog:
     """Limits the log lines of refused requests.
 
     The first LINES of a second are logged individually, and the others in one line at its end, counted by reason.
@@ -215,11 +216,11 @@ class Refusals:
             self._more = Counter()
 
 
-class Logged:
+class AccessLog:
     """The outermost ASGI middleware: logs a line for each request that has ended."""
 
-    def __init__(self, app: ASGIApp, texts: bool = False, refusals: Refusals | None = None) -> None:
-        self._app, self._texts, self._refusals = app, texts, refusals or Refusals()
+    def __init__(self, app: ASGIApp, texts: bool = False, refusals: RefusalLog | None = None) -> None:
+        self._app, self._texts, self._refusals = app, texts, refusals or RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request and log it."""
@@ -227,7 +228,7 @@ class Logged:
             return await self._app(scope, receive, send)
         record = scope["llmc.record"] = Record(self._texts)
 
-        async def noted(message: Message) -> None:
+        async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
             await send(message)
@@ -235,27 +236,23 @@ class Logged:
                 record.complete = True
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, recorded)
         finally:
-            self._write(scope, record)
-
-    def _write(self, scope: Scope, record: Record) -> None:
-        if record.refusal is not None and not self._refusals.take(record.refusal):
-            return
-        request_line(scope, record)
+            if record.refusal is None or self._refusals.take(record.refusal):
+                log_request(scope, record)
 
 
-def request_line(scope: Mapping[str, Any], record: Record) -> None:
+def log_request(scope: Mapping[str, Any], record: Record) -> None:
     """Write the log line of a request that has ended."""
     path = scope["path"]
-    fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MOST_PATH]}
-    quiet = path in _QUIET and scope["method"] == "GET"
-    log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": {**fields, **record.fields()}})
+    fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MAX_PATH]}
+    level = logging.DEBUG if path in _PROBES and scope["method"] == "GET" else logging.INFO
+    log.log(level, "request", extra={"fields": {**fields, **record.fields()}})
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(record, "fields", {})
-    return {name: value for name, value in found.items() if value is not None}
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _exception(record: logging.LogRecord) -> str:
@@ -263,7 +260,7 @@ def _exception(record: logging.LogRecord) -> str:
     return place(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
 
 
-def _spelled(value: Any) -> str:
+def _quoted(value: Any) -> str:
     plain = isinstance(value, int | float) or (value.isprintable() and not set(value) & set(' "=\\'))
     return str(value) if plain else json.dumps(value)
 

@@ -1,6 +1,4 @@
-"""Request targets in absolute form (`GET http://host:port/path`), which proxies send and every server has to accept
-(RFC 9112, section 3.2.2).
-"""
+"""Request targets in the forms that proxies send: with the scheme and host in front, or with a path prefix."""
 
 from __future__ import annotations
 
@@ -9,33 +7,48 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class OriginForm:
-    """The outermost ASGI middleware: rewrites targets in absolute form to origin form.
+def normalize_root(root: str) -> str:
+    """Return a root path with a leading slash and without a trailing one; "" if it is empty."""
+    return "/" + root.strip("/") if root.strip("/") else ""
 
-    Keys, routes and logs thus see a single path; the target's authority becomes the Host header. The scheme has to be
-    the connection's own, and a Host header has to name the same authority. Other targets are unchanged; the guard
-    rejects those that do not start with a slash.
+
+class NormalizeTarget:
+    """The outermost ASGI middleware: reduces targets to a route's path, so that keys, routes and logs see one path.
+
+    Absolute targets (`GET http://host:port/path`, RFC 9112, section 3.2.2) are rewritten if their scheme is the
+    connection's own; their authority becomes the Host header, and a Host header has to name the same one. Then the
+    prefix `root`, normalized, is stripped if it is there: a proxy may have stripped it. Other targets are unchanged;
+    the guard rejects those that do not start with a slash.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root, self._raw_root = app, root, root.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Rewrite the target and handle the request."""
-        if scope["type"] == "http" and not scope["path"].startswith("/"):
-            _rewrite(scope)
+        if scope["type"] == "http":
+            if not scope["path"].startswith("/"):
+                _to_origin_form(scope)
+            if self._root:
+                self._strip_root(scope)
         await self._app(scope, receive, send)
 
+    def _strip_root(self, scope: Scope) -> None:
+        """Strip the prefix from the decoded and the raw path, if both have it."""
+        path, raw = scope["path"], scope.get("raw_path") or scope["path"].encode()
+        if path.startswith(self._root + "/") and raw.startswith(self._raw_root + b"/"):
+            scope["path"], scope["raw_path"] = path[len(self._root) :], raw[len(self._raw_root) :]
 
-def _rewrite(scope: Scope) -> None:
+
+def _to_origin_form(scope: Scope) -> None:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    scheme, found, rest = raw.partition(b"://")
+    scheme, separator, rest = raw.partition(b"://")
     authority, _, path = rest.partition(b"/")
-    if not found or scheme.lower() != scope["scheme"].encode() or not authority or b"@" in authority:
+    if not separator or scheme.lower() != scope["scheme"].encode() or not authority or b"@" in authority:
         return
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     if any(host.lower() != authority.lower() for host in hosts):
         return
-    scope["headers"] = [*(one for one in scope["headers"] if one[0] != b"host"), (b"host", authority)]
+    scope["headers"] = [*(header for header in scope["headers"] if header[0] != b"host"), (b"host", authority)]
     scope["raw_path"] = b"/" + path
     scope["path"] = unquote(scope["raw_path"].decode("latin-1"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
-from llmc_runtime.server.operations.throughput import Pace
+from llmc_runtime.server.operations.throughput import Throughput
 
 SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
@@ -40,7 +40,7 @@ class Admission:
     keys: int = 1
     most_wait: float = math.inf
     backlog: Callable[[], int] = lambda: 0
-    pace: Pace = field(default_factory=Pace)
+    pace: Throughput = field(default_factory=Throughput)
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
@@ -72,8 +72,8 @@ class Admission:
             return 0.0
         ahead = whole = sum(self.work.values())
         if key is not None:
-            mine = self.work.get(key, 0.0) + whole / self.waiting_sequences
-            ahead = sum(min(work, mine) for work in self.work.values())
+            limit = self.work.get(key, 0.0) + whole / self.waiting_sequences
+            ahead = sum(min(work, limit) for work in self.work.values())
         seconds = self.pace.seconds(whole, self.waiting_sequences)
         return None if seconds is None else seconds * ahead / whole
 
@@ -94,19 +94,21 @@ class Admission:
         wait = self.wait(key)
         if wait is None or wait <= min(within, self.most_wait):
             return
-        words = f"the request would wait about {wait:.0f} s"
+        message = f"the request would wait about {wait:.0f} s"
         if wait > self.most_wait:
-            raise self.turn_away("queue_wait", words)
-        raise self.turn_away("deadline", f"{words}, longer than it may take")
+            raise self.turn_away("queue_wait", message)
+        raise self.turn_away("deadline", f"{message}, longer than its time limit")
 
     def turn_away(
-        self, reason: str, words: str, code: str = "server_overloaded", seconds: float | None = None
+        self, reason: str, message: str, code: str = "server_overloaded", seconds: float | None = None
     ) -> ApiError:
         """Count a refusal and return its ApiError 503.
 
         `seconds` is the time after which to retry, if it does not depend on the queue.
         """
-        return self._refusal(reason, unavailable(words, code, self.retry if seconds is None else max(seconds, SOONEST)))
+        return self._refusal(
+            reason, unavailable(message, code, self.retry if seconds is None else max(seconds, SOONEST))
+        )
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self.refused(reason)
@@ -149,12 +151,12 @@ class Admission:
         Raises ApiError 429 if the key has too much open, and 503 if all keys together have. A single response always
         fits.
         """
-        mine, all_keys = self.answer_bytes[key], self.answer_bytes.total()
-        if mine and self.keys > 1 and mine + nbytes > self.answers // 2:
-            words = f"this API key has answers of {mine:,} bytes open; with this one of {nbytes:,} bytes"
-            raise self._too_many("answer_bytes", f"{words} they pass {self.answers // 2:,}")
-        if all_keys and all_keys + nbytes > self.answers:
-            raise self.turn_away("answer_bytes", "the answers that are open take too much memory")
+        of_key, of_all = self.answer_bytes[key], self.answer_bytes.total()
+        if of_key and self.keys > 1 and of_key + nbytes > self.answers // 2:
+            cause = f"this API key has {of_key:,} bytes of open responses; another {nbytes:,} would exceed"
+            raise self._too_many("answer_bytes", f"{cause} {self.answers // 2:,}")
+        if of_all and of_all + nbytes > self.answers:
+            raise self.turn_away("answer_bytes", "open responses take too much memory")
         return AnswerRoom(self, key, nbytes)
 
     def check_size(self, sequences: int, tokens: int) -> None:
@@ -165,14 +167,14 @@ class Admission:
             raise ApiError(f"{cause}; the server takes {self.sequences} and {self.tokens} at a time", param="n")
 
     def _check_key(self, sequences: int, tokens: int, key: str) -> None:
-        held = self.by_key[key] if key in self.by_key else 0
-        if self.per_key is not None and held + sequences > self.per_key:
-            cause = f"this API key has {held} sequences open, of {self.per_key} allowed"
+        used = self.by_key[key] if key in self.by_key else 0
+        if self.per_key is not None and used + sequences > self.per_key:
+            cause = f"this API key has {used} open sequences, of {self.per_key} allowed"
             raise self._too_many("key_limit", cause)
-        if self.keys > 1 and held:
+        if self.keys > 1 and used:
             free = self.sequences - self.open_sequences - sequences, self.tokens - self.open_tokens - tokens
-            if held + sequences > _SHARE * free[0] or self.tokens_by_key[key] + tokens > _SHARE * free[1]:
-                raise self._too_many("key_share", f"this API key has {held} sequences open, and the rest is for others")
+            if used + sequences > _SHARE * free[0] or self.tokens_by_key[key] + tokens > _SHARE * free[1]:
+                raise self._too_many("key_share", f"this API key has {used} open sequences; the rest is for others")
 
     def _too_many(self, reason: str, cause: str) -> ApiError:
         kind, code = "rate_limit_error", "rate_limit_exceeded"

@@ -7,9 +7,11 @@ derived from the finished text.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,33 +31,37 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 _LONG = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20, 50)
-_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    ("time_to_first_token_seconds", "From the request to its first token", _LONG),
-    ("inter_token_latency_seconds", "From one token to the next", _SHORT),
-    ("request_time_per_output_token_seconds", "Of a request, the mean from one token to the next", _SHORT),
-    ("e2e_request_latency_seconds", "From the request to its end", _LONG),
-    ("request_queue_time_seconds", "In the engine, until it first got a row", _LONG),
-    ("request_prefill_time_seconds", "In the engine, from there to its first token", _LONG),
-    ("request_decode_time_seconds", "From its first token to its last", _LONG),
-    ("request_inference_time_seconds", "From its first row to its last token", _LONG),
-    ("request_prompt_tokens", "Tokens of a prompt", _SIZES),
-    ("request_generation_tokens", "Tokens that a request got", _SIZES),
-    ("request_params_n", "Outputs that a request asked for", _COUNTS),
-    ("request_params_max_tokens", "Tokens that a request asked for", _SIZES),
-)
-_COUNTERS = (
-    ("request_unknown_fields", "Request fields that nobody knows"),
-    ("request_disconnects", "Requests whose client went away"),
-    ("request_timeouts", "Requests whose time was over"),
-    ("num_aborted_requests", "Outputs that were ended before their end"),
-)
-_OF_ENGINE = {"iteration_tokens": ("iteration_tokens_total", "Tokens computed in a step", STEP_TOKENS),
-              "grammar_compilation_time_seconds": ("grammar_compilation_time_seconds", "Seconds that requests waited "
-                                                   "for their grammars", COMPILE_SECONDS)}.items()  # fmt: skip
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType({
+    "time_to_first_token_seconds": ("Time from the request to its first token", _LONG),
+    "inter_token_latency_seconds": ("Time between consecutive tokens", _SHORT),
+    "request_time_per_output_token_seconds": ("Mean time between consecutive tokens of a request", _SHORT),
+    "e2e_request_latency_seconds": ("Time from the request to its end", _LONG),
+    "request_queue_time_seconds": ("Time in the engine's queue", _LONG),
+    "request_prefill_time_seconds": ("Time from the start in the engine to the first token", _LONG),
+    "request_decode_time_seconds": ("Time from the first token to the last", _LONG),
+    "request_inference_time_seconds": ("Time from the start in the engine to the last token", _LONG),
+    "request_prompt_tokens": ("Prompt tokens per request", _SIZES),
+    "request_generation_tokens": ("Generated tokens per request", _SIZES),
+    "request_params_n": ("Outputs requested (n)", _COUNTS),
+    "request_params_max_tokens": ("Maximum tokens requested (max_tokens)", _SIZES),
+})  # fmt: skip
+_COUNTERS: Mapping[str, str] = MappingProxyType({
+    "request_unknown_fields": "Unknown fields in requests",
+    "request_disconnects": "Requests whose client disconnected",
+    "request_timeouts": "Requests that timed out",
+    "num_aborted_requests": "Outputs that were aborted",
+})  # fmt: skip
+# Histograms of the engine, by the name of its figures: name, description, bounds.
+_OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType({
+    "iteration_tokens": ("iteration_tokens_total", "Tokens computed per step", STEP_TOKENS),
+    "grammar_compilation_time_seconds": (
+        "grammar_compilation_time_seconds", "Time that requests waited for their grammars", COMPILE_SECONDS
+    ),
+})  # fmt: skip
 _ENDS = ("stop", "length", "abort", "error")
 
 
-class Meters:
+class ServerMetrics:
     """The metrics of one served model.
 
     `stats` returns the engine's figures by name (see metrics), and `about` metric families that are constant while the
@@ -72,8 +78,8 @@ class Meters:
         self.registry = CollectorRegistry()
         self._model, self._stats, self._about, self._alias = model, stats, about, alias
         self.gauges: dict[str, tuple[str, Callable[[], float | None]]] = {}
-        self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
-        self._counts = dict.fromkeys((name for name, _ in _COUNTERS), 0)
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
         self.registry.register(self)
@@ -107,72 +113,74 @@ class Meters:
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
-    def begin(self, prompt_tokens: int, params: SamplingParams) -> Meter:
-        """Count a new request and return its meter."""
+    def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestMetrics:
+        """Count a new request and return its metrics."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].add(params.max_tokens)
-        return Meter(self, params.n)
+        return RequestMetrics(self, params.n)
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families with their current values."""
-        for name, words in _COUNTERS:
-            yield self._family(CounterMetricFamily, name, words, {(): self._counts[name]})
-        refused = {(reason,): count for reason, count in self._refused.items()}
+        for name, count in self._counts.items():
+            yield self._family(CounterMetricFamily, name, _COUNTERS[name], count)
         yield self._family(
-            CounterMetricFamily, "admission_rejections", "Requests that were not admitted", refused, "reason"
+            CounterMetricFamily, "admission_rejections", "Requests that were not admitted", self._refused, "reason"
         )
-        ends = {(reason,): count for reason, count in self.ends.items()}
-        yield self._family(CounterMetricFamily, "request_success", "Outputs by how they ended", ends, "finished_reason")
-        for name, (words, value) in self.gauges.items():
+        yield self._family(
+            CounterMetricFamily, "request_success", "Outputs by finish reason", self.ends, "finished_reason"
+        )
+        for name, (text, value) in self.gauges.items():
             if (number := value()) is not None:
-                yield self._family(GaugeMetricFamily, name, words, {(): number})
-        for name, words, bounds in _HISTOGRAMS:
-            yield self._histogram(name, words, bounds, self.histograms[name].as_list())
-        words = "Kernels that were compiled while serving: the runtime has no compiler"
-        yield self._family(CounterMetricFamily, "runtime_compiles", words, {(): 0})
+                yield self._family(GaugeMetricFamily, name, text, number)
+        for name, (text, bounds) in _HISTOGRAMS.items():
+            yield self._histogram(name, text, bounds, self.histograms[name].as_list())
+        text = "Kernels compiled while serving; always 0, as the runtime has no compiler"
+        yield self._family(CounterMetricFamily, "runtime_compiles", text, 0)
         yield from self._of_engine()
         yield from self._about()
 
     def _of_engine(self) -> Iterable[Metric]:
         stats: dict[str, Stat] = dict(self._stats())
-        stats.pop("request_success", None)  # the server counts more: disconnects, engine failures
-        for name, (told, words, bounds) in _OF_ENGINE:
-            values = stats.pop(name, None)
+        stats.pop("request_success", None)  # the server also counts disconnects and engine failures
+        for key, (name, text, bounds) in _OF_ENGINE.items():
+            values = stats.pop(key, None)
             if isinstance(values, list):
-                yield self._histogram(told, words, bounds, values)
+                yield self._histogram(name, text, bounds, values)
         for name, value in stats.items():
-            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            if isinstance(value, dict):
-                by = {(reason,): count for reason, count in value.items()}
-                yield self._family(kind, name, f"Of the engine: {name}", by, "reason")
-            elif isinstance(value, int | float):
-                yield self._family(kind, name, f"Of the engine: {name}", {(): value})
+            if isinstance(value, dict | int | float):
+                kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                yield self._family(kind, name, f"Of the engine: {name}", value)
 
-    def _family(self, kind: Any, name: str, words: str, values: Mapping[Any, float], *labels: str) -> Metric:
-        family = kind(PREFIX + name, words, labels=["model_name", *labels])
-        for label, value in values.items():
-            family.add_metric([self._model, *label], value)
+    def _family(
+        self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str = "reason"
+    ) -> Metric:
+        """Return a metric family with one value, or with values by `label`."""
+        labels = ["model_name", label] if isinstance(value, Mapping) else ["model_name"]
+        family: Any = kind(PREFIX + name, text, labels=labels)
+        if isinstance(value, Mapping):
+            for key, number in value.items():
+                family.add_metric([self._model, key], number)
+        else:
+            family.add_metric([self._model], value)
         return family
 
-    def _histogram(self, name: str, words: str, bounds: tuple[float, ...], told: list[float]) -> Metric:
-        family: Any = HistogramMetricFamily(PREFIX + name, words, labels=["model_name"])
-        below = 0.0
-        buckets: list[Any] = []
-        for bound, count in zip([*map(repr, map(float, bounds)), "+Inf"], told[1:], strict=True):
-            below += count
-            buckets.append((bound, below))
-        family.add_metric([self._model], buckets, told[0])
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], counts: list[float]) -> Metric:
+        """Return a histogram; `counts` are the sum of all values, then the number of values in each bucket."""
+        names = [*map(repr, map(float, bounds)), "+Inf"]
+        buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
+        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], buckets, counts[0])
         return family
 
 
-class Meter:
+class RequestMetrics:
     """Measures the times and tokens of one request."""
 
-    def __init__(self, meters: Meters, outputs: int) -> None:
-        self._meters, self._outputs, self._open = meters, outputs, outputs
-        self._next = meters.histograms["inter_token_latency_seconds"].add
+    def __init__(self, metrics: ServerMetrics, outputs: int) -> None:
+        self._metrics, self._outputs, self._open = metrics, outputs, outputs
+        self._next = metrics.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()
         self._first: float | None = None
         self._prefill = 0.0
@@ -181,11 +189,11 @@ class Meter:
     def take(self, output: RequestOutput) -> None:
         """Record an update of the request."""
         new = 0
-        for one in output.outputs:
-            new += len(one.token_ids)
-            if one.finish_reason is not None:
+        for completion in output.outputs:
+            new += len(completion.token_ids)
+            if completion.finish_reason is not None:
                 self._open -= 1
-                self._meters.ended(one.finish_reason)
+                self._metrics.ended(completion.finish_reason)
         if not new:
             return
         now = time.monotonic()
@@ -198,31 +206,31 @@ class Meter:
 
     def end(self, rest: str) -> None:
         """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
-        meters = self._meters.histograms
+        histograms = self._metrics.histograms
         if self._open:
-            self._meters.ended(rest, self._open)
+            self._metrics.ended(rest, self._open)
             self._open = 0
-        meters["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
-        meters["request_generation_tokens"].add(self.tokens)
+        histograms["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
+        histograms["request_generation_tokens"].add(self.tokens)
         if self._first is None:
             return
         decode = self._last - self._first
-        meters["request_decode_time_seconds"].add(decode)
-        meters["request_inference_time_seconds"].add(self._prefill + decode)
+        histograms["request_decode_time_seconds"].add(decode)
+        histograms["request_inference_time_seconds"].add(self._prefill + decode)
         if self.tokens > self._outputs:
-            meters["request_time_per_output_token_seconds"].add(decode / (self.tokens / self._outputs - 1))
+            histograms["request_time_per_output_token_seconds"].add(decode / (self.tokens / self._outputs - 1))
 
     def _begin(self, now: float, output: RequestOutput) -> None:
-        meters, self._first = self._meters.histograms, now
-        meters["time_to_first_token_seconds"].add(now - self._began)
+        histograms, self._first = self._metrics.histograms, now
+        histograms["time_to_first_token_seconds"].add(now - self._began)
         if output.times is not None:
             queued, self._prefill = output.times
-            meters["request_queue_time_seconds"].add(queued)
-            meters["request_prefill_time_seconds"].add(self._prefill)
+            histograms["request_queue_time_seconds"].add(queued)
+            histograms["request_prefill_time_seconds"].add(self._prefill)
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
-    """Yield the configuration of an engine's cache, and how long each stage of its startup took."""
+    """Yield the configuration of an engine's cache, and the duration of each stage of its startup."""
     config, startup = llm.config, llm.startup
     cache = {
         "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,
@@ -232,13 +240,13 @@ def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
     family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=["model_name", *cache])
     family.add_metric([model, *map(str, cache.values())], 1)
     yield family
-    words = "Seconds of the last start of the engine, by part"
-    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", words, labels=["model_name", "stage"])
+    text = "Duration of each stage of the engine's last startup"
+    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=["model_name", "stage"])
     for stage, seconds in startup.items():
         family.add_metric([model, stage], seconds)
     yield family
     if "weights" in startup:
-        words = "Seconds to put the weights and programs onto the device"
-        family = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", words, labels=["model_name"])
+        text = "Time to load weights and programs onto the device"
+        family = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=["model_name"])
         family.add_metric([model], startup["weights"])
         yield family

@@ -14,7 +14,7 @@ _LEAST = 1.0  # seconds with a queue before there is an estimate
 _APART = 0.5  # seconds between two samples
 
 
-class Pace:
+class Throughput:
     """The throughput estimate. Work is measured in tokens; `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

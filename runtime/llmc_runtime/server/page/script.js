@@ -29,8 +29,8 @@ async function ask(path, options = {}) {
   if ($("key").value) headers.Authorization = `Bearer ${$("key").value.trim()}`;
   const reply = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
   if (reply.ok) return reply;
-  const told = await reply.json().catch(() => ({}));
-  throw new Refused(reply.status, told.error?.message ?? `the server answered ${reply.status}`);
+  const body = await reply.json().catch(() => ({}));
+  throw new Refused(reply.status, body.error?.message ?? `the server answered ${reply.status}`);
 }
 
 async function* events(reply) {
@@ -73,11 +73,11 @@ function follow(work) {
 
 function request() {
   const system = $("system").value.trim();
-  const asked = { messages: system ? [{ role: "system", content: system }, ...talk] : talk };
-  if (model) asked.model = model;
-  if ($("temperature").value !== "") asked.temperature = Number($("temperature").value);
-  if ($("most").value !== "") asked.max_tokens = Number($("most").value);
-  return { ...asked, stream: true, stream_options: { include_usage: true } };
+  const request = { messages: system ? [{ role: "system", content: system }, ...talk] : talk };
+  if (model) request.model = model;
+  if ($("temperature").value !== "") request.temperature = Number($("temperature").value);
+  if ($("most").value !== "") request.max_tokens = Number($("most").value);
+  return { ...request, stream: true, stream_options: { include_usage: true } };
 }
 
 async function write(answer, signal) {
@@ -113,7 +113,7 @@ async function send() {
   if (!text || underWay) return;
   problem("");
   underWay = new AbortController();
-  const asked = shown("user", text), answer = shown("assistant"), mine = talk;
+  const question = shown("user", text), answer = shown("assistant"), mine = talk;
   mine.push({ role: "user", content: text });
   $("prompt").value = "";
   $("messages").scrollTop = $("messages").scrollHeight;
@@ -129,14 +129,14 @@ async function send() {
   }
   busy(answer, false);
   underWay = null;
-  if (note.startsWith("ended") && !answer.text.textContent) return takeBack(mine, asked, answer, text);
+  if (note.startsWith("ended") && !answer.text.textContent) return takeBack(mine, question, answer, text);
   mine.push({ role: "assistant", content: answer.text.textContent });
   follow(() => made(answer.message, "div", "note", note));
 }
 
-function takeBack(talked, asked, answer, text) {
+function takeBack(talked, question, answer, text) {
   talked.pop();
-  asked.message.remove();
+  question.message.remove();
   answer.message.remove();
   $("prompt").value = text;
 }

@@ -15,7 +15,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
 
 _COPIED = tuple(name for name, parameter in PARAMETERS.items() if parameter.request and name != "max_tokens")
@@ -96,7 +96,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
             values["allowed_token_ids"] = token_mask(request.allowed_token_ids, llm.vocab_size)
         return SamplingParams(**(values | own))
     except LlmcError as e:
-        raise told(e, "prompt") from None
+        raise to_api_error(e, "prompt") from None
 
 
 def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.python_command import memory_file
-from llmc_runtime.server.fair_slots import Lanes
+from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.text_pool import text_messages as m
@@ -37,7 +37,7 @@ class TextPool:
     ) -> None:
         self._spec, self._unknown = spec, unknown
         self._file: BinaryIO | None = None
-        self.lanes = Lanes(PROCESSES, refusal, reserved=1 if keys > 1 else 0)
+        self.lanes = FairSlots(PROCESSES, refusal, reserved=1 if keys > 1 else 0)
         self._idle: list[TextProcess] = []
         self._busy: set[TextProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()

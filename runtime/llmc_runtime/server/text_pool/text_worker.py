@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.errors import ApiError, internal, told
+from llmc_runtime.server.http.errors import ApiError, internal, to_api_error
 from llmc_runtime.server.operations import malloc
 from llmc_runtime.server.text_pool import jobs
 from llmc_runtime.server.text_pool import text_messages as m
@@ -81,7 +81,7 @@ class Worker:
         except ApiError as e:
             return m.Failure.of(e)
         except LlmcError as e:
-            return m.Failure.of(told(e, "prompt"))
+            return m.Failure.of(to_api_error(e, "prompt"))
         except (EOFError, OSError, MemoryError):
             raise
         except Exception as e:  # only the place of the error is logged: its message may quote the request

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.http.errors import ApiError, told
+from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.tool_calls import json_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
@@ -86,7 +86,7 @@ class Plan:
         try:
             return replace(params, structured_outputs=whole)
         except LlmcError as e:  # parameters that a grammar excludes
-            raise told(e, "messages") from None
+            raise to_api_error(e, "messages") from None
 
 
 def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:

@@ -1,0 +1,72 @@
+"""The server's event loop, which accepts and serves few connections per iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from functools import partial
+from typing import Any
+
+from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.light_connections import LightConnections
+
+
+class ServerLoop(asyncio.SelectorEventLoop):
+    """An event loop that accepts and serves few connections per iteration.
+
+    Connections over the limit are thus detected before descriptors run out, and many clients that send at once do not
+    delay the engine's tokens. TLS handshakes have a time limit; connections do not count before their handshake ends.
+    """
+
+    handshake_seconds = 10.0
+    tls_buffer = 16 << 10  # bytes decrypted at a time
+    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see read_turns)
+    light: LightConnections | None = None  # takes new connections without TLS while requests are refused
+
+    def __init__(self) -> None:
+        self.fair = FairSelector()
+        super().__init__(self.fair)
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:
+        """Extend asyncio's method for a bound `sock`; `backlog` is the length of the accept queue."""
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = self.handshake_seconds
+        waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
+        server = await super().create_server(*args, **options, backlog=few)
+        options["sock"].listen(waiting)  # asyncio uses one number for both
+        return server
+
+    def _accept_connection(
+        self, factory: Any, sock: socket.socket, sslcontext: Any = None, server: Any = None, *args: Any, **options: Any
+    ) -> None:
+        """Extend asyncio's method, which accepts what waits at a listening socket, by light connections."""
+        if self.light is not None and sslcontext is None:
+            for _ in range(self.at_once):
+                if not self.light.active():
+                    break
+                try:
+                    conn, address = sock.accept()
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    return
+                except OSError:  # asyncio's method reports it, and tries again later
+                    break
+                conn.setblocking(False)
+                self.light.add(conn, partial(self._promote, factory, conn, {"peername": address}, server))
+            else:
+                return
+        super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
+
+    def _promote(self, factory: Any, conn: socket.socket, extra: Any, server: Any) -> None:
+        """Make an accepted socket an ordinary connection."""
+        self.create_task(self._accept_connection2(factory, conn, extra, None, server))  # type: ignore[attr-defined]
+
+    def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
+        """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
+        transport = super()._make_ssl_transport(*args, **options)  # type: ignore[misc]
+        protocol = transport._ssl_protocol
+        protocol.max_size = self.tls_buffer
+        protocol._ssl_buffer = bytearray(self.tls_buffer)
+        protocol._ssl_buffer_view = memoryview(protocol._ssl_buffer)
+        return transport

@@ -1,0 +1,153 @@
+"""TLS: its options, its context, and a context that reloads changed certificate files while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.option_type import serve_option
+
+log = logging.getLogger("llmc.serve")
+_option = partial(serve_option, "keys and TLS")
+RELOAD_SECONDS = 0.25  # between checks of the files
+_REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS options; files are in PEM format."""
+
+    certfile: Path = _option(  # noqa: RUF009
+        None, "PEM file with the certificate and its chain; turns TLS on", flags=("--ssl-certfile",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    keyfile: Path | None = _option(  # noqa: RUF009
+        None, "PEM file with the private key (default: the certificate's file)", flags=("--ssl-keyfile",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    ca_certs: Path | None = _option(  # noqa: RUF009
+        None, "PEM file with the authorities that sign clients' certificates", flags=("--ssl-ca-certs",), read=Path,
+        metavar="FILE",
+    )  # fmt: skip
+    cert_reqs: int = _option(
+        0, "whether clients need a certificate: 0 no, 1 optional, 2 required (0)", flags=("--ssl-cert-reqs",), read=int,
+        choices=(0, 1, 2),
+    )  # fmt: skip
+    ciphers: str | None = _option(
+        None, "ciphers of TLS 1.2, in OpenSSL's notation (default: OpenSSL's)", flags=("--ssl-ciphers",), metavar="LIST"
+    )
+    refresh: bool = _option(
+        False, "reload certificate files that change while serving", flags=("--enable-ssl-refresh",), read=None
+    )
+
+    def context(self) -> ssl.SSLContext:
+        """Create a context for TLS 1.2 and newer. Raises LlmcError E649 if a file cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
+            _check_readable(path)
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+        except ssl.SSLError as e:
+            files = f"{self.certfile}" if self.keyfile is None else f"{self.certfile} with {self.keyfile}"
+            raise LlmcError("E649", f"{files}: {_reason(e)}", _REMEDY) from None
+        except ValueError:  # raised by _no_password
+            cause = f"the key of {self.certfile} is encrypted"
+            raise LlmcError("E649", cause, "openssl pkey -in KEY -out PLAIN") from None
+        try:
+            if self.ca_certs is not None:
+                context.load_verify_locations(self.ca_certs)
+            elif self.cert_reqs:
+                cause = "--ssl-cert-reqs without --ssl-ca-certs: no client could connect"
+                raise LlmcError("E649", cause, "add --ssl-ca-certs FILE")
+            context.verify_mode = ssl.VerifyMode(self.cert_reqs)
+            if self.ciphers is not None:
+                context.set_ciphers(self.ciphers)
+        except ssl.SSLError as e:
+            source = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
+            remedy = "give certificates in PEM, and ciphers that `openssl ciphers` lists"
+            raise LlmcError("E649", f"{source}: {_reason(e)}", remedy) from e
+        return context
+
+
+class ReloadingContext(ssl.SSLContext):
+    """Uses the latest context of `tls` for new connections; open connections keep theirs."""
+
+    tls: Tls
+    latest: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """Wrap a connection with the latest context."""
+        return self.latest.wrap_bio(*args, **options)
+
+    async def follow(self) -> None:
+        """Watch the files forever, and reload them once they have changed and settled.
+
+        A certificate and its key are not replaced at the same instant, so changed files are loaded only when they are
+        unchanged since the check before. If they cannot be used, the error is logged and the previous context stays.
+        """
+        used = before = _marks(self.tls)
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            now = _marks(self.tls)
+            if now != used and now == before:
+                used = now
+                await self._reload()
+            before = now
+
+    async def _reload(self) -> None:
+        try:
+            self.latest = await asyncio.to_thread(self.tls.context)
+        except (LlmcError, OSError) as e:
+            cause = e.cause if isinstance(e, LlmcError) else e.strerror
+            log.error("the changed certificate files cannot be used, so the previous ones stay in use: %s", cause)
+        else:
+            log.info("certificates reloaded: new connections use %s", self.tls.certfile)
+
+
+def context_of(tls: Tls | None) -> ssl.SSLContext | None:
+    """Return the server's TLS context, or None without TLS. Raises LlmcError E649 if a file cannot be used."""
+    if tls is None or not tls.refresh:
+        return None if tls is None else tls.context()
+    context = ReloadingContext(ssl.PROTOCOL_TLS_SERVER)
+    context.tls, context.latest = tls, tls.context()
+    return context
+
+
+def _marks(tls: Tls) -> tuple[Any, ...]:
+    """Identify the current files, following links; None for a file that cannot be read."""
+    return tuple(_mark(path) for path in (tls.certfile, tls.keyfile, tls.ca_certs) if path is not None)
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _no_password() -> str:
+    raise ValueError
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as e:
+        raise LlmcError("E649", f"{path} cannot be read: {e.strerror}", _REMEDY) from None
+
+
+def _reason(error: ssl.SSLError) -> str:
+    reason = getattr(error, "reason", None)  # absent in some errors
+    if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
+        return "the private key does not belong to the certificate"
+    return (reason or "a certificate or a private key is missing or damaged").lower().replace("_", " ")
