@@ -23,7 +23,7 @@ _PATIENCE = 0.02  # seconds that a step waits for a mask where nothing else can 
 
 
 class Executor(Protocol):
-    """Whatever runs steps: exec.executor on a real device, device.fake in tests.
+    """Whatever runs steps: exec.executor on a real device, a fake in tests.
 
     Steps take effect in launch order, and a row's next step finds on the device what the one before sampled.
     """
