@@ -21,6 +21,7 @@ from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
 from llmc_runtime.option_type import Option, options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.server.flags import serve_options
+from llmc_runtime.server.ignored_flags import PASSED_OVER, REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "runtime" / "llmc_runtime"
@@ -75,10 +76,26 @@ def serve_table() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def vllm_flags() -> Iterator[str]:
+    """The flags of vLLM that are ignored or rejected."""
+    yield "| flag | here |"
+    yield "|---|---|"
+    for row in (*PASSED_OVER, *REFUSED):
+        flags = ", ".join(f"`{flag}`" for flag in row.flags)
+        if row.harmless is None:
+            what = "ignored"
+        else:
+            what = "rejected" + (
+                f", except {', '.join(f'`{one}`' for one in row.harmless[:3])}" if row.harmless else ""
+            )
+        yield f"| {flags} | {what}: {row.why} |"
+
+
 TABLES = {
     ("running.md", "sampling parameters"): parameters,
     ("running.md", "engine options"): engine_options,
     ("serving.md", "server options"): serve_table,
+    ("vllm.md", "vLLM's flags"): vllm_flags,
 }
 
 
@@ -105,11 +122,11 @@ def test_the_docs_have_what_is_declared(page: str, name: str) -> None:
 
 def test_columns_of_the_row_are_those_of_the_kernels() -> None:
     assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
-    header = (ROOT / "llmc" / "codegen" / "cpu" / "llmc_sample.h").read_text(encoding="utf-8")
+    header = (ROOT / "llmc/codegen/backends/cpp/kernels/llmc_sample.h").read_text(encoding="utf-8")
     floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
     assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats))
     assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints))
-    text = (ROOT / "llmc" / "codegen" / "triton" / "templates" / "row_params.py").read_text(encoding="utf-8")
+    text = (ROOT / "llmc/codegen/backends/triton/kernels/row_params.py").read_text(encoding="utf-8")
     columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", text, re.M)}
     assert columns.pop("PARAMS") == WIDTH
     assert columns == {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
@@ -178,8 +195,8 @@ print(json.dumps({
 def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     edits = {
-        "sched/params.py": ("    repetition_penalty: float", NEW_PARAMETER),
-        "format/row.py": (")\n# i32[8]", ', "top_a"'),
+        "sched/sampling_params.py": ("    repetition_penalty: float", NEW_PARAMETER),
+        "format/row_abi.py": (")\n# i32[8]", ', "top_a"'),
     }
     found = answers(changed(tmp_path, edits), PARAMETER_PROGRAM)
     field = {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}], "default": None}
@@ -236,8 +253,8 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     edits = {
-        "options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
-        "server/options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
+        "engine_options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
+        "server/server_options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
     }
     found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
     assert found == {

@@ -22,9 +22,12 @@ for name in {absent}:
     assert importlib.util.find_spec(name) is None, name
 import llmc_runtime
 names = [m.name for m in pkgutil.walk_packages(llmc_runtime.__path__, "llmc_runtime.")]
-served = [n for n in names if n.startswith(("llmc_runtime.engine.", "llmc_runtime.server."))]  # the extra "serve"
-for name in sorted(set(names) - set(served)):
-    importlib.import_module(name)
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as e:  # the extra "serve"
+        if not name.startswith(("llmc_runtime.engine.", "llmc_runtime.api.async", "llmc_runtime.server.")):
+            raise ImportError(name) from e
 from llmc_runtime.format.errors import LlmcError
 try:
     llmc_runtime.AsyncLLM

@@ -100,7 +100,7 @@ class Server:
 def _role(process: psutil.Process, top: int) -> str:
     """By the module that its command line names; what the engine itself starts is a helper."""
     text = " ".join(process.cmdline())
-    if "core.process" in text or "fake_engine" in text:
+    if "engine.engine_process" in text or "fake_engine" in text:
         return ENGINE if process.ppid() == top else "helper"
     named = re.search(r"llmc_runtime\.([\w.]+)", text)
     return named[1] if named else "helper"

@@ -122,7 +122,7 @@ class Target:
         for pid in list(found):
             with contextlib.suppress(psutil.Error):
                 words = " ".join(psutil.Process(pid).cmdline())
-                if "server.offload" in words or "grammar.host" in words:
+                if "server.text_pool" in words or "grammar.host" in words:
                     del found[pid]
         return found
 

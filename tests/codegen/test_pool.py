@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import llmc.codegen.backends.cpp
+import llmc.codegen.backends.cpp.kernels
 
-HEADERS = Path(llmc.codegen.backends.cpp.__file__).parent
+HEADERS = Path(llmc.codegen.backends.cpp.kernels.__file__).parent
 
 # Each launch computes y[i] = x[i + 101] + 1 from the last one's result: a part that is skipped, run twice, run early or
 # run with another step's arguments shows in the sum. Two programs of different length alternate at random.

@@ -15,7 +15,7 @@ from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some, ttir
 
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
-from llmc.codegen.backends.triton.gemm_tma import MAPPED, has_maps
+from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA, has_maps
 from llmc.codegen.backends.triton.gemv import GEMV, MEASURED
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
@@ -29,7 +29,7 @@ from llmc.targets.target import Target
 pytestmark = pytest.mark.drawn
 KERNELS = (GEMV, GEMM_SMALL, GEMM)
 WAIT, GO = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-ALL = (*KERNELS, MAPPED)
+ALL = (*KERNELS, GEMM_TMA)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 GELU = "mul(mul(a0, 0.5), add(erf(mul(a0, 0.7071067811865476)), 1.0))"
@@ -108,7 +108,7 @@ def mappable(s: Shape) -> Shape:
 
 def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:
     """With whole rows of 16 bytes, of 16-bit factors, where the kernel takes tensor maps."""
-    if kernel is MAPPED:
+    if kernel is GEMM_TMA:
         s = mappable(s)
     g = s.graph()
     (node,) = g.nodes
@@ -122,7 +122,7 @@ def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None)
 def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
     """The schedule is the first one, for streams of many tokens the last, which takes most of them at once."""
     for s in SHAPES:
-        (node,) = (mappable(s) if kernel is MAPPED else s).graph().nodes
+        (node,) = (mappable(s) if kernel is GEMM_TMA else s).graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
         if kernel is not GEMV or rows < 4 or s.n < 4 or s.n * rows < 100:
             check(kernel, s, rows, first if kernel is GEMV else None)
@@ -179,9 +179,11 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 @pytest.mark.parametrize(("n", "k", "parts"), REAL)
 def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
     """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
-    expected = {1: {"stream"}, 2: {"stream", "tile"}, 8: {"stream", "tile"}, 16: {"stream", "tile"}}
-    expected |= {m: {"tile"} for m in (17, 32, 64)} | {m: {"tile", "mapped"} for m in (100, 128, 200, 256)}
-    expected |= {m: {"mapped"} for m in (4096, 8192)}
+    expected = {1: {"gemv"}, 2: {"gemv", "gemm_small"}, 8: {"gemv", "gemm_small"}, 16: {"gemv", "gemm_small"}}
+    expected |= {m: {"gemm_small"} for m in (17, 32, 64)} | {
+        m: {"gemm_small", "gemm_tma"} for m in (100, 128, 200, 256)
+    }
+    expected |= {m: {"gemm_tma"} for m in (4096, 8192)}
     for m, names in expected.items():
         us, name, schedule = ranked(node_of(n, k, parts, 1 if m == 1 else "R"), m)[0]
         assert name.partition("/")[2] in names, f"{m} tokens: {name} {schedule} {us:.1f} us"
@@ -202,7 +204,7 @@ def sampled(rng: random.Random, target: Target, count: int) -> Iterator[Source]:
     """Some of all offers, with all kinds of extras."""
     for _ in range(count):
         kernel, (n, k, parts) = rng.choice(ALL if has_maps(target) else KERNELS), rng.choice(REAL)
-        dtype = rng.choice(("bf16", "bf16", "f16", *(["f32"] * (kernel is not MAPPED))))
+        dtype = rng.choice(("bf16", "bf16", "f16", *(["f32"] * (kernel is not GEMM_TMA))))
         extras = (("f32", (n,)), (dtype, ("T", n)))
         body = "add(add(a0, a1), a2)" if parts == 1 else f"add(add({SILU}, a2), a3)"
         (node,) = Shape("", dtype, dtype, n, k, parts, body, extras).graph().nodes
@@ -237,9 +239,9 @@ def test_what_tensor_maps_cannot_hold() -> None:
            (Shape("", "bf16", "bf16", 16, 16, 3, "add(add(a0, a1), a2)"), "3 parts"))  # fmt: skip
     for s, words in bad:
         (node,) = s.graph().nodes
-        assert words in str(MAPPED.reject(node, sm_90()))
+        assert words in str(GEMM_TMA.reject(node, sm_90()))
     for target in (sm_80(), gfx942()):
-        assert "no bulk copies" in str(MAPPED.reject(node_of(64, 256, 1), target))
+        assert "no bulk copies" in str(GEMM_TMA.reject(node_of(64, 256, 1), target))
 
 
 def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
@@ -253,7 +255,7 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
             assert text.count(WAIT) == text.count(GO) == 1
 
 
-@pytest.mark.parametrize("kernel", [GEMM_SMALL, GEMM, MAPPED], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [GEMM_SMALL, GEMM, GEMM_TMA], ids=lambda k: k.name)
 def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
     node = node_of(64, 256, 2)
     first = kernel.schedules(node, sm_90())[0]

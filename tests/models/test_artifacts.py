@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, SEED, Case, sample
 from models.hub_stand_in import COMMIT, HubStandIn, serving
@@ -20,12 +21,6 @@ from llmc.frontend.hub import Hub
 pytestmark = pytest.mark.drawn
 STEPS = 10
 LENGTHS = (1, 7, 45)
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of equal shape are compiled once for all models."""
-    return tmp_path_factory.mktemp("cache")
 
 
 def check(llm: LLM, model: Any, prompts: list[list[int]], tolerance: float) -> None:
@@ -45,12 +40,12 @@ def check(llm: LLM, model: Any, prompts: list[list[int]], tolerance: float) -> N
                 assert abs(found.logprob - row[other]) < tolerance * scale
 
 
-def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolerance: float, **options: Any) -> None:
+def run_case(case: Case, tmp_path: Path, dtype: torch.dtype, tolerance: float, **options: Any) -> None:
     print(f"seed {SEED}")
     model = save(case, tmp_path / "model", SEED, dtype)
     length = min(case.trace.get("max_positions", 96), 96)
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
-    o = Options(cache=cache, reuse=False, max_model_len=length, **(limits | options))
+    o = Options(cache=CACHE, reuse=False, max_model_len=length, **(limits | options))
     compile_model(tmp_path / "model", tmp_path / "model.llmc", o)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, 320, n).tolist() for n in LENGTHS]
@@ -64,32 +59,32 @@ def run_case(case: Case, tmp_path: Path, cache: Path, dtype: torch.dtype, tolera
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda c: c.name)
-def test_listed(case: Case, tmp_path: Path, cache: Path) -> None:
-    run_case(case, tmp_path, cache, torch.float32, 1e-3)
+def test_listed(case: Case, tmp_path: Path) -> None:
+    run_case(case, tmp_path, torch.float32, 1e-3)
 
 
 @pytest.mark.parametrize("case", sample(2, without="rope-longrope-long"), ids=lambda c: c.name)
-def test_sampled_from_the_others(case: Case, tmp_path: Path, cache: Path) -> None:
+def test_sampled_from_the_others(case: Case, tmp_path: Path) -> None:
     """Without the long set of frequencies: transformers itself takes the short one for prompts this short."""
-    run_case(case, tmp_path, cache, torch.float32, 1e-3)
+    run_case(case, tmp_path, torch.float32, 1e-3)
 
 
-def test_another_target(tmp_path: Path, cache: Path) -> None:
+def test_another_target(tmp_path: Path) -> None:
     """One that is drawn in every run; run_case prints the seed."""
     target = ("cpu:portable", "cpu:x86-64-v3")[SEED % 2]
-    run_case(LISTED[2], tmp_path, cache, torch.float32, 1e-3, target=target)
+    run_case(LISTED[2], tmp_path, torch.float32, 1e-3, target=target)
 
 
-def test_bfloat16(tmp_path: Path, cache: Path) -> None:
-    run_case(LISTED[0], tmp_path, cache, torch.bfloat16, 8e-2)
+def test_bfloat16(tmp_path: Path) -> None:
+    run_case(LISTED[0], tmp_path, torch.bfloat16, 8e-2)
 
 
-def test_bfloat16_is_no_rougher_than_transformers(tmp_path: Path, cache: Path) -> None:
+def test_bfloat16_is_no_rougher_than_transformers(tmp_path: Path) -> None:
     """Errors of log-probabilities against the same weights in float32, medians over prompts."""
     print(f"seed {SEED}")
     save(LISTED[0], tmp_path / "model", SEED, torch.bfloat16)
     rough, exact = (loaded(tmp_path / "model", dtype) for dtype in (torch.bfloat16, torch.float32))
-    options = Options(cache=cache, reuse=False, max_model_len=96, max_num_batched_tokens=32, max_num_seqs=4)
+    options = Options(cache=CACHE, reuse=False, max_model_len=96, max_num_batched_tokens=32, max_num_seqs=4)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, 320, n).tolist() for n in rng.integers(1, 60, 24)]
@@ -112,20 +107,20 @@ def test_bfloat16_is_no_rougher_than_transformers(tmp_path: Path, cache: Path) -
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (7, 3), (1, 4)])
-def test_small_limits(tokens: int, rows: int, tmp_path: Path, cache: Path) -> None:
+def test_small_limits(tokens: int, rows: int, tmp_path: Path) -> None:
     """Fewer tokens a step than rows, and fewer of both than the example that is traced."""
     limits = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
-    run_case(LISTED[4], tmp_path, cache, torch.float32, 1e-3, **limits)
+    run_case(LISTED[4], tmp_path, torch.float32, 1e-3, **limits)
 
 
-def test_a_model_by_id(tmp_path: Path, cache: Path) -> None:
+def test_a_model_by_id(tmp_path: Path) -> None:
     """Its artifact says which commit it is of, also where an equal one was found, and what it samples with."""
     save(LISTED[0], tmp_path / "model", SEED)
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     limits = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     out = tmp_path / "out.llmc"
     with serving(HubStandIn({"someone/tiny": tmp_path / "model"})) as hub:
-        options = Options(cache=cache, hub=Hub(hub.url, tmp_path / "hub"), **limits)
+        options = Options(cache=tmp_path / "cache", hub=Hub(hub.url, tmp_path / "hub"), **limits)
         for _ in range(2):
             summary = compile_model("someone/tiny@v1", out, options, force=True)
             source = json.loads((out / "manifest.json").read_text())["source"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.exec.canary import Canary
 from models.cases import LISTED
@@ -28,7 +29,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A qwen3-like model in float32, 6 rows, 24 tokens a step."""
     folder = tmp_path_factory.mktemp("batching")
     save(LISTED[3], folder / "model", SEED)
-    options = Options(cache=folder / "cache", reuse=False, max_num_seqs=6, max_num_batched_tokens=24)
+    options = Options(cache=CACHE, reuse=False, max_num_seqs=6, max_num_batched_tokens=24)
     compile_model(folder / "model", folder / "model.llmc", options)
     yield folder / "model.llmc"
 

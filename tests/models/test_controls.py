@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.sched.request import Request
 from models.cases import LISTED
@@ -24,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     print(f"seed {SEED}")
     folder = tmp_path_factory.mktemp("controls")
     save(LISTED[3], folder / "model", SEED)
-    options = Options(cache=folder / "cache", reuse=False, max_num_seqs=ROWS, max_num_batched_tokens=24)
+    options = Options(cache=CACHE, reuse=False, max_num_seqs=ROWS, max_num_batched_tokens=24)
     compile_model(folder / "model", folder / "model.llmc", options)
     with LLM(folder / "model.llmc", say=lambda line: None) as opened:
         opened.source = folder / "model"  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.grammar import GrammarGuide
 
@@ -49,7 +50,9 @@ GBNF = 'root ::= sum "."\nsum ::= num (" + " num){1,3}\nnum ::= [0-9]{1,3}'
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """The small demonstration model."""
     folder = tmp_path_factory.mktemp("grammars")
-    compile_model(DEMO, folder / "model.llmc", Options(max_num_seqs=8, max_num_batched_tokens=32))
+    compile_model(
+        DEMO, folder / "model.llmc", Options(cache=CACHE, reuse=False, max_num_seqs=8, max_num_batched_tokens=32)
+    )
     with LLM(folder / "model.llmc", say=lambda line: None) as opened:
         yield opened
 

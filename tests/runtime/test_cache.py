@@ -260,7 +260,7 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
 
 def test_the_module_imports_the_standard_library_alone() -> None:
     code = (
-        "import sys; before = set(sys.modules); from llmc_runtime import cache\n"
+        "import sys; before = set(sys.modules); from llmc_runtime import compile_cache\n"
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     env = {"PYTHONPATH": str(Path(compile_cache.__file__).parents[1]), "PATH": os.defpath}

@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 # It calls the command with a compiler that writes half an artifact as ours does, starts a process, and hangs.
 PROGRAM = """
 import sys
-from llmc_runtime import cache, cli
+from llmc_runtime import cli, compile_cache
 model, root, stubborn = sys.argv[1:4]
 compiler = '''
 import os, pathlib, signal, subprocess, sys, time
@@ -32,9 +32,9 @@ other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("pids", os.getpid(), other.pid, file=sys.stderr, flush=True)
 time.sleep(600)
 '''
-cache._PATIENCE = 0.3
-cache.require_compiler = lambda *why: None
-cache.compile_command = lambda source, output, options, root: ["-c", compiler, str(output), stubborn]
+compile_cache._PATIENCE = 0.3
+compile_cache.require_compiler = lambda *why: None
+compile_cache.compile_command = lambda source, output, options, root: ["-c", compiler, str(output), stubborn]
 if sys.argv[4] == "serve":
     sys.exit(cli.main_serve([model, "--port", "0", "--cache", root]))
 sys.exit(cli.run_command([model, "--prompt", "x", "--cache", root]))

@@ -357,7 +357,7 @@ def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyP
 CPU = "m.CPU_SECONDS = 0.05"
 MEMORY = "m.MEMORY_BYTES = 32 << 20"
 PATCHED = (
-    "import sys; sys.path[:] = {path!r}; from llmc_runtime.server.text_pool import messages as m; {limit};"
+    "import sys; sys.path[:] = {path!r}; from llmc_runtime.server.text_pool import text_messages as m; {limit};"
     "from llmc_runtime.server.text_pool.text_worker import main; sys.exit(main(sys.argv[1:]))"
 )
 

@@ -39,7 +39,7 @@ def serving(max_restarts: int, *options: str) -> Command:
 def engine_of(command: Command) -> int:
     """The id of the engine process."""
     children = psutil.Process(command.process.pid).children()
-    return max(child.pid for child in children if "server.offload" not in " ".join(child.cmdline()))
+    return max(child.pid for child in children if "server.text_pool" not in " ".join(child.cmdline()))
 
 
 def healthy(url: str) -> bool:

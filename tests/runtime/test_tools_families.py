@@ -167,8 +167,7 @@ XMLS = (xml_formats.Qwen3Coder, xml_formats.SeedOss, xml_formats.MiniMaxM2, xml_
 PYTHONS = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
 FORMS = (
     *XMLS, *PYTHONS, marked_formats.DeepSeekV3, marked_formats.DeepSeekV31, marked_formats.KimiK2,
-    marked_formats.Granite, marked_formats.Granite20b,
-    marked_formats.Phi4Mini,
+    marked_formats.Granite, marked_formats.Granite20b, marked_formats.Phi4Mini,
 )  # fmt: skip
 ENDS = ("</parameter>", "</arg_value>")
 

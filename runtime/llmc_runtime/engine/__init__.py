@@ -1,4 +1,4 @@
-"""The engine in a process of its own: its loop, what is said to it and by it, who watches it, and AsyncLLM. No HTTP.
+"""The engine: requests, the loop over steps, and the engine process with its client and supervisor.
 
-Everything here but `args` needs the extra "serve" (pyzmq, msgspec).
+The modules of the engine process and its client need the extra "serve" (pyzmq, msgspec).
 """

@@ -17,15 +17,17 @@ from typing import Any
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.body_turns import BodyTurns
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
+from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import Lingering, Room
 from llmc_runtime.server.http.listen import ServerLoop
-from llmc_runtime.server.load_shedding import Shed
+from llmc_runtime.server.load_shedding import Answer, Shed
 
 MOST_HEAD = 64 << 10  # bytes; longer heads are rejected
 MOST = 4096  # default maximum number of connections
@@ -92,6 +94,29 @@ def bound_of(most: int, refused: Callable[[], None]) -> Bound:
 def wire(bound: Bound, shed: Shed | None = None) -> type[Wire]:
     """Return a protocol class whose connections share `bound`. `shed` refuses requests under overload."""
     return type("BoundWire", (Wire,), {"bound": bound, "shed": shed})
+
+
+def light_connections(protocol: type[Wire], state: ServerState, keep_alive: float) -> LightConnections:
+    """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
+    bound, shed = protocol.bound, protocol.shed
+    assert shed is not None
+
+    def refusal(head: bytes) -> Answer | None:
+        answer = shed.answer(head, state.default_headers)
+        state.total_requests += answer is not None
+        return answer
+
+    def opened(change: int) -> None:
+        bound.open += change
+
+    return LightConnections(
+        active=lambda: shed.active and bound.open < bound.most,
+        refusal=refusal,
+        opened=opened,
+        late=_late(protocol.head_seconds),
+        head_seconds=protocol.head_seconds,
+        keep_alive=keep_alive,
+    )
 
 
 class Wire(H11Protocol):
@@ -312,8 +337,7 @@ class Wire(H11Protocol):
     def _late(self) -> None:
         self._timer = None
         if self._idle and not self.transport.is_closing():
-            cause = f"the head of the request did not come within {self.head_seconds:g} s"
-            self._refuse(408, ApiError(cause, code="timeout"))
+            self.transport.write(_late(self.head_seconds))
             self.transport.close()
 
     def _cancel(self) -> None:
@@ -322,11 +346,19 @@ class Wire(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, error: ApiError) -> None:
-        body = msgspec.json.encode(error.body())
-        words = _WORDS[status]
-        head = f"HTTP/1.1 {status} {words}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.write(_refusal(status, error))
+
+
+def _refusal(status: int, error: ApiError) -> bytes:
+    """Return the response to a request that never reached the application."""
+    body = msgspec.json.encode(error.body())
+    head = f"HTTP/1.1 {status} {_WORDS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _late(seconds: float) -> bytes:
+    return _refusal(408, ApiError(f"the head of the request did not come within {seconds:g} s", code="timeout"))
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:

@@ -76,7 +76,7 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
     from llmc_runtime.server.dump import dump_on_quit
     from llmc_runtime.server.http.request_log import teller, to_stderr
     from llmc_runtime.server.operations.malloc import return_freed_memory
-    from llmc_runtime.server.protocol import MOST, descriptors
+    from llmc_runtime.server.protocol import MOST, descriptors, light_connections
 
     to_stderr(options.log_level, options.log_format)
     return_freed_memory(_ARENAS)
@@ -96,11 +96,6 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             say(line)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 
-        def there() -> None:  # whoever comes now is not refused, and signals end it well
-            say(f"{serving.names[0]} at {name_of(bound, tls is not None)}")
-            if not options.local and not options.keys:
-                say("anybody who reaches this address may ask: no API keys were given")
-
         async def leave(server: Any) -> None:
             """What is open may end, in time; meanwhile whoever comes is told."""
             end = loop.time() + options.shutdown_timeout
@@ -115,19 +110,31 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(leave(server))))
 
         dump_on_quit(loop, serving)
-        server = draining(uvicorn, config, there, drain)
+        ready = partial(_announce, options, serving, name_of(bound, tls is not None), say)
+        server = draining(uvicorn, config, ready, drain)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is when the server has ended and gives everything back
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
             signal.signal(signal.SIGHUP, server.handle_exit)
         if isinstance(tls, Renewed):
             tasks.add(loop.create_task(tls.follow()))
+        light = light_connections(config.http_protocol_class, server.server_state, options.keep_alive)
+        if isinstance(loop, ServerLoop):
+            loop.light = light
         failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])
         finally:
             failed.cancel()
+            light.close()
             serving.close()
     return ENGINE_FAILED if llm.gave_up else 0
+
+
+def _announce(options: Options, serving: Serving, address: str, say: Callable[[str], None]) -> None:
+    """Say that the server is ready: requests are accepted, and signals end it."""
+    say(f"{serving.names[0]} at {address}")
+    if not options.local and not options.keys:
+        say("anybody who reaches this address may send requests: no API keys were given")
 
 
 async def _end_with_engine(llm: AsyncLLM, server: Any, say: Callable[[str], None]) -> None:

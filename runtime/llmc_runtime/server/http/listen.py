@@ -11,12 +11,14 @@ import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import serve_option
 from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.light_connections import LightConnections
 
 _GROUP = "keys and TLS"
 
@@ -88,6 +90,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
     at_once = 32  # connections accepted per turn; their heads are parsed in turns (see HeadTurns)
+    light: LightConnections | None = None  # takes new connections without TLS while requests are refused
 
     def __init__(self) -> None:
         self.fair = FairSelector()
@@ -102,6 +105,30 @@ class ServerLoop(asyncio.SelectorEventLoop):
         server = await super().create_server(*args, **options, backlog=few)
         options["sock"].listen(waiting)  # asyncio uses one number for both
         return server
+
+    def _accept_connection(
+        self, factory: Any, sock: socket.socket, sslcontext: Any = None, server: Any = None, *args: Any, **options: Any
+    ) -> None:
+        """Extend asyncio's method, which accepts what waits at a listening socket, by light connections."""
+        if self.light is not None and sslcontext is None:
+            for _ in range(self.at_once):
+                if not self.light.active():
+                    break
+                try:
+                    conn, address = sock.accept()
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    return
+                except OSError:  # asyncio's method reports it, and tries again later
+                    break
+                conn.setblocking(False)
+                self.light.add(conn, partial(self._promote, factory, conn, {"peername": address}, server))
+            else:
+                return
+        super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
+
+    def _promote(self, factory: Any, conn: socket.socket, extra: Any, server: Any) -> None:
+        """Make an accepted socket an ordinary connection."""
+        self.create_task(self._accept_connection2(factory, conn, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""

@@ -1,0 +1,168 @@
+"""Light connections: refused requests cost no transport, the first that is served finds its data, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.listen import ServerLoop
+from llmc_runtime.server.load_shedding import Answer
+
+REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
+
+
+class Echo(asyncio.Protocol):
+    """An ordinary connection: answers with what it receives, in brackets."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(b"[" + data + b"]")
+
+
+@dataclass
+class Server:
+    """A listening server whose refusals are switched by `busy`; `open` counts light connections."""
+
+    port: int = 0
+    busy: bool = True
+    open: int = 0
+    refused: list[bytes] = field(default_factory=list)
+
+    def refusal(self, head: bytes) -> Answer | None:
+        """Heads with "no" are refused; "close" among them closes, and "+N" is the length of their body."""
+        if b"no" not in head:
+            return None
+        self.refused.append(head)
+        length = int(head.partition(b"+")[2].split()[0]) if b"+" in head else 0
+        return Answer(REFUSED, length, b"close" in head)
+
+    def count(self, change: int) -> None:
+        self.open += change
+
+
+@asynccontextmanager
+async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> AsyncIterator[Server]:
+    state, loop = Server(), asyncio.get_running_loop()
+    assert isinstance(loop, ServerLoop)
+    light = LightConnections(lambda: state.busy, state.refusal, state.count, LATE, head_seconds, keep_alive)
+    loop.light = light
+    server = await loop.create_server(Echo, sock=socket.create_server(("127.0.0.1", 0)))
+    state.port = server.sockets[0].getsockname()[1]
+    yield state
+    light.close()
+    assert state.open == 0
+    server.close()
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
+        runner.run(asyncio.wait_for(work(), 30))
+
+
+async def read(stream: asyncio.StreamReader, size: int) -> bytes:
+    return await asyncio.wait_for(stream.readexactly(size), 10)
+
+
+def test_refusals_on_one_connection_then_a_request_that_is_served() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(b"a no +5\r\n\r\nabcde" + b"b no\r\n\r\n")
+            assert await read(reader, 2 * len(REFUSED)) == 2 * REFUSED and state.open == 1
+            writer.write(b"c no +6\r\n\r\nab")
+            assert await read(reader, len(REFUSED)) == REFUSED
+            writer.write(b"cd")
+            await asyncio.sleep(0.05)
+            writer.write(b"efyes\r\n\r\nbody")
+            assert await read(reader, 13) == b"[yes\r\n\r\nbody]" and state.open == 0
+            writer.write(b"more no\r\n\r\n")  # an ordinary connection now
+            assert await read(reader, 13) == b"[more no\r\n\r\n]"
+            assert state.refused == [b"a no +5\r\n\r\n", b"b no\r\n\r\n", b"c no +6\r\n\r\n"]
+            writer.close()
+
+    run(main)
+
+
+def test_a_head_in_pieces_and_a_server_that_is_free_again_make_ordinary_connections() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(b"half a no")
+            assert await read(reader, 11) == b"[half a no]"
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            await asyncio.sleep(0.05)
+            assert state.open == 1
+            state.busy = False
+            writer.write(b"no\r\n\r\n")
+            assert await read(reader, 8) == b"[no\r\n\r\n]"
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            await asyncio.sleep(0.05)
+            assert state.open == 0
+            writer.close()
+
+    run(main)
+
+
+def test_a_refusal_that_closes_reaches_the_client_whole() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(b"no close +3\r\n\r\nabc")
+            assert await asyncio.wait_for(reader.read(), 10) == REFUSED
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(b"no close +9\r\n\r\nabc")  # its body is still to come: closing would reset the connection
+            assert await read(reader, 20) == b"[no close +9\r\n\r\nabc]"
+            writer.close()
+
+    run(main)
+
+
+def test_idle_connections_end() -> None:
+    async def main() -> None:
+        async with serving(head_seconds=0.3, keep_alive=0.3) as state:
+            silent, kept = [await asyncio.open_connection("127.0.0.1", state.port) for _ in range(2)]
+            kept[1].write(b"no\r\n\r\n")
+            assert await asyncio.wait_for(silent[0].read(), 10) == LATE
+            assert await asyncio.wait_for(kept[0].read(), 10) == REFUSED
+            assert state.open == 0
+            left = [await asyncio.open_connection("127.0.0.1", state.port) for _ in range(3)]
+            for _, writer in left:
+                writer.close()
+            await asyncio.sleep(0.1)
+            assert state.open == 0
+            for _, writer in (silent, kept):
+                writer.close()
+
+    run(main)
+
+
+def test_a_client_that_sends_without_reading_is_ended_and_delays_nobody() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            _, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(b"no\r\n\r\n" * 500_000)
+            other, asking = await asyncio.open_connection("127.0.0.1", state.port)
+            asking.write(b"no other\r\n\r\n")
+            assert await read(other, len(REFUSED)) == REFUSED
+            assert len(state.refused) < 5000
+            assert writer.transport is not None
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            while state.open > 1:
+                await asyncio.sleep(0.01)
+            writer.transport.abort()
+            asking.close()
+
+    run(main)
