@@ -12,10 +12,10 @@ from llmc_runtime.bench.table import table
 from llmc_runtime.format.errors import LlmcError
 
 _WHAT = {
-    "serve": "a load on a running server: throughput, times to the first token and between tokens",
-    "offline": "tokens a second of LLM.generate over many requests",
-    "latency": "seconds of one batch, milliseconds of a step",
-    "start": "seconds from nothing to the first token",
+    "serve": "throughput, time to first token and time between tokens of a running server",
+    "offline": "tokens per second of LLM.generate over many requests",
+    "latency": "time of one batch, and of a decode step",
+    "start": "time from process start to the first token",
 }.items()
 
 

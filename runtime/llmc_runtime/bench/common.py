@@ -18,16 +18,16 @@ _LOWEST = 16  # lower ids are special tokens in most vocabularies
 def arguments(add: Any, sizes: Any) -> None:
     """Declare the options of the model and its limits; `sizes` parses amounts of memory."""
     add("model", metavar="MODEL", help="an artifact, or a Hugging Face folder (compiled on first use)")
-    add("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
-    add("--max-num-seqs", type=int, metavar="N", help="sequences that run at a time")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
-    add("--kv-cache-memory-bytes", type=sizes, metavar="BYTES", help="of the KV cache, for example 2GiB")
-    add("--threads", type=int, metavar="N", help="of the CPU (physical cores)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts")
-    add("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching", help="share no beginnings")
-    add("--target", default="cpu:native", help="what to compile a folder for (cpu:native)")
-    add("--cache", type=Path, metavar="DIR", help="where compiled models are kept")
-    add("--output-json", type=Path, metavar="FILE", help="write the JSON there, too")
+    add("--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens")
+    add("--max-num-seqs", type=int, metavar="N", help="maximum number of sequences that run at a time")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="maximum number of tokens in a step")
+    add("--kv-cache-memory-bytes", type=sizes, metavar="BYTES", help="size of the KV cache, for example 2GiB")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the prompts (0)")
+    add("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching", help="disable prefix caching")
+    add("--target", default="cpu:native", help="target for which a Hugging Face folder is compiled (cpu:native)")
+    add("--cache", type=Path, metavar="DIR", help="folder of compiled models")
+    add("--output-json", type=Path, metavar="FILE", help="also write the JSON report to this file")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -57,9 +57,9 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
 
 def arguments(add: Any) -> None:
     """Declare the options of the batch, with the names of vLLM's latency benchmark."""
-    add("--batch-size", type=int, default=8, metavar="N", help="requests at a time (8)")
-    add("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (32)")
-    add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")
-    add("--num-iters", type=int, default=10, metavar="N", help="batches that count (10)")
-    add("--num-iters-warmup", type=int, default=2, metavar="N", help="batches before (2)")
-    add("--disable-tqdm", action="store_true", help="show no progress")
+    add("--batch-size", type=int, default=8, metavar="N", help="requests per batch (8)")
+    add("--input-len", type=int, default=32, metavar="N", help="prompt length in tokens (32)")
+    add("--output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
+    add("--num-iters", type=int, default=10, metavar="N", help="number of measured batches (10)")
+    add("--num-iters-warmup", type=int, default=2, metavar="N", help="batches before the measurement (2)")
+    add("--disable-tqdm", action="store_true", help="print no progress")

@@ -110,13 +110,13 @@ async def _steps(llm: Any) -> int:
 
 def arguments(add: Any) -> None:
     """Declare the options of the work, with the names of vLLM's throughput benchmark."""
-    add("--num-prompts", type=int, default=256, metavar="N", help="requests (256)")
-    add("--input-len", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
-    add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (128)")
-    add("--range-ratio", type=float, default=0.0, metavar="X", help="both vary by plus or minus this share")
-    add("--prefix-len", type=int, default=0, metavar="N", help="tokens that prompts share, in front")
-    add("--rounds", type=int, default=1, metavar="N", help="the fastest of so many counts (1)")
-    add("--warmups", type=int, default=1, metavar="N", help="rounds before, which do not count (1)")
-    add("--async-engine", action="store_true", help="AsyncLLM, its engine in a process of its own, instead of LLM")
-    add("--disable-detokenize", action="store_true", help="make no text of the tokens")
-    add("--disable-tqdm", action="store_true", help="show no progress")
+    add("--num-prompts", type=int, default=256, metavar="N", help="number of requests (256)")
+    add("--input-len", type=int, default=512, metavar="N", help="prompt length in tokens (512)")
+    add("--output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
+    add("--range-ratio", type=float, default=0.0, metavar="X", help="fraction by which lengths vary, 0 to 1 (0)")
+    add("--prefix-len", type=int, default=0, metavar="N", help="length of the shared prefix in tokens (0)")
+    add("--rounds", type=int, default=1, metavar="N", help="rounds; the fastest is reported (1)")
+    add("--warmups", type=int, default=1, metavar="N", help="rounds before the measurement (1)")
+    add("--async-engine", action="store_true", help="use AsyncLLM, with its engine in a process of its own")
+    add("--disable-detokenize", action="store_true", help="do not convert output tokens to text")
+    add("--disable-tqdm", action="store_true", help="print no progress")

@@ -81,6 +81,6 @@ def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
 
 def arguments(add: Any) -> None:
     """Declare the options: the number of runs, and the prompt."""
-    add("--num-iters", type=int, default=5, metavar="N", help="processes, after a first one (5)")
-    add("--input-len", type=int, default=32, metavar="N", help="tokens of the prompt (32)")
-    add("--disable-tqdm", action="store_true", help="show no progress")
+    add("--num-iters", type=int, default=5, metavar="N", help="measured processes, after a first one (5)")
+    add("--input-len", type=int, default=32, metavar="N", help="prompt length in tokens (32)")
+    add("--disable-tqdm", action="store_true", help="print no progress")
