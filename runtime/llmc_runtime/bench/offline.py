@@ -113,7 +113,7 @@ def arguments(add: Any) -> None:
     add("--num-prompts", type=int, default=256, metavar="N", help="number of requests (256)")
     add("--input-len", type=int, default=512, metavar="N", help="prompt length in tokens (512)")
     add("--output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
-    add("--range-ratio", type=float, default=0.0, metavar="X", help="fraction by which lengths vary, below 1 (0)")
+    add("--range-ratio", type=float, default=0.0, metavar="X", help="fraction by which lengths vary (0)")
     add("--prefix-len", type=int, default=0, metavar="N", help="length of the shared prefix in tokens (0)")
     add("--rounds", type=int, default=1, metavar="N", help="rounds; the fastest is reported (1)")
     add("--warmups", type=int, default=1, metavar="N", help="rounds before the measurement (1)")

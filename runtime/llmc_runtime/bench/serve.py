@@ -312,7 +312,7 @@ def arguments(add: Any) -> None:
     add("--max-concurrency", type=int, metavar="N", help="maximum number of open requests (no limit)")
     add("--random-input-len", type=int, default=1024, metavar="N", help="prompt length in tokens, chats: words (1024)")
     add("--random-output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
-    add("--random-range-ratio", type=float, default=0.0, metavar="X", help="fraction by which lengths vary, below 1 (0)")
+    add("--random-range-ratio", type=float, default=0.0, metavar="X", help="fraction by which lengths vary (0)")
     add("--random-prefix-len", type=int, default=0, metavar="N", help="length of the shared prefix in tokens (0)")
     add("--random-num-prefixes", type=int, default=1, metavar="N", help="number of different prefixes (1)")
     add("--random-vocab-size", type=int, metavar="N", help="number of token ids (default: the server's, else 1000)")
