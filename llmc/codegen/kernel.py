@@ -37,7 +37,7 @@ class Map:
     offset: Dim = field(default_factory=lambda: D(0))
 
     def json(self, box: Sequence[int], swizzle: int) -> dict[str, Any]:
-        """As programs spell it (`llmc_runtime.format.launch_param.TensorMap`), with the binary's box and swizzle."""
+        """As it stands in a program (`llmc_runtime.format.launch_param.TensorMap`), with this box and swizzle."""
         out = {"arg": self.param, "shape": [str(d) for d in self.shape], "box": list(box), "swizzle": swizzle}
         return {**out, "strides": [str(s) for s in self.strides], "offset": str(self.offset)}
 
@@ -61,7 +61,7 @@ class Param:
         return {"arg": 8, "map": 128}.get(self.kind) or struct.calcsize(TYPES[self.type])
 
     def json(self) -> dict[str, Any]:
-        """As programs spell it (`llmc_runtime.format.launch_param`)."""
+        """As it stands in a program (`llmc_runtime.format.launch_param`)."""
         if self.kind == "arg":
             return {self.kind: self.index, "offset": str(self.offset)}
         if self.kind == "map":
@@ -77,7 +77,7 @@ class Source:
     needs. Dynamic sizes reach the text by position only (`sizes[0]`), never by symbol name: nodes of different entry
     points whose texts are equal share one binary.
     On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
-    "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
+    "i32"), `options` the compiler's options (num_warps, num_stages), and `pdl` says that the text itself waits for
     the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
     the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
     `cluster` is the number of blocks of a cluster along x, y and z (at most 8 in all), empty without clusters.
@@ -128,7 +128,7 @@ class Kernel:
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        """The ways this kernel offers to run the node: attribute dicts, JSON values, at least one, best guess first."""
+        """The candidate schedules of a node: dicts of JSON values, at least one, best guess first."""
         return [{}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:

@@ -25,12 +25,12 @@ from llmc.artifact.write import KernelBinary, Parts, write_artifact
 from llmc.codegen.build import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import depends_on
 from llmc.codegen.tuning_records import sizes_of
 from llmc.extension import Registry
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.measure.operands import Scene, bound_of, named, noise, values
+from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.targets.target import Target
@@ -85,7 +85,7 @@ def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]
     for i, c in enumerate(found):
         g = m.graphs[f"c{i}"] = Graph(f"c{i}")
         g.ranges = dict(c.graph.ranges)
-        weights, _ = depends_on(c.graph)
+        weights = weight_only(c.graph)
         shared: dict[Value, Value] = {}
         for k in range(copies_of(c.node, c.env, target)):
             _copy(g, c, weights, shared, k)

@@ -17,7 +17,7 @@ from llmc_runtime.format.folder import Folder
 
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
+from llmc.codegen.select import Offer, launched_graphs, offers, typical
 from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -25,6 +25,7 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse as parse_text
 from llmc.measure.operands import unknown_operand
 from llmc.measure.timing import Candidate, Timer
+from llmc.passes.analysis import weight_only
 from llmc.targets.target import Target
 from llmc.targets.target_names import parse as parse_target
 
@@ -144,7 +145,7 @@ def works(
     """
     found: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
-        weights, _ = depends_on(g)
+        weights = weight_only(g)
         for n in g.nodes:
             if all(r in weights for r in n.results):
                 continue

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.backends.cpp.cpp_kernel import without_headers
-from llmc.codegen.backends.cpp.step_text import LaunchTable, StepTable, step_unit
+from llmc.codegen.backends.cpp.step_unit import LaunchTable, StepTable, step_unit
 from llmc.codegen.select import Select
 from llmc.extension import load
 from llmc.ir.dim import D

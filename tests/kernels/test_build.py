@@ -201,3 +201,19 @@ def test_passes_out_of_order_say_which_is_missing(tmp_path: Path) -> None:
         build(m, ctx.target, tmp_path, load().kernels, load().toolchains)
     with pytest.raises(Diagnostic, match="E431"):
         Pack().run(m, Ctx(OPS, None, load().kernels))
+
+
+def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection() -> None:
+    m = parse(
+        "sym T in [1, 64]\n"
+        "graph @step(%ids: i32[T], %w: weight f32[96, 64]) {\n"
+        "  %x = take(%w, %ids) : f32[T, 64]\n  %y = linear(%x, %w) : f32[T, 96]\n  return %y\n}\n",
+        OPS,
+    )
+    ctx = Ctx(OPS, target("cpu:native"), load().kernels)
+    for p in (Select(), Pack()):
+        p.run(m, ctx)
+        verify(m)
+    nodes = {n.op.name: n for n in m.graphs["step"].nodes}
+    assert nodes.keys() == {"pack_panel", "packed_take", "packed_linear"}
+    assert nodes["packed_take"].choice == {"kernel": "cpu/packed_take"}
