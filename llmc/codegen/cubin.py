@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from llmc_runtime.format.program import MAX_CLUSTER
+
 from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D
 
 _SIZED = 4  # the format of an attribute whose value follows it
-_KPARAM_INFO, _MAX_THREADS = 0x17, 0x05
+_KPARAM_INFO, _MAX_THREADS, _CLUSTER = 0x17, 0x05, 0x3D
 _POINTER, _SIZE, _MAP, _STEP = 8, 4, 128, 8  # bytes of a pointer, a size, a tensor map, a stride of its tensor
 _SCALARS = MappingProxyType({"i32": 4, "i64": 8, "f32": 4, "fp32": 4})
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a cubin says of one kernel: the (offset, bytes) of its parameters in order, and the most threads that a
-    block may have (0: not said)."""
+    """What a cubin states about one kernel: the (offset, bytes) of its parameters in order, the maximum threads of a
+    block (0: not stated), and the blocks of a cluster along x, y and z (empty: not stated)."""
 
     params: tuple[tuple[int, int], ...]
     max_threads: int = 0
+    cluster: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -34,7 +39,7 @@ def read_entry(binary: bytes, entry: str) -> Entry:
     """The table of a kernel. Raises ValueError if the bytes are no cubin or have no such kernel."""
     try:
         info = next(data for name, data in _sections(binary) if name == f".nv.info.{entry}")
-        params, threads = {}, 0
+        params, threads, cluster = {}, 0, ()
         for attribute, value in _attributes(info):
             if attribute == _KPARAM_INFO:
                 _, ordinal, offset, flags = struct.unpack("<IHHI", value)
@@ -42,7 +47,9 @@ def read_entry(binary: bytes, entry: str) -> Entry:
             elif attribute == _MAX_THREADS:
                 x, y, z = struct.unpack("<III", value)
                 threads = x * y * z
-        return Entry(tuple(params[i] for i in range(len(params))), threads)
+            elif attribute == _CLUSTER:
+                cluster = struct.unpack("<III", value)
+        return Entry(tuple(params[i] for i in range(len(params))), threads, cluster)
     except StopIteration:
         raise ValueError(f"it has no kernel {entry!r}") from None
     except (struct.error, IndexError, KeyError) as e:
@@ -53,7 +60,8 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     """Compare what launches of a source pass with what its binary takes.
 
     scratch: pointers that the binary may take behind the rest, which launches pass as null. Raises Diagnostic E505
-    if the parameters differ in number or size, or if a block has more threads than the binary allows.
+    if the parameters differ in number or size, if a block has more threads than the binary allows, or if the cluster is
+    not the binary's, has no or too many blocks, or does not divide the grid.
     """
     want = passed(source)
     try:
@@ -66,6 +74,22 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     if found.max_threads and source.threads > found.max_threads:
         text = f"launches have blocks of {source.threads} threads, the binary allows {found.max_threads}"
         raise _differs(source, text, loc)
+    if why := _cluster_error(source, found.cluster):
+        raise _differs(source, why, loc)
+
+
+def _cluster_error(source: Source, compiled: tuple[int, ...]) -> str:
+    """Why launches cannot have the cluster of the source, or ""; `compiled` is the cluster stated in the binary."""
+    cluster = source.cluster
+    if compiled and cluster != compiled:
+        return f"launches have the cluster {list(cluster)}, the binary was compiled for {list(compiled)}"
+    if not cluster:
+        return ""
+    if len(cluster) != 3 or min(cluster) < 1 or math.prod(cluster) > MAX_CLUSTER:
+        return f"the cluster {list(cluster)} has not three sizes with a product of 1 to {MAX_CLUSTER}"
+    if not all(d.divisible(c) for d, c in zip(source.grid or (D(1),) * 3, cluster, strict=True)):
+        return f"the grid ({', '.join(map(str, source.grid))}) is not a multiple of the cluster {list(cluster)}"
+    return ""
 
 
 def passed(source: Source) -> tuple[int, ...]:
@@ -87,7 +111,7 @@ def passed(source: Source) -> tuple[int, ...]:
 
 def _differs(source: Source, why: str, loc: str) -> Diagnostic:
     cause = f"kernel {source.entry} cannot be launched as its source says: {why}"
-    return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes or threads", loc=loc)
+    return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes, threads or cluster", loc=loc)
 
 
 def _list(sizes: tuple[int, ...]) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from llmc_runtime.format.launch_param import TYPES
 
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Graph, Node
@@ -18,9 +21,11 @@ Box = tuple[tuple[int, ...], int]  # of a tensor map in a binary: its sizes, and
 
 @dataclass(frozen=True)
 class Map:
-    """A parameter that is a tensor map in place of a pointer: its buffer as a row-major tensor of `shape`, of which the
-    bulk copy engine brings a `box` at a time; what lies outside of the tensor comes as zeros.
+    """A parameter that is a tensor map in place of a pointer: its buffer as a tensor of `shape`, of which the bulk copy
+    engine brings a `box` at a time; what lies outside of the tensor comes as zeros.
 
+    `strides` are in elements, one for every axis except the last; empty means row-major. `offset` is where the tensor
+    begins, in bytes from the start of the buffer. Both are evaluated at the symbols' upper bounds, as `shape` is.
     `swizzle` is the layout of a box in shared memory as in CUtensorMapSwizzle, 0 to 3. Triton chooses it itself.
     """
 
@@ -28,28 +33,38 @@ class Map:
     shape: tuple[Dim, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    strides: tuple[Dim, ...] = ()
+    offset: Dim = field(default_factory=lambda: D(0))
+
+    def json(self, box: Sequence[int], swizzle: int) -> dict[str, Any]:
+        """As it stands in a program (`llmc_runtime.format.launch_param.TensorMap`), with this box and swizzle."""
+        out = {"arg": self.param, "shape": [str(d) for d in self.shape], "box": list(box), "swizzle": swizzle}
+        return {**out, "strides": [str(s) for s in self.strides], "offset": str(self.offset)}
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter that a launch passes: `kind` is "arg" (the address of operand or result number `index`), "map" (the
-    tensor map number `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
-    i32, i64 or f32)."""
+    """One parameter that a launch passes: `kind` is "arg" (the address of operand or result number `index`, plus
+    `offset` bytes at the symbols' upper bounds), "map" (the tensor map number `index` of `Source.maps`), "size"
+    (`size`, as `type` i32 or i64) or "value" (`value`, as `type` i32, i64 or f32)."""
 
     kind: str
     index: int = 0
     size: Dim | None = None
     value: int | float = 0
     type: str = ""
+    offset: Dim = field(default_factory=lambda: D(0))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter."""
-        return {"arg": 8, "map": 128}.get(self.kind) or {"i32": 4, "i64": 8, "f32": 4}[self.type]
+        return {"arg": 8, "map": 128}.get(self.kind) or struct.calcsize(TYPES[self.type])
 
     def json(self) -> dict[str, Any]:
         """As it stands in a program (`llmc_runtime.format.launch_param`)."""
-        if self.kind in ("arg", "map"):
+        if self.kind == "arg":
+            return {self.kind: self.index, "offset": str(self.offset)}
+        if self.kind == "map":
             return {self.kind: self.index}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
 
@@ -65,6 +80,7 @@ class Source:
     "i32"), `options` the compiler's options (num_warps, num_stages), and `pdl` says that the text itself waits for
     the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
     the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
+    `cluster` is the number of blocks of a cluster along x, y and z (at most 8 in all), empty without clusters.
     """
 
     entry: str
@@ -80,6 +96,7 @@ class Source:
     pdl: bool = False
     maps: tuple[Map, ...] = ()
     passes: tuple[Param, ...] = ()
+    cluster: tuple[int, ...] = ()
 
 
 # What code generation adds to a schedule before `emit`, from the launches around the node's own:

@@ -203,14 +203,11 @@ def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, st
 
 def _launch(n: Node, s: Source, args: Sequence[int], kernel: Called) -> dict[str, Any]:
     flops, moved = node_cost(n)
-    maps = [
-        {"arg": x.param, "shape": [str(d) for d in x.shape], "box": list(box), "swizzle": swizzle}
-        for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)
-    ]
+    maps = [x.json(box, swizzle) for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)]
     return {
         "kernel": kernel.key, "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)],
         "threads": kernel.threads, "shared": kernel.shared, "pdl": int(s.pdl), "args": list(args), "maps": maps,
-        "params": [x.json() for x in s.passes],
+        "params": [x.json() for x in s.passes], "cluster": list(s.cluster),
         "sizes": [str(d) for d in s.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops), "bytes": str(moved),
     }  # fmt: skip
 

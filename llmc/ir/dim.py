@@ -1,16 +1,19 @@
 """Symbolic sizes: integer polynomials over named symbols in a normal form, extended by ceiling division.
 
 A `Dim` is immutable and hashable; two sizes are equal exactly if their normal forms are. `D(str(d))` gives `d` back,
-and the runtime evaluates the same text form. This module simplifies; it does not solve inequalities.
+and the runtime evaluates the same text form, whose parser is `llmc_runtime.format.expr`. This module simplifies; it
+does not solve inequalities.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
+
+from llmc_runtime.format import expr
+from llmc_runtime.format.errors import LlmcError
 
 DimLike: TypeAlias = "Dim | int | str"
 Bounds = Mapping[str, tuple[int, int]]
@@ -232,73 +235,22 @@ def _symbol(name: str) -> Dim:
     return Dim((((name,), 1),))
 
 
-_TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|[-+*(),])")
-
-
 @lru_cache(maxsize=4096)
 def _parse_cached(text: str) -> Dim:
-    parser = _Parser(text)
-    d = parser.expr()
-    parser.end()
-    return d
-
-
-class _Parser:
-    """Recursive-descent parser of size text: sums of products of integers, symbols, parentheses and ceil(a, n)."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.tokens: list[str] = []
-        pos = 0
-        while pos < len(text.rstrip()):
-            m = _TOKEN.match(text, pos)
-            if not m:
-                raise ValueError(f"not a size: {text!r} (at {text[pos:]!r})")
-            self.tokens.append(m[1])
-            pos = m.end()
-        self.tokens.append("")
-
-    def expr(self) -> Dim:
-        d = self.product()
-        while self.tokens[0] in ("+", "-"):
-            d = d + self.product() if self.tokens.pop(0) == "+" else d - self.product()
-        return d
-
-    def product(self) -> Dim:
-        d = self.atom()
-        while self.tokens[0] == "*":
-            self.tokens.pop(0)
-            d = d * self.atom()
-        return d
-
-    def atom(self) -> Dim:
-        t = self.tokens.pop(0) if self.tokens[0] else ""
-        if t == "-":
-            return self.atom() * -1
-        if t == "(":
-            d = self.expr()
-            self.take(")")
-            return d
-        if t == "ceil" and self.tokens[0] == "(":
-            self.take("(")
-            num = self.expr()
-            self.take(",")
-            den = self.expr().const
-            self.take(")")
-            if den is None:
-                raise ValueError(f"not a size: {self.text!r} (ceil takes a constant divisor)")
-            return num.ceildiv(den)
-        if t.isdigit():
-            return _const(int(t))
-        if t and (t[0].isalpha() or t[0] == "_"):
-            return _symbol(t)
-        raise ValueError(f"not a size: {self.text!r}")
-
-    def take(self, want: str) -> None:
-        if self.tokens[0] != want:
-            raise ValueError(f"not a size: {self.text!r} (expected {want!r})")
-        self.tokens.pop(0)
-
-    def end(self) -> None:
-        if self.tokens[0]:
-            raise ValueError(f"not a size: {self.text!r} (at {self.tokens[0]!r})")
+    """Evaluate the runtime's postfix code of a size text over dims."""
+    try:
+        code = expr.parse(text).code
+    except LlmcError as error:
+        raise ValueError(f"not a size: {error.cause}") from None
+    stack: list[Dim] = []
+    for item in code:
+        if isinstance(item, int):
+            stack.append(_const(item))
+        elif isinstance(item, str):
+            stack.append(_symbol(item))
+        elif len(item) == 2:  # ("ceil", divisor)
+            stack.append(stack.pop().ceildiv(item[1]))
+        else:
+            right, left = stack.pop(), stack.pop()
+            stack.append({"+": left.__add__, "-": left.__sub__, "*": left.__mul__}[item[0]](right))
+    return stack[0]

@@ -194,6 +194,17 @@ def test_another_format_version(toy: Path, major: int, remedy: str) -> None:
     assert f"format version {major}.0; this runtime reads version 2" in error.cause and remedy in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("demo/model-1", "demo/model-1"), ("x; rm -rf ~", "MODEL"), ("--force", "MODEL"), ("", "MODEL")]
+)
+def test_an_older_artifact_is_refused_with_the_command_that_makes_it_anew(toy: Path, name: str, words: str) -> None:
+    """Names that are not plain do not get into the command: the manifest is not checked yet."""
+    old = {"format": {"major": 1, "minor": 0}, "source": {"name": name}, "target": {"name": "cuda:sm_90"}}
+    (toy / "manifest.json").write_text(json.dumps(old))
+    command = f"llmc compile {words} --target cuda:sm_90 -o {toy} --force"
+    assert refused(toy, "E102").remedy.endswith(command)
+
+
 def test_the_version_is_read_before_all_else(toy: Path) -> None:
     """A format of the future may hash itself otherwise."""
     (toy / "manifest.json").write_text(json.dumps({"format": {"major": 9, "minor": 1}}))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_process import Session, main
 from llmc_runtime.engine.messages import Open
@@ -23,6 +22,8 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
+
+from tests.runtime.fake_executor import FakeExecutor
 
 VOCAB, PAGE = 428, 4
 TOKEN_BYTES = 1024

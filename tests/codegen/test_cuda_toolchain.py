@@ -77,6 +77,7 @@ def test_the_key_is_text_launch_options_and_version(tool: NvrtcToolchain) -> Non
         tool.key(replace(GOOD, text=TEXT + " ")),
         tool.key(replace(GOOD, threads=128)),
         tool.key(replace(GOOD, shared=64)),
+        tool.key(replace(GOOD, cluster=(2, 1, 1))),
         tool.key(replace(WITH_MAP, maps=(replace(WITH_MAP.maps[0], swizzle=0),))),
         tool.key(WITH_MAP),
         replace(tool, version="99").key(GOOD),
@@ -111,6 +112,26 @@ def test_launches_are_checked_against_the_binary(tool: NvrtcToolchain, tmp_path:
             tool.compile([(source, "model.norm")], tmp_path)
         assert e.value.code == "E505" and "model.norm" in str(e.value)
         assert not tool.cached(tool.key(source), tmp_path)
+
+
+def test_clusters_are_checked_against_the_binary_and_the_grid(tool: NvrtcToolchain, tmp_path: Path) -> None:
+    fixed = replace(GOOD, text=TEXT.replace("__launch_bounds__", "__cluster_dims__(2, 1, 1) __launch_bounds__"))
+    grid = (D("2*T"), D(1), D(1))
+    for source in (replace(fixed, cluster=(2, 1, 1), grid=grid), replace(GOOD, cluster=(2, 1, 1), grid=grid)):
+        tool.compile([(source, "")], tmp_path)
+        assert tool.cached(tool.key(source), tmp_path)
+    wrong = {
+        r"cluster \[\], the binary was compiled for \[2, 1, 1\]": fixed,
+        r"cluster \[4, 1, 1\], the binary was compiled for": replace(fixed, cluster=(4, 1, 1), grid=grid),
+        r"grid \(T, 1, 1\) is not a multiple of the cluster": replace(
+            GOOD, cluster=(2, 1, 1), grid=(D("T"), *grid[1:])
+        ),
+        r"\[16, 1, 1\] has not three sizes": replace(GOOD, cluster=(16, 1, 1), grid=grid),
+    }
+    for why, source in wrong.items():
+        with pytest.raises(Diagnostic, match=why) as e:
+            tool.compile([(source, "")], tmp_path)
+        assert e.value.code == "E505" and not tool.cached(tool.key(source), tmp_path)
 
 
 def test_triton_binaries_are_checked_alike(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def run_case(case: Case) -> None:
     types = [v.type for v in [*node.operands, *node.results]]
     tensors = [_tensor(b, t.dtype) for b, t in zip([*operands, *results], types, strict=True)]
     given = [int(d.subs(sizes).const) for d in source.sizes]  # type: ignore[arg-type]
+    assert not any(m.strides or m.offset != 0 for m in source.maps), "descriptors are row-major here"
     for m in source.maps:
         shape = [int(d.subs(sizes).const) for d in m.shape]  # type: ignore[arg-type]
         tensors[m.param] = descriptor(tensors[m.param], shape, m.box)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.sched.request import Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import Step, Work
 
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.oracle import Expected
 
 

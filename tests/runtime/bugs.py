@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.sched.request import Request, Status
@@ -16,6 +15,7 @@ from llmc_runtime.sched.step import RowMask, Step, Work
 from llmc_runtime.sched.token_guide import Banned
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.guides import Wandering
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_process import Session, main
 from llmc_runtime.engine.messages import Open
@@ -24,6 +23,8 @@ from llmc_runtime.grammar import Grammars
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
+
+from tests.runtime.fake_executor import FakeExecutor
 
 VOCAB, PAGE, PAGES, ROWS, LENGTH, TOKENS = 428, 4, 512, 16, 256, 64
 CRASH, HANG, FAIL = 1, 2, 3

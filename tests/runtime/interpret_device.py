@@ -58,6 +58,7 @@ class InterpretDevice(CpuDevice):
                     if all(grid):
                         run = self._entries[x.kernel, x.entry]
                         given = [tensors[a] for a in x.args]
+                        assert not any(m.strides or m.offset(env) for m in x.maps), "descriptors are row-major here"
                         for m in x.maps:
                             given[m.arg] = descriptor(given[m.arg], [d(env) for d in m.shape], m.box)
                         run[grid](*given, *[s(now) for s in x.sizes])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from llmc_runtime.device.fake import ROOT, draw, link, score
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
+from tests.runtime.fake_executor import ROOT, draw, link, score
 from tests.runtime.guides import allowed, ends
 
 

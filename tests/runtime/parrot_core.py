@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_process import Session, main
 from llmc_runtime.engine.messages import Open
@@ -20,6 +19,8 @@ from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
+
+from tests.runtime.fake_executor import FakeExecutor
 
 sys.path.append(str(Path(__file__).parents[1]))
 import textkit

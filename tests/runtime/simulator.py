@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from llmc_runtime.device.fake import FakeExecutor, FaultyExecutor
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import RequestDelta
@@ -26,6 +25,7 @@ from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.audit import audit
+from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
 from tests.runtime.oracle import Expected
 from tests.runtime.shares import WEIGHT, Shares
 from tests.runtime.world import draw_world

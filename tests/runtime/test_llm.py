@@ -10,12 +10,12 @@ import pytest
 import textkit
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.defaults import default_params
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
 
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.rig import OneByOne
 
 PAGE, PAGES, ROWS, LENGTH, TOKENS = 4, 64, 4, 96, 16

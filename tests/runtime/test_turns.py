@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from llmc_runtime import LlmcError
-from llmc_runtime.device.fake import FakeExecutor
 from llmc_runtime.fair_lock import FairLock
 
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.test_llm import device, make, params
 
 PROMPTS = ("the kernel", "a b", "c d e", "once")

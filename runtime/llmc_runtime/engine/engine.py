@@ -23,7 +23,7 @@ _IDLE_WAIT = 0.02  # seconds that `step` waits for a mask if nothing else can ru
 
 
 class Executor(Protocol):
-    """Runs steps: exec.executor on a device, device.fake in tests.
+    """Runs steps: exec.executor.Executor on a device.
 
     Steps take effect in launch order: a row's next step reads from the device what the step before it sampled.
     """

@@ -1,7 +1,8 @@
-"""One parameter of a kernel launch as data, and size text as a field; reading and checking them, never passing them."""
+"""What a kernel launch passes, as data: parameters and tensor maps; and size text as a field."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +11,16 @@ from typing import Any
 
 from llmc_runtime.format import expr
 from llmc_runtime.format.expr import Expr
-from llmc_runtime.format.json_fields import Fields, damaged
+from llmc_runtime.format.json_fields import Fields, an_integer, damaged
 
+ZERO = expr.of(0)
 TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f"})  # as `struct` names them
+MAPPED = ("bf16", "f16")  # dtypes supported in tensor maps
+_ELEMENT = 2  # their size in bytes
+MOST_BOX = 256  # maximum elements along an axis of a box
+MOST_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
+_MAX_STRIDE = 1 << 40  # bytes, exclusive
+_ROW = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
 
 
 def a_size(value: Any, where: str) -> Expr:
@@ -26,7 +34,8 @@ def a_size(value: Any, where: str) -> Expr:
 class Param:
     """One parameter of a launch, by `kind`:
 
-    - "arg": the address of the launch's argument number `index`;
+    - "arg": the address of the launch's argument number `index` plus `offset` bytes (size text, evaluated at the upper
+      bounds of the symbols);
     - "map": the 128 bytes of its tensor map number `index`;
     - "size": the value of `size` in this step, of `type` i32 or i64;
     - "value": the number `value`, of `type` i32, i64 or f32.
@@ -37,6 +46,7 @@ class Param:
     size: Expr | None = None
     value: int | float = 0
     type: str = ""
+    offset: Expr = ZERO
 
     @property
     def bits(self) -> int:
@@ -48,7 +58,9 @@ class Param:
         """Raises LlmcError E103 if it is none of the four kinds, or a number does not fit its type."""
         f = Fields(value, where, lenient)
         kind = next((k for k in ("arg", "map", "size", "value") if k in value), "")
-        if kind in ("arg", "map"):
+        if kind == "arg":
+            param = Param(kind, f.integer(kind, high=4096), offset=a_size(f.get("offset", 0), f"{where}.offset"))
+        elif kind == "map":
             param = Param(kind, f.integer(kind, high=4096))
         elif kind == "size":
             param = Param(kind, size=a_size(f.get(kind), where), type=f.text("type"))
@@ -74,6 +86,80 @@ class Param:
             raise damaged(where, f"the value does not fit {self.type}: {str(e)[:80]}") from None
 
     def json(self) -> dict[str, Any]:
+        """Return the parameter as JSON values."""
         if self.kind in ("arg", "map"):
-            return {self.kind: self.index}
+            return {self.kind: self.index, **({} if self.offset == ZERO else {"offset": str(self.offset)})}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """An argument of a launch that is passed as a tensor map (CUtensorMap) instead of a pointer.
+
+    `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and begins `offset` bytes
+    behind the start of the buffer. `strides` are in elements, one for every axis except the last, whose elements are
+    adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol. The tensor is copied
+    in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
+    """
+
+    arg: int
+    shape: tuple[Expr, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    strides: tuple[Expr, ...] = ()
+    offset: Expr = ZERO
+
+    def layout(self, env: Mapping[str, int]) -> tuple[list[int], list[int]]:
+        """Return the sizes and the strides, in elements, of all axes, with the symbols' values from `env`."""
+        shape = [d(env) for d in self.shape]
+        strides = [s(env) for s in self.strides] or [math.prod(shape[i:]) for i in range(1, len(shape))]
+        return shape, [*strides, 1]
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> TensorMap:
+        """Read a tensor map from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
+        f = Fields(value, where, lenient)
+        m = TensorMap(
+            arg=f.integer("arg", high=4096),
+            shape=f.list("shape", a_size, cap=5),
+            box=f.list("box", an_integer, cap=5),
+            swizzle=f.integer("swizzle", high=3),
+            strides=f.list("strides", a_size, [], cap=4),
+            offset=a_size(f.get("offset", 0), f"{where}.offset"),
+        )
+        f.close()
+        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MOST_BOX for b in m.box):
+            raise damaged(where, f"a box has as many sizes as its tensor, two at least, each 1 to {MOST_BOX}")
+        if len(m.strides) not in (0, len(m.shape) - 1):
+            raise damaged(where, "a tensor map has a stride for every axis except the last, or none")
+        row = m.box[-1] * _ELEMENT
+        if row % _ROW or (m.swizzle and row > _ROW << m.swizzle):
+            raise damaged(where, f"a box has rows of {row} bytes: no multiple of {_ROW}, or too wide for its swizzle")
+        return m
+
+    def json(self) -> dict[str, Any]:
+        """Return the tensor map as JSON values."""
+        shape = [str(d) for d in self.shape]
+        out: dict[str, Any] = {"arg": self.arg, "shape": shape, "box": list(self.box), "swizzle": self.swizzle}
+        if self.strides:
+            out["strides"] = [str(s) for s in self.strides]
+        if self.offset != ZERO:
+            out["offset"] = str(self.offset)
+        return out
+
+    def check(self, dtype: str, begin: int, nbytes: int, top: Mapping[str, int], place: str) -> None:
+        """Check that the driver will accept the map, and that its tensor lies inside its buffer at every step.
+
+        `dtype` is the buffer's; `begin` and `nbytes` say where its memory begins and how long it is at the symbols'
+        upper bounds `top`. Raises LlmcError E103.
+        """
+        (shape, strides), offset = self.layout(top), self.offset(top)
+        if not all(0 < d <= MOST_AXIS for d in shape):
+            raise damaged(place, f"a tensor map's tensor has an axis of no size, or of more than {MOST_AXIS}")
+        if not all(0 < s * _ELEMENT < _MAX_STRIDE for s in strides) or offset < 0:
+            raise damaged(place, "a tensor map has a stride or an offset out of range")
+        end = offset + _ELEMENT * (1 + sum((d - 1) * s for d, s in zip(shape, strides)))
+        if dtype not in MAPPED or end > nbytes:
+            raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer")
+        if any(s * _ELEMENT % _ROW for s in strides[:-1]) or (begin + offset) % _ROW:
+            raise damaged(place, f"a tensor map's rows, or where it begins, are no multiples of {_ROW} bytes")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,7 @@ from llmc_runtime.format.program import DTYPE_BITS
 
 MAJOR, MINOR = 2, 0
 NAME = "manifest.json"
+_PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
 _HEAD = b'{\n  "digest": "'
 _PREFIX = re.compile(re.escape(_HEAD) + rb"([0-9a-f]{64})\"")
@@ -228,13 +231,19 @@ def check_version(doc: Any, where: str) -> bool:
     if not isinstance(major, int) or not isinstance(minor, int):
         raise damaged(where, "does not state a format version")
     if major != MAJOR:
-        newer = major > MAJOR
-        raise LlmcError(
-            "E102",
-            f"{where}: the artifact has format version {major}.{minor}; this runtime reads version {MAJOR}",
-            "upgrade llmc-aot" if newer else "recompile the model with this version of llmc",
-        )
+        cause = f"{where}: the artifact has format version {major}.{minor}; this runtime reads version {MAJOR}"
+        raise LlmcError("E102", cause, "upgrade llmc-aot" if major > MAJOR else _recompile(doc, where))
     return minor > MINOR
+
+
+def _recompile(doc: dict[str, Any], where: str) -> str:
+    """Return the command that makes an older artifact anew, as far as its manifest states model and target."""
+    names = [x.get("name") if isinstance(x, dict) else None for x in (doc.get("source"), doc.get("target"))]
+    # The digest is not checked yet: nothing but plain names goes into a command that users copy into a shell.
+    model, target = (x if isinstance(x, str) and _PLAIN.match(x) else "" for x in names)
+    chosen = f" --target {target}" if target else ""
+    output = shlex.quote(str(Path(where).parent))
+    return f"recompile it with this version of llmc: llmc compile {model or 'MODEL'}{chosen} -o {output} --force"
 
 
 def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:

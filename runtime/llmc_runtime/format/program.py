@@ -11,7 +11,7 @@ from typing import Any
 
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
-from llmc_runtime.format.launch_param import Param, a_size
+from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
 
 # Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -36,11 +36,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 KINDS = ("input", "output", "weight", "state", "arena")
-MAPPED = ("bf16", "f16")  # dtypes supported in tensor maps
-_ELEMENT = 2  # their size in bytes
-MOST_BOX = 256  # maximum elements along an axis of a box
-MOST_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
-_ROW = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
+MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters
 Symbols = Mapping[str, tuple[int, int]]
 
 
@@ -97,50 +93,15 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class TensorMap:
-    """An argument of a launch that is passed as a tensor map (CUtensorMap) instead of a pointer.
-
-    `arg` is an index into `Launch.args`. The buffer is seen as a row-major tensor of `shape`, evaluated at the upper
-    bound of every symbol, and copied in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
-    """
-
-    arg: int
-    shape: tuple[Expr, ...]
-    box: tuple[int, ...]
-    swizzle: int
-
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> TensorMap:
-        """Read a tensor map from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
-        f = Fields(value, where, lenient)
-        m = TensorMap(
-            arg=f.integer("arg", high=4096),
-            shape=f.list("shape", a_size, cap=5),
-            box=f.list("box", an_integer, cap=5),
-            swizzle=f.integer("swizzle", high=3),
-        )
-        f.close()
-        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MOST_BOX for b in m.box):
-            raise damaged(where, f"a box has as many sizes as its tensor, two at least, each 1 to {MOST_BOX}")
-        row = m.box[-1] * _ELEMENT
-        if row % _ROW or (m.swizzle and row > _ROW << m.swizzle):
-            raise damaged(where, f"a box has rows of {row} bytes: no multiple of {_ROW}, or too wide for its swizzle")
-        return m
-
-    def json(self) -> dict[str, Any]:
-        """Return the tensor map as JSON values."""
-        return {"arg": self.arg, "shape": [str(d) for d in self.shape], "box": list(self.box), "swizzle": self.swizzle}
-
-
-@dataclass(frozen=True)
 class Launch:
     """One kernel launch.
 
     `args` are indices of the program's buffers; those listed in `maps` are passed as tensor maps. `sizes` are passed as
     int64 (as int32 on GPUs). `params`, on GPUs, lists what is passed; if it is empty, that is every argument, every
     size and two null pointers. `grid` is the number of blocks along x, y and z, `threads` the threads per block, and
-    `shared` the bytes of dynamic shared memory. `pdl` enables programmatic dependent launch: the kernel may start
-    before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
+    `shared` the bytes of dynamic shared memory. `cluster` is the number of blocks of a cluster along each axis of the
+    grid; if it is empty, blocks are launched without clusters. `pdl` enables programmatic dependent launch: the kernel
+    may start before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
     """
 
     kernel: str
@@ -157,6 +118,7 @@ class Launch:
     pdl: bool = False
     maps: tuple[TensorMap, ...] = ()
     params: tuple[Param, ...] = ()
+    cluster: tuple[int, ...] = ()
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Launch:
@@ -176,6 +138,7 @@ class Launch:
             pdl=bool(f.integer("pdl", 0, high=1)),
             maps=f.list("maps", lambda v, w: TensorMap.read(v, w, lenient), [], cap=16),
             params=f.list("params", lambda v, w: Param.read(v, w, lenient), [], cap=4096),
+            cluster=f.list("cluster", an_integer, [], cap=3),
             **cost,
         )
         f.close()
@@ -194,6 +157,8 @@ class Launch:
             out["maps"] = [m.json() for m in self.maps]
         if self.params:
             out["params"] = [x.json() for x in self.params]
+        if self.cluster:
+            out["cluster"] = list(self.cluster)
         if self.flops is not None:
             out["flops"] = str(self.flops)
         if self.bytes is not None:
@@ -318,35 +283,45 @@ def _check(p: Program, where: str) -> None:
         place = f"{where}.launches[{i}]"
         if any(not 0 <= a < len(p.buffers) for a in x.args):
             raise damaged(place, "an argument's index is out of range")
-        if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *(d for m in x.maps for d in m.shape))):
+        mapped = (e for m in x.maps for e in (*m.shape, *m.strides, m.offset))
+        if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *mapped)):
             raise damaged(place, "a size uses a symbol that the program lacks")
+        _check_cluster(x, top, place)
         for m in x.maps:
-            _check_map(m, x, p, by_name, place)
-        for i, param in enumerate(x.params):
-            _check_param(param, x, known, f"{place}.params[{i}]")
+            if m.arg >= len(x.args) or (not x.params and sum(m.arg == other.arg for other in x.maps) > 1):
+                raise damaged(place, "a tensor map's argument is out of range, or has two")
+            b = p.buffers[x.args[m.arg]]
+            held = _memory(b, by_name)
+            if held.kind == "state":
+                raise damaged(place, "a tensor map is of a state")
+            m.check(b.dtype, held.offset, held.bytes(top), top, place)
+        for j, param in enumerate(x.params):
+            _check_param(param, x, p, by_name, f"{place}.params[{j}]")
 
 
-def _check_param(param: Param, x: Launch, known: frozenset[str], place: str) -> None:
-    """A parameter's argument, map and symbols are there."""
+def _check_cluster(x: Launch, top: Mapping[str, int], place: str) -> None:
+    """Check that a cluster has three sizes, at most MAX_CLUSTER blocks, and divides the grid of the largest step."""
+    if not x.cluster:
+        return
+    if len(x.cluster) != 3 or min(x.cluster) < 1 or math.prod(x.cluster) > MAX_CLUSTER:
+        raise damaged(place, f"a cluster has three sizes of at least 1 and at most {MAX_CLUSTER} blocks")
+    if len(x.grid) != 3 or any(g(top) % c for g, c in zip(x.grid, x.cluster)):
+        raise damaged(place, f"the grid is not a multiple of the cluster {list(x.cluster)} along every axis")
+
+
+def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
+    """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""
     count = {"arg": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
     if param.index >= count:
         raise damaged(place, f"the launch has no {param.kind} of number {param.index}")
-    if param.size is not None and not param.size.symbols <= known:
+    if any(e is not None and not e.symbols <= p.symbols.keys() for e in (param.size, param.offset)):
         raise damaged(place, "a size uses a symbol that the program lacks")
-
-
-def _check_map(m: TensorMap, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
-    """Check that a tensor map lies inside its memory at every step, and that the driver will accept it."""
-    if m.arg >= len(x.args) or sum(m.arg == other.arg for other in x.maps) > 1:
-        raise damaged(place, "a tensor map's argument is out of range, or has two")
-    b, top = p.buffers[x.args[m.arg]], p.top()
-    shape, held = [d(top) for d in m.shape], _memory(b, by_name)
-    if not all(0 < d <= MOST_AXIS for d in shape):
-        raise damaged(place, f"a tensor map's tensor has an axis of no size, or of more than {MOST_AXIS}")
-    if b.dtype not in MAPPED or held.kind == "state" or math.prod(shape) * _ELEMENT > held.bytes(top):
-        raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer, or is of a state")
-    if shape[-1] * _ELEMENT % _ROW or held.offset % _ROW:
-        raise damaged(place, f"a tensor map's rows, or where it begins, are no multiples of {_ROW} bytes")
+    if param.offset != ZERO:
+        held = _memory(p.buffers[x.args[param.index]], by_name)
+        # A state may be allocated for fewer pages or rows than the symbols' upper bounds.
+        least = {s: low for s, (low, _) in p.symbols.items()} if held.kind == "state" else p.top()
+        if not 0 <= param.offset(p.top()) < held.bytes(least):
+            raise damaged(place, f"the offset {param.offset} lies outside of the buffer {held.name[:80]!r}")
 
 
 def _memory(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:

@@ -15,8 +15,9 @@ from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.launch_param import TensorMap
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.format.program import Buffer, Launch, Program, TensorMap
+from llmc_runtime.format.program import Buffer, Launch, Program
 
 from llmc.artifact.write import write_artifact
 from tests.runtime.libcuda import toy
@@ -154,7 +155,7 @@ def test_a_driver_without_maps() -> None:
         CUtensorMapDataType=SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9),
     )
     with pytest.raises(LlmcError, match=r"E116.*cuTensorMapEncodeTiled"):
-        Cuda(found).tensor_map(256, "bf16", (8, 8), (8, 8), 0)
+        Cuda(found).tensor_map(256, "bf16", (8, 8), (8, 1), (8, 8), 0)
 
 
 def test_a_map_that_the_driver_refuses(driver: Driver, tmp_path: Path) -> None:

@@ -13,15 +13,16 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.launch_param import Param
+from llmc_runtime.format.launch_param import Param, TensorMap
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.format.program import Buffer, Launch, Program, TensorMap
+from llmc_runtime.format.program import Buffer, Launch, Program
 
 from llmc.artifact.write import write_artifact
 from tests.runtime.libcuda import toy
 from tests.runtime.libcuda.conftest import Driver
 
 BYTES = (4, 128, 8, 4, 8, 8, 4, 8)
+BF16 = 9  # of CUtensorMapDataType
 # Copies out everything that it is given; its result's pointer is the third parameter.
 KERNEL = f"""
 #include <string.h>
@@ -45,15 +46,20 @@ PARAMS = (
     Param("value", value=-(1 << 40), type="i64"),
 )
 
+WHOLE = TensorMap(0, (expr.of(24), expr.of(64)), (8, 64), 3)
+# Every other row of the columns from 16 on, as 4 groups of 3 rows.
+PART = TensorMap(0, (expr.of(4), expr.of(3), expr.of(40)), (1, 3, 64), 3, (expr.of("48*R"), expr.of(128)), expr.of(32))
 
-def program(*params: Param) -> Program:
-    """x[24, 64] as a pointer and as a map, y for what the kernel gets."""
+
+def program(*params: Param, maps: tuple[TensorMap, ...] = (WHOLE,), **changes: Any) -> Program:
+    """x[24, 64] as a pointer and as maps, y for what the kernel gets."""
     x = Buffer("x", "weight", "bf16", (expr.of(24), expr.of(64)), expr.of(24 * 64 * 2))
     y = Buffer("y", "output", "u8", (expr.of(sum(BYTES)),), expr.of(sum(BYTES)))
     launch = Launch(
         toy.kernel(KERNEL, "params").hash, "params", (0, 1), (), (expr.of(1),), 32,
-        maps=(TensorMap(0, (expr.of(24), expr.of(64)), (8, 64), 3),), params=params,
+        maps=maps, params=params,
     )  # fmt: skip
+    launch = replace(launch, **changes)
     symbols = {"T": (1, 9), "R": (1, 4)}
     return Program.load(Program("params", symbols, symbols, (x, y), (launch,), 0).dump(), "params")
 
@@ -72,11 +78,107 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
             symbols[0] = tokens
             run()
             got = struct.unpack("<f128sQiqQiq", device.read(y).tobytes())
-            bf16 = 9  # of CUtensorMapDataType
-            assert struct.unpack_from("<iiQ5Q", got[1]) == (bf16, 2, x.address, 64, 24, 0, 0, 0)
+            assert struct.unpack_from("<iiQ5Q", got[1]) == (BF16, 2, x.address, 64, 24, 0, 0, 0)
             assert (*got[:1], *got[2:]) == (0.25, y.address, tokens, 2 * tokens + 1, x.address, -7, -(1 << 40))
     finally:
         device.close()
+
+
+def test_offsets_strides_and_clusters(driver: Driver, tmp_path: Path) -> None:
+    """The second map of the buffer begins inside it and has strides; sizes are those of the symbols' upper bounds."""
+    kernels = (toy.kernel(KERNEL, "params"),)
+    write_artifact(tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=kernels, programs=()))
+    params = (PARAMS[0], Param("map", 1), *PARAMS[2:5], Param("arg", 0, offset=expr.of("8*T+4")), *PARAMS[6:])
+    grid = (expr.of("2*T"), expr.of(3), expr.of(1))
+    made = program(*params, maps=(WHOLE, PART), cluster=(2, 3, 1), grid=grid)
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, y = device.alloc(24 * 64 * 2), device.alloc(sum(BYTES))
+        run = device.bind(made, [x.address, y.address], np.array([5, 1], np.int64))
+        driver.log()
+        run()
+        got = struct.unpack("<f128sQiqQiq", device.read(y).tobytes())
+        assert "launch-cluster2x3x1" in driver.log()
+    finally:
+        device.close()
+    encoded = struct.unpack_from("<iiQ5Q4Q5I", got[1])
+    assert encoded[:3] == (BF16, 3, x.address + 32)
+    assert encoded[3:] == (40, 3, 4, 0, 0, 256, 384, 0, 0, 64, 3, 1, 0, 0)
+    assert got[5] == x.address + 8 * 9 + 4
+
+
+def test_a_grid_that_the_cluster_does_not_divide_names_the_launch(driver: Driver, tmp_path: Path) -> None:
+    """The largest step's grid is a multiple of the cluster, this step's is not."""
+    kernels = (toy.kernel(KERNEL, "params"),)
+    write_artifact(tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=kernels, programs=()))
+    made = program(*PARAMS, cluster=(3, 1, 1), grid=(expr.of("T"), expr.of(1), expr.of(1)), op="toy", loc="here")
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, y = device.alloc(24 * 64 * 2), device.alloc(sum(BYTES))
+        run = device.bind(made, [x.address, y.address], np.array([5, 1], np.int64))
+        with pytest.raises(LlmcError, match=r"E114.*INVALID_CLUSTER_SIZE.* at toy \(here\)"):
+            run()
+    finally:
+        device.close()
+
+
+def test_the_new_fields_are_written_only_if_they_are_used() -> None:
+    plain = program(*PARAMS).launches[0].json()
+    assert "cluster" not in plain and not {"strides", "offset"} & plain["maps"][0].keys()
+    assert plain["params"][5] == {"arg": 0}
+    offset = Param("arg", 0, offset=expr.of("T"))
+    used = program(offset, maps=(PART,), cluster=(1, 1, 1), grid=(expr.of(1),) * 3).launches[0]
+    assert (used.params, used.maps, used.cluster) == ((offset,), (PART,), (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"strides": (expr.of(128),)}, "a stride for every axis except the last"),
+        ({"strides": (expr.of(0), expr.of(128))}, "out of range"),
+        ({"strides": (expr.of("0-192"), expr.of(128))}, "out of range"),
+        ({"strides": (expr.of(1 << 40), expr.of(128))}, "out of range"),
+        ({"strides": (expr.of(192), expr.of(60))}, "no multiples of 16 bytes"),
+        ({"strides": (expr.of(512), expr.of(128))}, "inside its buffer"),
+        ({"strides": (expr.of("Q"), expr.of(128))}, "symbol"),
+        ({"offset": expr.of(40)}, "no multiples of 16 bytes"),
+        ({"offset": expr.of(-16)}, "out of range"),
+        ({"offset": expr.of(24 * 128)}, "inside its buffer"),
+        ({"offset": expr.of("Q")}, "symbol"),
+        ({"shape": (expr.of(2),) * 6, "box": (1, 1, 1, 1, 1, 64)}, "at most 5"),
+    ],
+)
+def test_maps_that_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(LlmcError, match=words) as e:
+        program(*PARAMS, maps=(replace(PART, **change),))
+    assert e.value.code == "E103"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ((2,), "three sizes"), ((0, 1, 1), "at least 1"), ((-2, -2, 1), "at least 1"), ((16, 1, 1), "at most 8 blocks"),
+        ((2, 1, 1), "not a multiple of the cluster"), ((1, 2, 1), "not a multiple"), ((1, 1, 1, 1), "at most 3"),
+    ],
+)  # fmt: skip
+def test_clusters_that_are_refused(cluster: tuple[int, ...], words: str) -> None:
+    with pytest.raises(LlmcError, match=words) as e:
+        program(*PARAMS, cluster=cluster, grid=(expr.of("T"), expr.of(1), expr.of(1)))
+    assert e.value.code == "E103"
+
+
+def test_an_offset_into_a_state_holds_for_its_least_size() -> None:
+    """States are allocated for fewer rows than the upper bounds."""
+    good = program(Param("arg", 0, offset=expr.of(1024)))
+    state = replace(good.buffers[0], kind="state", shape=(expr.of("R"), expr.of(512)), bytes=expr.of("1024*R"))
+    with pytest.raises(LlmcError, match="the offset 1024 lies outside of the buffer 'x'"):
+        Program.load(replace(good, buffers=(state, good.buffers[1]), launches=_without_maps(good)).dump(), "params")
+
+
+def _without_maps(made: Program) -> tuple[Launch, ...]:
+    return tuple(replace(x, maps=()) for x in made.launches)
 
 
 def test_params_are_read_as_they_were_written() -> None:
@@ -92,6 +194,9 @@ def test_params_are_read_as_they_were_written() -> None:
     [
         (Param("arg", 2), "no arg of number 2"),
         (Param("map", 1), "no map of number 1"),
+        (Param("arg", 0, offset=expr.of("Q")), "a symbol that the program lacks"),
+        (Param("arg", 0, offset=expr.of(24 * 128)), "lies outside of the buffer"),
+        (Param("arg", 0, offset=expr.of("4-T")), "lies outside of the buffer"),
         (Param("size", size=expr.of("Q"), type="i32"), "a symbol that the program lacks"),
         (Param("size", size=expr.of("T"), type="f32"), "a size has no type 'f32'"),
         (Param("value", value=1, type="i8"), "a value has no type 'i8'"),
@@ -108,7 +213,17 @@ def test_what_is_refused(param: Param, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{}, {"arg": -1}, {"arg": 0, "more": 1}, {"pointer": 0}, [], {"size": [], "type": "i32"}]
+    "value",
+    [
+        {},
+        {"arg": -1},
+        {"arg": 0, "more": 1},
+        {"pointer": 0},
+        [],
+        {"size": [], "type": "i32"},
+        {"map": 0, "offset": 0},
+        {"arg": 0, "offset": []},
+    ],
 )
 def test_what_is_no_parameter(value: Any) -> None:
     with pytest.raises(LlmcError, match="E103"):

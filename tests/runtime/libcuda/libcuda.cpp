@@ -28,7 +28,7 @@ enum { OK = 0, INVALID = 1, OOM = 2, NOT_FOUND = 500, NOT_READY = 600, CAPTURE =
 
 struct Function { Entry entry; std::string name; int max_shared = 48 << 10; int params = 0; const int* bytes = nullptr; };
 struct Module { void* handle; std::vector<Function*> functions; };
-struct Node { Function* f; std::vector<std::string> values; unsigned grid[3]; bool pdl; };
+struct Node { Function* f; std::vector<std::string> values; unsigned grid[3]; bool pdl; unsigned cluster[3]; };
 // What a tensor map of this driver holds: what it was made of.
 struct TensorMap { int32_t type, rank; uint64_t address, dims[5], steps[4]; uint32_t box[5]; int32_t swizzle; };
 static_assert(sizeof(TensorMap) <= 128, "a tensor map is 128 bytes");
@@ -269,15 +269,28 @@ CUresult cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra)
   Stream* s = (Stream*)c->stream;
   if (!streams.count(s) || !c->grid[0] || !c->grid[1] || !c->grid[2] || !c->block[0] || extra) return INVALID;
   if ((int)c->shared > fn->max_shared) return INVALID;
-  Node n{fn, {}, {c->grid[0], c->grid[1], c->grid[2]}, false};
-  for (unsigned i = 0; i < c->num_attrs; i++) n.pdl |= ((Attr*)c->attrs)[i].id == 6 && *(int*)((Attr*)c->attrs)[i].value == 1;
+  Node n{fn, {}, {c->grid[0], c->grid[1], c->grid[2]}, false, {1, 1, 1}};
+  for (unsigned i = 0; i < c->num_attrs; i++) {
+    const Attr* a = (const Attr*)c->attrs + i;
+    if (a->id == 4) memcpy(n.cluster, a->value, sizeof n.cluster);
+    else if (a->id == 6) n.pdl = *(int*)a->value == 1;
+    else return INVALID;
+  }
+  for (int i = 0; i < 3; i++) if (!n.cluster[i] || n.grid[i] % n.cluster[i]) return 912;  // INVALID_CLUSTER_SIZE
+  if (n.cluster[0] * n.cluster[1] * n.cluster[2] > 8) return 912;
   for (int i = 0; i < fn->params; i++) {
     int bytes = fn->bytes ? fn->bytes[i] : 8;
     if ((uintptr_t)params[i] % (bytes == 128 ? 128 : 4)) return INVALID;  // a CUtensorMap is aligned to its size
     n.values.emplace_back((const char*)params[i], bytes);
   }
   if (s->capture) { s->capture->nodes.push_back(n); return OK; }
-  log_ += n.pdl ? "launch-pdl " : "launch ";
+  log_ += n.pdl ? "launch-pdl" : "launch";
+  if (n.cluster[0] * n.cluster[1] * n.cluster[2] > 1) {
+    char text[64];
+    snprintf(text, sizeof text, "-cluster%ux%ux%u", n.cluster[0], n.cluster[1], n.cluster[2]);
+    log_ += text;
+  }
+  log_ += " ";
   return put(s, [=] { run(n); });
 }
 CUresult cuStreamBeginCapture_v2(void* s, int mode) {

@@ -40,7 +40,8 @@ class Binding:
 
     grid: blocks along x, y and z; threads: threads of a block; shared: bytes of dynamic shared memory. constants: name
     -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes, values: see the module.
-    maps: operands that are tensor maps, with their swizzles.
+    maps: operands that are tensor maps, with their strides, offsets and swizzles. cluster: blocks of a cluster along x,
+    y and z.
     """
 
     grid: tuple[Dim | int, ...]
@@ -50,6 +51,7 @@ class Binding:
     sizes: tuple[Dim, ...] = ()
     values: tuple[int | float, ...] = ()
     maps: tuple[Map, ...] = ()
+    cluster: tuple[int, ...] = ()
 
     def passes(self, values: int) -> tuple[Param, ...]:
         """The parameters of a launch with so many operands and results."""
@@ -91,7 +93,7 @@ class CudaKernel(Kernel):
         return Source(
             self.entry, self.language, "\n\n".join(p.strip() for p in parts) + "\n", threads=b.threads,
             shared=b.shared, grid=tuple(D(g) for g in (*b.grid, 1, 1)[:3]), pdl=target.has(PDL), maps=b.maps,
-            passes=b.passes(len(node.operands) + len(node.results)),
+            passes=b.passes(len(node.operands) + len(node.results)), cluster=b.cluster,
         )  # fmt: skip
 
 

@@ -59,6 +59,9 @@ class NvrtcToolchain:
         maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
         passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
         launch = [source.entry, passes, source.threads, source.shared, maps]
+        if source.cluster:
+            grid = [str(d) for d in source.grid]
+            launch += [source.cluster, grid]
         what = [source.text, *launch, self.options, self.version]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
 

@@ -7,7 +7,6 @@ the same names and parameters from cuda-bindings 12.8 to 13; the drivers on whic
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -149,15 +148,18 @@ class Cuda:
         which = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.ok(self.cu.cuFuncSetAttribute(function, which, nbytes))
 
-    def tensor_map(self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
-        """Encode a CUtensorMap (128 bytes) for a row-major tensor of 16-bit floats.
+    def tensor_map(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+    ) -> bytes:
+        """Encode a CUtensorMap (128 bytes) for a tensor of 16-bit floats.
 
-        `address` and the size of a row have to be multiples of 16 bytes; `box` is the shape of one copy. Raises
-        LlmcError E114 if the driver rejects the arguments, and E116 if it does not support tensor maps.
+        `strides` are in elements, one per axis, the last of them 1. `address` and the strides of the other axes have to
+        be multiples of 16 bytes; `box` is the shape of one copy. Raises LlmcError E114 if the driver rejects the
+        arguments, and E116 if it does not support tensor maps.
         """
         cu, rank = self.cu, len(shape)
         kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED[dtype]}")
-        steps = [2 * math.prod(shape[i:]) for i in range(rank - 1, 0, -1)]
+        steps = [2 * s for s in reversed(strides[:-1])]
         # The bindings' own function is not used: it keeps the map at an address that is not a multiple of 64 bytes,
         # which the driver requires.
         room = ctypes.create_string_buffer(2 * MAP_BYTES)
@@ -183,19 +185,29 @@ class Cuda:
         kinds = (pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4)
         return ctypes.CFUNCTYPE(number, *kinds)(int(address))
 
-    def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool) -> Any:
+    def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool, cluster: Sequence[int] = ()) -> Any:
         """Return a launch configuration with a grid of 1. `pdl` allows programmatic dependent launch: the kernel may
-        start before the preceding one has ended.
+        start before the preceding one has ended. `cluster` is the number of blocks of a cluster along x, y and z.
         """
+        ids = self.cu.CUlaunchAttributeID
+        attributes = []
         config = self.cu.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes, config.hStream = shared, stream
         if pdl:
             attribute = self.cu.CUlaunchAttribute()
-            attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if cluster:
+            attribute = self.cu.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster
+            attributes.append(attribute)
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def begin_capture(self, stream: Any) -> None:

@@ -8,7 +8,6 @@ sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from llmc_runtime.device.cuda.driver import MAP_BYTES, Cuda
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import Launch, Program, TensorMap
+from llmc_runtime.format.launch_param import TensorMap
+from llmc_runtime.format.program import Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _MOST = (1 << 31) - 1
@@ -114,7 +114,7 @@ class CudaRun:
     def _add(self, launch: Launch, function: Any, params: int) -> None:
         """Make a launch ready whose list of cells is at the address `params`."""
         x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
-        config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl)
+        config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl, launch.cluster)
         self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
 
     def _put_params(
@@ -124,9 +124,10 @@ class CudaRun:
         for i, m in enumerate(launch.maps):
             arg = launch.args[m.arg]
             self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], made + i)
+        top = self._program.top()
         for i, param in enumerate(launch.params):
             if param.kind == "arg":
-                self._cells[at + i] = addresses[launch.args[param.index]]
+                self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
             elif param.kind == "map":
                 self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (made + param.index)
             elif param.kind == "size":
@@ -140,19 +141,18 @@ class CudaRun:
 
         The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
         """
-        shape = self._make_map(m, dtype, int(self._cells[at - 1]), number)
-        steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        shape, strides = self._make_map(m, dtype, int(self._cells[at - 1]), number)
         self._table[at - 1] = self._maps.ctypes.data + MAP_BYTES * number
-        self._cells[at : at + 2 * len(shape)] = [*shape, *steps]
+        self._cells[at : at + 2 * len(shape)] = [*shape, *strides]
         return at + 2 * len(shape)
 
-    def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> list[int]:
-        """Make the tensor map of this number; its tensor's sizes."""
-        top = self._program.top()
-        shape, begin = [d(top) for d in m.shape], MAP_BYTES * number
-        found = self._cuda.tensor_map(address, dtype, shape, m.box, m.swizzle)
-        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(found, np.uint8)
-        return shape
+    def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> tuple[list[int], list[int]]:
+        """Encode tensor map `number` of a buffer at `address`. Returns its tensor's sizes and strides in elements."""
+        top, begin = self._program.top(), MAP_BYTES * number
+        shape, strides = m.layout(top)
+        encoded = self._cuda.tensor_map(address + m.offset(top), dtype, shape, strides, m.box, m.swizzle)
+        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(encoded, np.uint8)
+        return shape, strides
 
     def _index(self, size: Expr | None) -> int:
         text = "1" if size is None else size.text
