@@ -13,14 +13,10 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import parse_bytes, positive, serve_option
+from llmc_runtime.server.call_format_names import OURS, FormatNames
 from llmc_runtime.server.http.listen import Tls
 
 _LEVELS = ("debug", "info", "warning", "error")
-_CALLS = (
-    "auto", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2",
-    "glm45", "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json",
-    "pythonic", "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
-)  # fmt: skip
 _MARKS = (
     "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
     "kimi_k2", "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3",
@@ -154,7 +150,10 @@ class Options:
         "chats and sampling", None, "chat template to use, or the name of one of the model's", metavar="FILE|NAME"
     )
     tool_call_parser: str = serve_option(
-        "chats and sampling", "auto", "format of the model's tool calls (auto: by its template)", choices=_CALLS
+        "chats and sampling",
+        "auto",
+        "format of the model's tool calls (auto: by its template)",
+        choices=FormatNames(OURS),
     )
     reasoning_parser: str = serve_option(
         "chats and sampling", "auto", "marks of the model's reasoning (auto: by its template)", choices=_MARKS
