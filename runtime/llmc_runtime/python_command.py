@@ -1,9 +1,16 @@
-"""The command that starts a module of this package in a new Python process."""
+"""Starts a module of this package in a new Python process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 # The child imports the package from where its parent found it, and never from the folder that it happens to start in.
 _BOOT = (
@@ -13,5 +20,42 @@ _BOOT = (
 
 
 def module_command(module: str) -> list[str]:
-    """The command that runs `main(argv)` of `module`; the caller appends the arguments."""
+    """Return the command that runs `main(argv)` of `module`; the caller appends the arguments."""
     return [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([*filter(None, sys.path)])]
+
+
+class LinkedProcess:
+    """A process that this one shares the socket `link` with.
+
+    It inherits `descriptors` and standard error, and does not receive Ctrl-C. `close()` closes the link, kills the
+    process and waits for its end; so does the end of this object. Raises OSError, and closes the link, if the process
+    cannot be created.
+    """
+
+    def __init__(self, link: socket.socket, command: Sequence[str], descriptors: Sequence[int]) -> None:
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None, pass_fds=descriptors, process_group=0,
+            )  # fmt: skip
+        except BaseException:
+            link.close()
+            raise
+        self.close: weakref.finalize[Any, Any] = weakref.finalize(self, _end, link, self._process, os.getpid())
+
+
+def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    link.close()
+    if os.getpid() != owner:  # a fork of the owner
+        return
+    with contextlib.suppress(OSError):
+        process.kill()
+        process.wait()
+
+
+def memory_file(name: str, data: bytes) -> BinaryIO:
+    """Return a file in memory with this content, positioned at the start."""
+    file = os.fdopen(os.memfd_create(name), "wb+")
+    file.write(data)
+    file.seek(0)
+    return file

@@ -9,7 +9,7 @@ from typing import Any
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
-from llmc_runtime.text.detokenizer import Detokenizer
+from llmc_runtime.text.detokenizer import detokenizer
 
 from tests.attacks.fake_engine import SEED, VOCAB
 from tests.runtime.oracle import Expected
@@ -32,7 +32,7 @@ def tokens(prompt: Sequence[int], most: int, seed: int = 7, temperature: float =
 
 def text(prompt: Sequence[int], ids: Sequence[int]) -> str:
     """As a client gets it: characters that begin in the prompt end in the answer."""
-    stream = Detokenizer(TOK, prompt)
+    stream = detokenizer(TOK, prompt)
     return "".join([*map(stream.push, ids), stream.flush()])
 
 

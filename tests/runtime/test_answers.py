@@ -157,9 +157,9 @@ def completion(**fields: Any) -> CompletionRequest:
 def test_sizes_grow_with_everything_that_multiplies() -> None:
     params = SamplingParams(max_tokens=10)
     plain = size_of(completion(), params, [5, 5], 20)
-    assert not plain.held and plain.total == 160
+    assert not plain.reserved and plain.total == 160
     scored = size_of(completion(prompt_logprobs=20), params, [1000] * 128, 128)
-    assert scored.held and 181_000_000 < scored.total < 260_000_000, "measured: 181 MB"
+    assert scored.reserved and 181_000_000 < scored.total < 260_000_000, "measured: 181 MB"
     twice = size_of(completion(prompt_logprobs=20), SamplingParams(n=2), [1000] * 128, 128)
     assert twice.fixed == 2 * scored.fixed
     with pytest.raises(ApiError, match="--max-answer-bytes") as refusal:

@@ -14,7 +14,7 @@ import pytest
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.engine.engine_loop import Loop
 from llmc_runtime.grammar import Grammars, client, host_process, limits, worker_pool
-from llmc_runtime.grammar.fair_queue import Lanes
+from llmc_runtime.grammar.fair_queue import FairQueue
 
 from tests.runtime.followed import Followed
 from tests.runtime.test_llm import TOK, device, make, params
@@ -128,19 +128,19 @@ def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monke
     assert not workers_of(grammars)
 
 
-def test_lanes_take_turns() -> None:
-    lanes: Lanes[int] = Lanes(3, 2)
+def test_tenants_take_turns() -> None:
+    queue: FairQueue[int] = FairQueue(3, 2)
     for job in range(4):
-        lanes.add("a", job)
-    lanes.add("b", 10)
-    assert [lanes.next() for _ in range(4)] == [("a", 0), ("b", 10), ("a", 1), None]
-    lanes.end("b")
-    assert lanes.next() is None, "a has its lane"
-    lanes.end("a")
-    assert lanes.next() == ("a", 2)
-    lanes.remove("a", 3)
-    lanes.end("a")
-    assert lanes.next() is None
+        queue.add("a", job)
+    queue.add("b", 10)
+    assert [queue.next() for _ in range(4)] == [("a", 0), ("b", 10), ("a", 1), None]
+    queue.end("b")
+    assert queue.next() is None, "a has its lane"
+    queue.end("a")
+    assert queue.next() == ("a", 2)
+    queue.remove("a", 3)
+    queue.end("a")
+    assert queue.next() is None
 
 
 def test_an_output_that_costs_too_much_ends_alone(grammars: Grammars) -> None:

@@ -315,18 +315,18 @@ def spec(**more: Any) -> m.Spec:
     given = {
         "tokenizer": TOK.backend.to_str(), "named_tokens": dict(TOK.named_tokens), "template": None,
         "chat_templates": dict(TOK.chat_templates), "tool_calls": "auto", "reasoning": "auto", "names": ["toy"],
-        "vocab_size": 428, "max_model_len": 256, "most_tokens": 1000, "generation": {},
+        "vocab_size": 428, "max_model_len": 256, "max_prompt_tokens": 1000, "generation": {},
     }  # fmt: skip
     return m.Spec(**(given | more))
 
 
 def test_the_prompts_of_a_request_together_are_bounded_too() -> None:
-    texts = Texts(spec(most_tokens=100))
+    texts = Texts(spec(max_prompt_tokens=100))
     job = texts.completion(bytearray(json.dumps({"prompt": [[70] * 40] * 5}).encode()))
     assert job.parsed.prompts == 5 and job.parsed.known == 0
     found = []
     with pytest.raises(Exception, match="more than 100 tokens together"):
-        for prompt in job.prompts():
+        for prompt in job.prompts:
             found.append(prompt)
     assert [len(prompt.ids) for prompt in found] == [40, 40]
 

@@ -34,7 +34,9 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
             said.append(part.news())
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
-        assert len(part._text._told) + len(part._text._fresh) < 5 + i - sum(len(one.token_ids) for one in said)
+        assert len(part._text._taken_pieces) + len(part._text._new_pieces) < 5 + i - sum(
+            len(one.token_ids) for one in said
+        )
     assert whole.text == "".join(one.text for one in said) == tok.decode(ids)
 
 

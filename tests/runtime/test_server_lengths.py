@@ -21,9 +21,8 @@ from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsPa
 from llmc_runtime.sched.token_guide import Bans, mask_of, mask_size
 from llmc_runtime.sched.token_mask import TokenMask
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.field_limits import MAX_CALLS, MOST_CHARACTERS, MOST_ITEMS, check_lengths
-from llmc_runtime.server.requests.parse import parse
-from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
+from llmc_runtime.server.requests.parse import MAX_CHARACTERS, MAX_ITEMS, check_lengths, parse
+from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest
 from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.text.template_analysis import Reads
 
@@ -45,10 +44,10 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize(("path", "most"), [*MOST_ITEMS.items(), *MOST_CHARACTERS.items()])
+@pytest.mark.parametrize(("path", "most"), [*MAX_ITEMS.items(), *MAX_CHARACTERS.items()])
 def test_a_field_at_its_length_and_over_it(path: str, most: int) -> None:
-    kinds = ("x" * most, "x" * (most + 1)) if path in MOST_CHARACTERS else ([{}] * most, [{}] * (most + 1))
-    if MOST_ITEMS.get(path) == most and path in MOST_CHARACTERS:
+    kinds = ("x" * most, "x" * (most + 1)) if path in MAX_CHARACTERS else ([{}] * most, [{}] * (most + 1))
+    if MAX_ITEMS.get(path) == most and path in MAX_CHARACTERS:
         kinds = ([{}] * most, [{}] * (most + 1))
     check_lengths(nested(path, kinds[0]))
     with pytest.raises(ApiError, match=f"{path}: up to {most}") as told:

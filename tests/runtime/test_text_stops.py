@@ -6,8 +6,7 @@ import pytest
 import textkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.text.output_text import OutputText
-from llmc_runtime.text.stop_strings import StopStrings
+from llmc_runtime.text.output_text import OutputText, StopStrings
 from llmc_runtime.text.tokenizer import Tokenizer
 
 TOK = Tokenizer(textkit.byte_level(), {}, {})

@@ -11,7 +11,7 @@ import textkit
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc_runtime.text.detokenizer import Detokenizer, token_bytes
+from llmc_runtime.text.detokenizer import detokenizer, token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -33,8 +33,8 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 def stream(tok: Tokenizer, ids: list[int], prompt: list[int], *, skip: bool) -> list[str]:
-    detokenizer = Detokenizer(tok, prompt, skip_special_tokens=skip)
-    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+    stream = detokenizer(tok, prompt, skip_special_tokens=skip)
+    return [*(stream.push(i) for i in ids), stream.flush()]
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
@@ -64,7 +64,7 @@ def test_named_special_tokens_are_shown_where_others_are_skipped(kind: str) -> N
     @settings(max_examples=100, deadline=None)
     @given(ids_of(kind), st.sets(st.sampled_from(sorted(tok.special_ids) or [0])))
     def check(ids: list[int], shown: set[int]) -> None:
-        stream = Detokenizer(tok, visible=frozenset(shown))
+        stream = detokenizer(tok, visible=frozenset(shown))
         kept = [i for i in ids if i in shown or i not in tok.special_ids]
         assert "".join([*(stream.push(i) for i in ids), stream.flush()]) == tok.decode(kept, skip_special_tokens=False)
 
@@ -125,8 +125,8 @@ def test_a_vocabulary_entry_that_is_the_replacement_character_is_text() -> None:
     tok = tokenizer("sentencepiece")
     token = tok.token_id("�")
     assert token is not None
-    detokenizer = Detokenizer(tok)
-    assert detokenizer.push(token) == "�"
+    stream = detokenizer(tok)
+    assert stream.push(token) == "�"
 
 
 @given(text=st.text(max_size=20))

@@ -221,7 +221,7 @@ def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str)
     def refused(role: Any) -> str | None:
         asked = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
         try:
-            asyncio.run(prompting.of_chat(asked))
+            asyncio.run(prompting.in_thread(prompting.chat, asked))
         except ApiError as e:
             assert e.status == 400
             return e.param

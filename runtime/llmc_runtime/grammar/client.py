@@ -14,11 +14,11 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.definition import Definition
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
 from llmc_runtime.grammar.limits import EAGER, GUIDES, QUEUE_SECONDS, REFUSALS, VOCABULARY_SECONDS
-from llmc_runtime.grammar.worker_pool import Grammar, Worker, Workers
+from llmc_runtime.grammar.worker_pool import Grammar, Worker, WorkerPool
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_TIDY = 0.05  # seconds between checks for timeouts
+_TIDY_SECONDS = 0.05  # seconds between checks for timeouts
 
 
 class Grammars:
@@ -31,7 +31,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._lock = threading.RLock()
-        self._workers = Workers(tokenizer, vocab_size, eos, self._answered)
+        self._workers = WorkerPool(tokenizer, vocab_size, eos, self._worker_changed)
         self._grammars: dict[tuple[str, bytes], Grammar] = {}
         self._refused: OrderedDict[tuple[str, bytes], LlmcError] = OrderedDict()
         self._tidied, self._closed = 0.0, False
@@ -47,32 +47,32 @@ class Grammars:
                 self._workers.start()
             end = time.monotonic() + VOCABULARY_SECONDS
             while not self._workers.ready and time.monotonic() < end:
-                self.pump(_TIDY)
+                self.pump(_TIDY_SECONDS)
                 if self._workers.broken is not None:
                     return self._workers.broken.cause
         except LlmcError as e:
             return e.cause
         return "" if self._workers.ready else f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s"
 
-    def open(self, wanted: StructuredOutputsParams, tenant: str = "", count: int = 1) -> Opening:
+    def open(self, outputs: StructuredOutputsParams, tenant: str = "", count: int = 1) -> Opening:
         """Request `count` guides of a grammar, compiling it if necessary.
 
         Raises LlmcError E608 after `close`, E650 if llguidance is not installed, E651 if the grammar was rejected
         before, and E100 if the host process cannot be started.
         """
         _check_library()
-        definition = Definition.of(wanted).encode()
+        definition = Definition.of(outputs).encode()
         key = (tenant, hashlib.sha256(definition).digest())
         with self._lock:
             if self._closed:
-                raise LlmcError("E608", "the LLM is closed", "open another one: LLM(...)")
+                raise _closed()
             if (refusal := self._refused.get(key)) is not None:
                 self._refused.move_to_end(key)
                 raise refusal
             self._workers.start()
             grammar = self._grammars.get(key)
             if grammar is None:
-                grammar = self._grammars[key] = Grammar(tenant, key[1], wanted.kind, definition)
+                grammar = self._grammars[key] = Grammar(tenant, key[1], outputs.kind, definition)
             opening = Opening(count)
             grammar.openings.append(opening)
             self._serve(grammar)
@@ -82,7 +82,7 @@ class Grammars:
     def wait(self, opening: Opening) -> list[GrammarGuide]:
         """Block until the guides are ready and return them. Raises the errors of `Opening.guides`."""
         while not opening.done:
-            self.pump(_TIDY)
+            self.pump(_TIDY_SECONDS)
         return opening.guides()
 
     def pump(self, seconds: float = 0.0) -> None:
@@ -92,7 +92,7 @@ class Grammars:
             for fd in events:
                 self._workers.read(fd)
             now = time.monotonic()
-            if now >= self._tidied + _TIDY:
+            if now >= self._tidied + _TIDY_SECONDS:
                 self._tidied = now
                 self._tidy(now)
             self._workers.begin()
@@ -105,17 +105,17 @@ class Grammars:
         """End all processes. Pending openings fail with E608."""
         with self._lock:
             self._closed = True
-            self._end_all(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
+            self._end_all(_closed())
             self._workers.close()
 
-    def _answered(self, grammar: Grammar, error: LlmcError | None) -> None:
-        """Handle that a worker of the grammar has compiled it (`error` is None) or has ended (see Workers)."""
+    def _worker_changed(self, grammar: Grammar, error: LlmcError | None) -> None:
+        """Handle that a worker of the grammar has compiled it (`error` is None) or has ended (see WorkerPool)."""
         if error is not None:
             if error.code == "E651":
                 self._refused[grammar.tenant, grammar.digest] = error
                 while len(self._refused) > REFUSALS:
                     self._refused.popitem(last=False)
-            _fail(grammar, error)
+            grammar.fail(error)
         self._serve(grammar)
 
     def _serve(self, grammar: Grammar) -> None:
@@ -161,19 +161,18 @@ class Grammars:
 
     def _end_all(self, error: LlmcError) -> None:
         for grammar in list(self._grammars.values()):
-            _fail(grammar, error)
+            grammar.fail(error)
             for worker in grammar.workers:
                 worker.fail(error)
         self._grammars.clear()
 
 
-def _fail(grammar: Grammar, error: LlmcError) -> None:
-    while grammar.openings:
-        grammar.openings.popleft().fail(error)
-
-
 def _load(worker: Worker) -> int:
     return len(worker.guides)
+
+
+def _closed() -> LlmcError:
+    return LlmcError("E608", "the LLM is closed", "open another one: LLM(...)")
 
 
 def _check_library() -> None:

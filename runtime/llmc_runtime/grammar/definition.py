@@ -27,10 +27,10 @@ class Definition(NamedTuple):
     whitespace_pattern: str | None
 
     @classmethod
-    def of(cls, wanted: StructuredOutputsParams) -> Definition:
+    def of(cls, outputs: StructuredOutputsParams) -> Definition:
         """Return the definition of a request's structured outputs."""
-        flags = (wanted.disable_any_whitespace, wanted.disable_additional_properties, wanted.whitespace_pattern)
-        return cls(wanted.kind, wanted.text, *flags)
+        flags = outputs.disable_any_whitespace, outputs.disable_additional_properties
+        return cls(outputs.kind, outputs.text, *flags, outputs.whitespace_pattern)
 
     def encode(self) -> bytes:
         """Serialize for another process."""
@@ -42,10 +42,10 @@ class Definition(NamedTuple):
         return cls(*json.loads(data))
 
 
-def compile_matcher(llguidance: Any, vocabulary: Any, wanted: Definition) -> Any:
+def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) -> Any:
     """Compile the grammar into an LLMatcher at the start of the text. Raises Refused."""
     try:
-        text = _llguidance_text(llguidance, wanted)
+        text = _llguidance_text(llguidance, definition)
     except (ValueError, RecursionError, AttributeError, TypeError) as e:  # such as a schema that is not an object
         raise Refused(first_line(str(e))) from None
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
@@ -55,20 +55,20 @@ def compile_matcher(llguidance: Any, vocabulary: Any, wanted: Definition) -> Any
     return matcher
 
 
-def _llguidance_text(llguidance: Any, wanted: Definition) -> str:
+def _llguidance_text(llguidance: Any, definition: Definition) -> str:
     """Translate the grammar into llguidance's own format."""
-    if wanted.kind in ("json", "json_object"):
-        schema = {"type": "object"} if wanted.kind == "json_object" else json.loads(wanted.text)
-        if wanted.disable_additional_properties:
+    if definition.kind in ("json", "json_object"):
+        schema = {"type": "object"} if definition.kind == "json_object" else json.loads(definition.text)
+        if definition.disable_additional_properties:
             close_objects(schema)
-        options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
-        if wanted.whitespace_pattern is not None:
-            options["whitespace_pattern"] = wanted.whitespace_pattern
+        options: dict[str, Any] = {"whitespace_flexible": not definition.disable_any_whitespace}
+        if definition.whitespace_pattern is not None:
+            options["whitespace_pattern"] = definition.whitespace_pattern
         return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
-    if wanted.kind == "choice":
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
+    if definition.kind == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(definition.text))
         return str(llguidance.LLMatcher.grammar_from_lark(f"start: {texts}"))
-    return str(llguidance.grammar_from(wanted.kind, wanted.text))
+    return str(llguidance.grammar_from(definition.kind, definition.text))
 
 
 def close_objects(schema: Any) -> None:
@@ -101,8 +101,8 @@ def _close(schema: Any) -> None:
             for part in schema[key].values():
                 _close(part)
     for key in _OF_SCHEMAS:
-        found = schema.get(key)
-        for part in found if isinstance(found, list) else [found]:
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else [parts]:
             _close(part)
 
 

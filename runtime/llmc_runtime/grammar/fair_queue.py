@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Lanes(Generic[T]):
-    """A queue of jobs per tenant. At most `slots` jobs run concurrently, and at most `lane` of one tenant."""
+class FairQueue(Generic[T]):
+    """A queue of jobs per tenant. At most `slots` jobs run concurrently, and at most `per_tenant` of one tenant."""
 
-    def __init__(self, slots: int, lane: int) -> None:
-        self._slots, self._lane = slots, lane
+    def __init__(self, slots: int, per_tenant: int) -> None:
+        self._slots, self._per_tenant = slots, per_tenant
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # ordered by turn
         self._running: Counter[str] = Counter()
 
@@ -24,10 +24,8 @@ class Lanes(Generic[T]):
         """Return a job that may start, which counts as running until `end`, or None."""
         if self._running.total() >= self._slots:
             return None
-        for tenant in self._waiting:
-            if self._running[tenant] < self._lane:
-                break
-        else:
+        tenant = next((name for name in self._waiting if self._running[name] < self._per_tenant), None)
+        if tenant is None:
             return None
         queue = self._waiting[tenant]
         job = queue.popleft()

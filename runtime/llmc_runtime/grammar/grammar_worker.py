@@ -54,30 +54,30 @@ class Worker:
         _limit_cpu(0.0)
         self._send(0, wire.COMPILED, str(_private_bytes()).encode())
         while data := self._link.recv(wire.OPERATION.size):
-            number, what, token = wire.OPERATION.unpack(data)
-            if what == wire.CLOSE:
+            number, kind, token = wire.OPERATION.unpack(data)
+            if kind == wire.CLOSE:
                 self._followers.pop(number, None)
                 continue
             _limit_cpu(OPERATION_CPU_SECONDS)
-            if what == wire.OPEN:
+            if kind == wire.OPEN:
                 self._followers[number] = _Follower(matcher.deep_copy())
-            self._advance(number, token if what == wire.ACCEPT else None)
+            self._advance(number, token if kind == wire.ACCEPT else None)
             _limit_cpu(0.0)
 
     def _advance(self, number: int, token: int | None) -> None:
         """Accept a token, if there is one, and send the next mask."""
         follower = self._followers[number]
         began = time.thread_time()
-        what, payload = self._next(follower, token)
+        kind, payload = self._next(follower, token)
         follower.seconds += time.thread_time() - began
         follower.tokens += token is not None
         budget = GUIDE_CPU_SECONDS + TOKEN_CPU_SECONDS * follower.tokens
-        if follower.seconds > budget and what in (wire.MASK, wire.SAME):
-            what = wire.BROKEN
+        if follower.seconds > budget and kind in (wire.MASK, wire.SAME):
+            kind = wire.BROKEN
             payload = f"it took {follower.seconds:.1f} s of CPU time for {follower.tokens} tokens".encode()
-        if what in (wire.STOPPED, wire.BROKEN):
+        if kind in (wire.STOPPED, wire.BROKEN):
             del self._followers[number]
-        self._send(number, what, payload)
+        self._send(number, kind, payload)
 
     def _next(self, follower: _Follower, token: int | None) -> tuple[int, bytes]:
         matcher = follower.matcher
@@ -95,8 +95,8 @@ class Worker:
         follower.mask = mask
         return wire.MASK, mask[: self._size].ljust(self._size, b"\0")
 
-    def _send(self, number: int, what: int, payload: bytes) -> None:
-        self._link.send(wire.RESULT.pack(number, what) + payload)
+    def _send(self, number: int, kind: int, payload: bytes) -> None:
+        self._link.send(wire.RESULT.pack(number, kind) + payload)
 
 
 def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:

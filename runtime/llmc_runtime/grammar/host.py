@@ -50,17 +50,17 @@ class Host:
                 if key.fileobj is ended:
                     ended.recv(4096)
                     self._reap()
-                elif not self._obey():
+                elif not self._take_order():
                     self._kill_all()
                     return
 
-    def _obey(self) -> bool:
+    def _take_order(self) -> bool:
         """Carry out one order. Returns False if the engine has closed the socket."""
         data, descriptors, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 2)
         if not data:
             return False
-        what, number = wire.ORDER.unpack(data)
-        if what == wire.SPAWN:
+        kind, number = wire.ORDER.unpack(data)
+        if kind == wire.SPAWN:
             self._spawn(number, *descriptors)
         elif number in self._workers:
             os.kill(self._workers[number], signal.SIGKILL)
@@ -97,8 +97,8 @@ class Host:
 
     def _reap(self) -> None:
         for number, pid in list(self._workers.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 del self._workers[number]
                 self._report(number, status)
 

@@ -21,4 +21,4 @@ ORDER = struct.Struct("<cI")  # to the host: type, worker number
 END = struct.Struct("<cIi")  # from the host: ENDED, worker number, wait status
 OPERATION = struct.Struct("<IBi")  # to a worker: guide number, type, token
 RESULT = struct.Struct("<IB")  # from a worker: guide number, type; followed by a mask or a text
-MOST = 1 << 18  # maximum bytes per datagram
+MAX_BYTES = 1 << 18  # per datagram

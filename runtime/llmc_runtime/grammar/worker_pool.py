@@ -8,15 +8,15 @@ import selectors
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import wire
-from llmc_runtime.grammar.fair_queue import Lanes
+from llmc_runtime.grammar.fair_queue import FairQueue
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
-from llmc_runtime.grammar.host_process import HostProcess, compile_limit, operation_limit
+from llmc_runtime.grammar.host_process import HostProcess, exceeded_limit
 from llmc_runtime.grammar.limits import (
     COMPILE_SECONDS,
     KEPT,
@@ -31,7 +31,18 @@ from llmc_runtime.grammar.limits import (
 )
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_GONE = LlmcError("E653", "the process that compiles grammars has ended", "send the request again in a moment")
+
+def _unavailable(cause: str, remedy: str = "send the request again in a moment") -> LlmcError:
+    """Return E653: there is no capacity now."""
+    return LlmcError("E653", cause, remedy)
+
+
+def _failed(cause: str) -> LlmcError:
+    """Return E652: an output cannot continue."""
+    return LlmcError("E652", cause, "ask for a simpler one, or for other texts")
+
+
+_GONE = _unavailable("the process that compiles grammars has ended")
 
 
 class Grammar:
@@ -42,9 +53,14 @@ class Grammar:
         self.workers: list[Worker] = []
         self.openings: deque[Opening] = deque()
 
-    def refusal(self, why: str) -> LlmcError:
+    def fail(self, error: LlmcError) -> None:
+        """Fail all openings."""
+        while self.openings:
+            self.openings.popleft().fail(error)
+
+    def refusal(self, reason: str) -> LlmcError:
         """Return E651: the grammar is invalid or too large."""
-        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {why}", "correct it, or ask for less")
+        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {reason}", "correct it, or ask for less")
 
 
 class Worker:
@@ -65,10 +81,10 @@ class Worker:
         self.guides.clear()
 
 
-class Workers:
+class WorkerPool:
     """All workers of one host.
 
-    `answered(grammar, error)` is called when a worker has compiled its grammar (None) or has ended; in the latter case
+    `changed(grammar, error)` is called when a worker has compiled its grammar (None) or has ended; in the latter case
     the grammar's remaining openings fail with `error`.
     """
 
@@ -77,16 +93,16 @@ class Workers:
         tokenizer: Tokenizer | Path,
         size: int,
         eos: Sequence[int],
-        answered: Callable[[Grammar, LlmcError | None], None],
+        changed: Callable[[Grammar, LlmcError | None], None],
     ) -> None:
-        self._source, self._answered = (tokenizer, size, eos), answered
+        self._source, self._changed = (tokenizer, size, eos), changed
         self._ends = frozenset(eos)
         self._host: HostProcess | None = None
         self._selector = selectors.EpollSelector()
         self._workers: dict[int, Worker] = {}  # forked workers by number
         self._by_link: dict[int, int] = {}  # worker numbers by descriptor
         self._idle: OrderedDict[int, Worker] = OrderedDict()  # workers without guides, longest idle first
-        self._lanes: Lanes[Worker] = Lanes(SLOTS, LANE)
+        self._queue: FairQueue[Worker] = FairQueue(SLOTS, LANE)
         self._numbers, self._guide_numbers = itertools.count(), itertools.count()
         self._started = self.ready_since = 0.0
         self.guides = 0  # number of open guides
@@ -112,28 +128,28 @@ class Workers:
         """Queue another worker for the grammar."""
         worker = Worker(grammar)
         grammar.workers.append(worker)
-        self._lanes.add(grammar.tenant, worker)
+        self._queue.add(grammar.tenant, worker)
 
     def forget(self, grammar: Grammar) -> None:
         """Remove the grammar's queued workers."""
-        for worker in [one for one in grammar.workers if one.queued]:
+        for worker in [worker for worker in grammar.workers if worker.queued]:
             grammar.workers.remove(worker)
-            self._lanes.remove(grammar.tenant, worker)
+            self._queue.remove(grammar.tenant, worker)
 
     def begin(self) -> None:
-        """Fork queued workers, as far as slots and lanes allow."""
+        """Fork queued workers, as far as slots are free."""
         host = self._host
         if host is None or not host.ready:
             return
-        while self._room() and (found := self._lanes.next()) is not None:
-            worker, number = found[1], next(self._numbers)
+        while self._room() and (job := self._queue.next()) is not None:
+            (tenant, worker), number = job, next(self._numbers)
             try:
                 worker.link = host.spawn(number, worker.grammar.definition)
             except OSError as e:
-                self._lanes.end(found[0])
+                self._queue.end(tenant)
                 worker.grammar.workers.remove(worker)
-                cause = f"the system gives no process for the grammar: {e.strerror}"
-                self._answered(worker.grammar, LlmcError("E653", cause, "send the request again in a moment"))
+                cause = f"the system cannot create a process for the grammar: {e.strerror}"
+                self._changed(worker.grammar, _unavailable(cause))
                 continue
             worker.queued, worker.began = False, time.monotonic()
             self._workers[number] = worker
@@ -167,8 +183,7 @@ class Workers:
         if self._host is None:
             return
         if not self._host.ready and now > self._started + VOCABULARY_SECONDS:
-            cause = f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s"
-            self.broken = LlmcError("E653", cause, "send the request again in a moment")
+            self.broken = _unavailable(f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s")
         for number, worker in self._workers.items():
             since = worker.began if not worker.compiled else _oldest(worker)
             limit = OPERATION_SECONDS if worker.compiled else COMPILE_SECONDS
@@ -186,7 +201,7 @@ class Workers:
         self._host, self.guides, self.broken = None, 0, None
         self._workers.clear()
         self._idle.clear()
-        self._lanes.clear()
+        self._queue.clear()
 
     def _room(self) -> bool:
         """Return whether another worker may be forked, ending the longest idle worker if necessary."""
@@ -197,11 +212,12 @@ class Workers:
     def _send(self, worker: Worker, number: int, guide: GrammarGuide, token: int | None) -> None:
         operation = wire.OPERATION.pack(number, wire.OPEN if token is None else wire.ACCEPT, token or 0)
         try:
-            if worker.link is None:
-                raise OSError
-            worker.link.send(operation)
-        except OSError:
+            if worker.link is not None:
+                worker.link.send(operation)
+        except BlockingIOError:  # it does not read
             guide.fail(_GONE)
+        except OSError:  # it has ended; the guide fails when the host reports how
+            pass
 
     def _close_guide(self, worker: Worker, number: int) -> None:
         if worker.guides.pop(number, None) is None:
@@ -232,7 +248,7 @@ class Workers:
         self._unlink(worker)
         worker.grammar.workers.remove(worker)
         del self._workers[number]
-        self._answered(worker.grammar, None)
+        self._changed(worker.grammar, None)
 
     def _unlink(self, worker: Worker) -> None:
         if worker.link is not None:
@@ -243,61 +259,48 @@ class Workers:
 
     def _read_link(self, number: int) -> None:
         worker = self._workers[number]
-        while worker.link is not None:
-            try:
-                data = worker.link.recv(wire.MOST)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
+        for data in _datagrams(worker.link):
             if not data:
                 self._unlink(worker)  # the host reports how it ended
                 return
-            guide, what = wire.RESULT.unpack_from(data)
-            self._take(worker, guide, what, data[wire.RESULT.size :])
+            guide, kind = wire.RESULT.unpack_from(data)
+            self._take(worker, guide, kind, data[wire.RESULT.size :])
 
-    def _take(self, worker: Worker, number: int, what: int, payload: bytes) -> None:
+    def _take(self, worker: Worker, number: int, kind: int, payload: bytes) -> None:
         grammar = worker.grammar
-        if what == wire.COMPILED and self._too_large(worker, int(payload)):
+        if kind == wire.COMPILED and self._too_large(worker, int(payload)):
             cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
-            self._refuse(worker, LlmcError("E653", cause, "send the request again when others have ended"))
+            self._refuse(worker, _unavailable(cause, "send the request again when others have ended"))
             self._unlink(worker)  # this ends the worker
-        elif what == wire.COMPILED:
+        elif kind == wire.COMPILED:
             worker.compiled, worker.private = True, int(payload)
-            self._lanes.end(grammar.tenant)
-            self._answered(grammar, None)
+            self._queue.end(grammar.tenant)
+            self._changed(grammar, None)
             if not worker.guides and worker.link is not None:
                 self._rest(worker)
-        elif what == wire.REFUSED:
+        elif kind == wire.REFUSED:
             self._refuse(worker, grammar.refusal(payload.decode()))
         elif (guide := worker.guides.get(number)) is not None:
-            if what == wire.BROKEN:
-                cause = f"the grammar cannot go on: {payload.decode()}"
-                guide.fail(LlmcError("E652", cause, "ask for a simpler one, or for other texts"))
+            if kind == wire.BROKEN:
+                guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
-                guide.take(None if what == wire.SAME else payload)
+                guide.take(None if kind == wire.SAME else payload)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""
         tenant = worker.grammar.tenant
-        used = sum(one.private for one in self._workers.values() if one.grammar.tenant == tenant)
+        used = sum(other.private for other in self._workers.values() if other.grammar.tenant == tenant)
         return private > SMALL_BYTES and used + private > TENANT_BYTES
 
     def _refuse(self, worker: Worker, error: LlmcError) -> None:
         """Record a failed compilation and remove the worker from its grammar."""
         if worker in worker.grammar.workers:
-            self._lanes.end(worker.grammar.tenant)
+            self._queue.end(worker.grammar.tenant)
             worker.grammar.workers.remove(worker)
-            self._answered(worker.grammar, error)
+            self._changed(worker.grammar, error)
 
     def _read_host(self, host: HostProcess) -> None:
-        while True:
-            try:
-                data = host.control.recv(wire.MOST)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
+        for data in _datagrams(host.control):
             if data[:1] == wire.READY:
                 host.ready, self.ready_since = True, time.monotonic()
             elif data[:1] == wire.ENDED:
@@ -319,24 +322,36 @@ class Workers:
         if not worker.compiled:
             self._refuse(worker, _compile_error(worker, status))
             return
-        limit = operation_limit(status)
-        why = "the grammar process has ended" if limit is None else f"the grammar needs more than {limit}"
+        limit = exceeded_limit(status, compiled=True)
+        cause = "the grammar process has ended" if limit is None else f"the grammar needs more than {limit}"
         if worker.killed:
-            why = f"a token took longer than {OPERATION_SECONDS:g} s"
+            cause = f"a token took longer than {OPERATION_SECONDS:g} s"
         self.guides -= len(worker.guides)
-        worker.fail(LlmcError("E652", why, "ask for a simpler one, or for other texts"))
+        worker.fail(_failed(cause))
         worker.grammar.workers.remove(worker)
-        self._answered(worker.grammar, None)
+        self._changed(worker.grammar, None)
+
+
+def _datagrams(link: socket.socket | None) -> Iterator[bytes]:
+    """Yield the datagrams that have arrived, and b"" at last if the other end or `link` is closed."""
+    while link is not None:
+        try:
+            data = link.recv(wire.MAX_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        yield data
+        if not data:
+            return
 
 
 def _compile_error(worker: Worker, status: int) -> LlmcError:
     if worker.killed:
         cause = f"the grammar was not compiled within {COMPILE_SECONDS:g} s"
-        return LlmcError("E653", cause, "send the request again when the server has less to do")
-    limit = compile_limit(status)
-    if limit is None:
-        return _GONE
-    return worker.grammar.refusal(f"it needs more than {limit}")
+        return _unavailable(cause, "send the request again when the server has less to do")
+    limit = exceeded_limit(status, compiled=False)
+    return _GONE if limit is None else worker.grammar.refusal(f"it needs more than {limit}")
 
 
 def _oldest(worker: Worker) -> float:
@@ -344,6 +359,6 @@ def _oldest(worker: Worker) -> float:
     return min((guide.sent for guide in worker.guides.values() if guide.sent), default=0.0)
 
 
-def _unusable(why: str) -> LlmcError:
-    cause = f"llguidance cannot use the model's tokenizer: {why}"
+def _unusable(reason: str) -> LlmcError:
+    cause = f"llguidance cannot use the model's tokenizer: {reason}"
     return LlmcError("E651", cause, "use another model for structured outputs")

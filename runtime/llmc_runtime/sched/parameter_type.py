@@ -24,9 +24,9 @@ class Values:
 
     allowed:  what is allowed, in words
     check:    returns a value in its normal form; ValueError if it is not allowed
-    wire:     makes the type of a request's field, for msgspec: its JSON schema has the range, `check` enforces it
+    wire:     makes the type of a request's field, for msgspec. Its JSON schema has the range, which `check` enforces,
+              and the largest length, which the server checks before it reads the contents
     argument: how argparse reads the value of a flag; None: it cannot be a flag
-    most_items, most_characters: the largest length of a list or mapping, and of a string, in a request
     unit:     of one value
     """
 
@@ -34,8 +34,6 @@ class Values:
     check: Callable[[Any], Any]
     wire: Callable[[], Any] | None = None
     argument: Mapping[str, Any] | None = None
-    most_items: int | None = None
-    most_characters: int | None = None
     unit: str = ""
 
 
@@ -109,14 +107,14 @@ def strings(most: int, size: int, *, total: int = 0, single: bool = False, visib
         return found
 
     def wire() -> Any:
-        text = Annotated[str, _schema(minLength=1)]
+        text = Annotated[str, _schema(minLength=1, maxLength=size)]
         many = Annotated[list[text], _schema(maxItems=most)]
         return text | many if single else many
 
     together = f", {total} together" if total else ""
     allowed = f"{'a string or ' if single else ''}up to {most} strings of 1 to {size} bytes{together}"
     argument = {"action": "append", "metavar": "TEXT"}
-    return Values(allowed, check, wire, argument, most, size if single else None)
+    return Values(allowed, check, wire, argument)
 
 
 def token_ids(most: int) -> Values:
@@ -128,7 +126,7 @@ def token_ids(most: int) -> Values:
             raise ValueError
         return tuple(map(int, ids)) if ids else ()
 
-    return Values(f"up to {most} token ids, each 0 or more", check, lambda: _ids(maxItems=most), most_items=most)
+    return Values(f"up to {most} token ids, each 0 or more", check, lambda: _ids(maxItems=most))
 
 
 def token_set(most: int, mask: type) -> Values:
@@ -145,7 +143,7 @@ def token_set(most: int, mask: type) -> Values:
     def wire() -> Any:
         return _ids(minItems=1, maxItems=most)
 
-    return Values(f"1 to {most} token ids, each 0 or more", check, wire, most_items=most)
+    return Values(f"1 to {most} token ids, each 0 or more", check, wire)
 
 
 def biases(most: int, limit: float) -> Values:
@@ -174,7 +172,7 @@ def biases(most: int, limit: float) -> Values:
     def wire() -> Any:
         return Annotated[dict[str, float], _schema(maxProperties=most, propertyNames={"pattern": "^[0-9]+$"})]
 
-    return Values(f"up to {most} token ids, each 0 or more, and a number for each", check, wire, most_items=most)
+    return Values(f"up to {most} token ids, each 0 or more, and a number for each", check, wire)
 
 
 def instance(kind: type) -> Values:

@@ -140,10 +140,12 @@ class Endpoints:
             prompting = serving.prompting
             async with serving.lanes.slot(key):
                 if asked.prompt is not None:
-                    ids = await prompting.encode(asked.prompt, asked.add_special_tokens is not False)
+                    special = asked.add_special_tokens is not False
+                    ids = await prompting.in_thread(prompting.encode, asked.prompt, special)
                 else:
                     tools, short = tools_of(asked.tools, None, None), serving.dialect.short_ids
-                    ids = (await prompting.of_chat(asked, None if tools is None else tools.given, short)).ids
+                    given = None if tools is None else tools.given
+                    ids = (await prompting.in_thread(prompting.chat, asked, given, short)).ids
             return as_json(token_list(prompting, ids, asked, serving.llm.config.max_model_len))
 
     @told
@@ -157,7 +159,7 @@ class Endpoints:
             asked = self._small(body, DetokenizeRequest)
             serving.check_model(asked.model)
             async with serving.lanes.slot(key):
-                return as_json({"prompt": await serving.prompting.decode(asked.tokens)})
+                return as_json({"prompt": await serving.prompting.in_thread(serving.prompting.decode, asked.tokens)})
 
     @told
     async def tokenizer_info(self, request: Request) -> Response:

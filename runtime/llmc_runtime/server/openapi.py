@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, from the types of its requests; it serves nothing."""
+"""The OpenAPI description of the server, derived from the types of its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc_runtime.server.requests.request_fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmc_runtime.server.serving import MOST_SECONDS
+from llmc_runtime.server.serving import MAX_SECONDS
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
@@ -25,40 +25,41 @@ _POSTS = (
 _GETS = (
     ("/v1/models", "The served models"),
     ("/v1/models/{name}", "One served model"),
-    ("/tokenizer_info", "The tokens that have names"),
+    ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
-    ("/metrics", "Figures for Prometheus"),
+    ("/metrics", "Metrics for Prometheus"),
     ("/openapi.json", "This description"),
-    ("/", "A chat and figures, for a browser"),
+    ("/", "A chat and metrics, for a browser"),
 )
-_OPEN = (("/health", "Whether the engine lives"), ("/ready", "Whether a request would be admitted"))
+_OPEN = (("/health", "Whether the engine is alive"), ("/ready", "Whether a request would be admitted"))
 _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
-_WITH = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (0, 1, 2), 504: (0, 3)})  # of _HEADERS
+_HEADERS_OF = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (0, 1, 2), 504: (0, 3)})  # by status
 
 
 def description() -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1."""
+    """Return the document, in OpenAPI 3.1."""
     kinds = [kind for _, kind, _, _ in _POSTS]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     paths: dict[str, Any] = {}
-    for path, kind, words, streams in _POSTS:
-        paths[path] = {"post": _post(kind.__name__, words, streams)}
+    for path, kind, summary, streams in _POSTS:
+        paths[path] = {"post": _post(kind.__name__, summary, streams)}
         if streams:
             paths[path]["post"]["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
-    for path, words in _GETS:
-        paths[path] = {"get": _get(path, words)}
+    for path, summary in _GETS:
+        paths[path] = {"get": _get(path, summary)}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    one = paths["/v1/models/{name}"]["get"]
-    one["parameters"], one["responses"]["404"] = [name], _responses("", (404,))["404"]
+    model = paths["/v1/models/{name}"]["get"]
+    model["parameters"], model["responses"]["404"] = [name], _responses("", (404,))["404"]
     paths["/"]["get"]["security"] = [{}, {"bearer": []}, {"basic": []}]
-    for path, words in _OPEN:
-        paths[path] = {"get": {"summary": words, "security": [], "responses": _responses(words, (400, 421, 431, 503))}}
-    told = _responses("", (400, 401, 404, 421, 431))
-    del told["200"]
-    paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": told}}
-    for methods in paths.values():  # every route takes one
+    for path, summary in _OPEN:
+        responses = _responses(summary, (400, 421, 431, 503))
+        paths[path] = {"get": {"summary": summary, "security": [], "responses": responses}}
+    not_served = _responses("", (400, 401, 404, 421, 431))
+    del not_served["200"]
+    paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": not_served}}
+    for methods in paths.values():  # every route accepts a request id
         for operation in methods.values():
             operation.setdefault("parameters", []).append({"$ref": "#/components/parameters/X-Request-Id"})
     bearer = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
@@ -74,59 +75,61 @@ def description() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _post(name: str, words: str, streams: bool) -> dict[str, Any]:
+def _post(name: str, summary: str, streams: bool) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
-    responses = _responses(words, _ERRORS)
+    responses = _responses(summary, _ERRORS)
     responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         responses["200"]["content"]["text/event-stream"] = {}
-    return {"summary": words, "requestBody": {"required": True, "content": content}, "responses": responses}
+    return {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
 
 
-def _get(path: str, words: str) -> dict[str, Any]:
+def _get(path: str, summary: str) -> dict[str, Any]:
     text = {"/metrics": "text/plain", "/": "text/html"}.get(path)
-    responses = _responses(words, (400, 401, 421, 431))
+    responses = _responses(summary, (400, 401, 421, 431))
     responses["200"]["content"] = {text or "application/json": {"schema": {"type": "string" if text else "object"}}}
-    return {"summary": words, "responses": responses}
+    return {"summary": summary, "responses": responses}
 
 
-def _responses(words: str, errors: tuple[int, ...]) -> dict[str, Any]:
+def _responses(summary: str, errors: tuple[int, ...]) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
-    told = {
+    failed = {
         str(status): {"description": "An error", "content": content, "headers": _headers(status)} for status in errors
     }
-    return {"200": {"description": words, "headers": _headers(200)}, **told}
+    return {"200": {"description": summary, "headers": _headers(200)}, **failed}
 
 
 def _headers(status: int) -> dict[str, Any]:
-    return {_HEADERS[i]: {"$ref": f"#/components/headers/{_HEADERS[i]}"} for i in _WITH.get(status, (0,))}
+    return {_HEADERS[i]: {"$ref": f"#/components/headers/{_HEADERS[i]}"} for i in _HEADERS_OF.get(status, (0,))}
 
 
 def _request_headers() -> dict[str, Any]:
-    """Of requests, those that mean something beside HTTP's own."""
-    words = {
-        "X-Request-Id": "Names the request in the log and in the answer, where it has 1 to 128 of A-Z a-z 0-9 _ . : -",
-        "X-Request-Timeout": "Seconds that the request may take, waiting included; the server may have a lower limit",
-    }
-    schemas = {
-        "X-Request-Id": {"type": "string"},
-        "X-Request-Timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
+    """Return the request headers that have a meaning beyond HTTP's own."""
+    headers = {
+        "X-Request-Id": (
+            "Names the request in the log and the response, if it has 1 to 128 of A-Z a-z 0-9 _ . : -",
+            {"type": "string"},
+        ),
+        "X-Request-Timeout": (
+            "Maximum time of the request in seconds, with waiting; the server may have a lower limit",
+            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
+        ),
     }
     return {
-        name: {"name": name, "in": "header", "required": False, "description": told, "schema": schemas[name]}
-        for name, told in words.items()
+        name: {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+        for name, (text, schema) in headers.items()
     }
 
 
 def _response_headers() -> dict[str, Any]:
-    words = {
-        "X-Request-Id": ("string", "The request's own, or one that was made"),
-        "Retry-After": ("integer", "Seconds after which another try makes sense"),
+    headers = {
+        "X-Request-Id": ("string", "The request's own id, or a generated one"),
+        "Retry-After": ("integer", "Seconds after which to retry"),
         "retry-after-ms": ("integer", "The same in milliseconds"),
-        "x-should-retry": ("string", "false: another try would end the same"),
-        "WWW-Authenticate": ("string", "How to bring a key"),
+        "x-should-retry": ("string", "false: a retry would fail in the same way"),
+        "WWW-Authenticate": ("string", "How to send an API key"),
     }
-    return {name: {"description": told, "schema": {"type": kind}} for name, (kind, told) in words.items()}
+    return {name: {"description": text, "schema": {"type": kind}} for name, (kind, text) in headers.items()}
 
 
 def _error() -> dict[str, Any]:

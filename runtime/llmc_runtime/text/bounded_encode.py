@@ -14,28 +14,28 @@ _SLACK, _SPARE = 1.05, 1024  # a prefix may end inside a token and be split diff
 
 
 class TooLong(LlmcError):
-    """A text has more than `most` tokens."""
+    """A text has more than `limit` tokens."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__("E602", f"the prompt is more than {most} tokens", f"shorten the prompt to {most - 1} tokens")
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        super().__init__("E602", f"the prompt is more than {limit} tokens", f"shorten the prompt to {limit - 1} tokens")
+        self.limit = limit
 
 
 def encode_bounded(
-    tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool = True, longest: int | None = None
+    tokenizer: Tokenizer, text: str, limit: int, *, add_special_tokens: bool = True, longest: int | None = None
 ) -> list[int]:
     """Tokenize `text` as `Tokenizer.encode` does, unless it is clearly too long.
 
-    Raises TooLong if a growing prefix of the text has clearly more than `most` tokens. A text that exceeds `most` only
-    slightly is not rejected here. `longest` is the length in bytes of the longest token (see `longest_token`); with it,
-    some texts are rejected without tokenization.
+    Raises TooLong if a growing prefix of the text has clearly more than `limit` tokens. A text that exceeds `limit`
+    only slightly is not rejected here. `longest` is the length in bytes of the longest token (see `longest_token`);
+    with it, some texts are rejected without tokenization.
     """
-    if longest is not None and len(text) > most * longest:  # a character has at least one byte
-        raise TooLong(most)
-    size = most * _FIRST
+    if longest is not None and len(text) > limit * longest:  # a character has at least one byte
+        raise TooLong(limit)
+    size = limit * _FIRST
     while 2 * size < len(text):
-        if len(tokenizer.encode(text[:size], add_special_tokens=add_special_tokens)) > most * _SLACK + _SPARE:
-            raise TooLong(most)
+        if len(tokenizer.encode(text[:size], add_special_tokens=add_special_tokens)) > limit * _SLACK + _SPARE:
+            raise TooLong(limit)
         size *= 2
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.tokenizer_files import plain_bytes
 from llmc_runtime.text.json_file import read_json
-from llmc_runtime.text.template_analysis import reads
 
 if TYPE_CHECKING:
     import jinja2
@@ -25,7 +25,7 @@ TEMPLATE_DIR = "additional_chat_templates"
 LEGACY_FILE = "chat_template.json"
 SECONDS = 1.0
 SIZE = 4 << 20
-_LONGEST_TEMPLATE, _MOST_TAGS = 128 << 10, 5000  # compiling takes time and memory for each character and tag
+_MAX_CHARACTERS, _MAX_TAGS = 128 << 10, 5000  # compiling takes time and memory for each character and tag
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
 
@@ -39,9 +39,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
     """
     paths = {"default": folder / TEMPLATE_FILE}
     paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
-    found = {name: _read(path) for name, path in paths.items() if path.exists()}
-    if found:
-        return MappingProxyType(found)
+    from_files = {name: _read(path) for name, path in paths.items() if path.exists()}
+    if from_files:
+        return MappingProxyType(from_files)
     value = config.get("chat_template") or read_json(folder / LEGACY_FILE, {}).get("chat_template")
     if isinstance(value, str):
         return MappingProxyType({"default": value})
@@ -56,43 +56,41 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
 
 def _read(path: Path) -> str:
     try:
-        return plain_bytes(path, _LONGEST_TEMPLATE * 4).decode("utf-8")
+        return plain_bytes(path, _MAX_CHARACTERS * 4).decode("utf-8")
     except (OSError, ValueError) as e:
         raise LlmcError("E151", f"{path} cannot be read: {e}", "copy the file again from the model's folder") from e
 
 
-def choose_template(templates: Mapping[str, str], wanted: str | None, tools: Sequence[Any] | None) -> str:
-    """Return the template's text: `wanted` (a name or a text), else "tool_use" if there are tools, else "default".
+def choose_template(templates: Mapping[str, str], option: str | None, tools: Sequence[Any] | None) -> str:
+    """Return the template's text: `option` (a name or a text), else "tool_use" if there are tools, else "default".
 
     Raises LlmcError E630 if the model has no template, or several and no default.
     """
-    if wanted is not None:
-        return _named(templates, wanted)
+    if option is not None:
+        return _named(templates, option)
     if tools is not None and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:
         return templates["default"]
     if templates:
-        raise LlmcError(
-            "E630", f"the model has {len(templates)} chat templates and no default", f"name one of {sorted(templates)}"
-        )
-    raise LlmcError(
-        "E630", "the model has no chat template", "use a plain prompt, or give a template (chat_template=TEXT)"
-    )
+        cause = f"the model has {len(templates)} chat templates and no default"
+        raise LlmcError("E630", cause, f"name one of {sorted(templates)}")
+    remedy = "use a plain prompt, or give a template (chat_template=TEXT)"
+    raise LlmcError("E630", "the model has no chat template", remedy)
 
 
-def _named(templates: Mapping[str, str], wanted: str) -> str:
-    """Return the template with that name, or `wanted` itself if it is a template's text.
+def _named(templates: Mapping[str, str], option: str) -> str:
+    """Return the template with that name, or `option` itself if it is a template's text.
 
     Text without any tag is rejected: a mistyped name would otherwise become the prompt.
     """
-    if not isinstance(wanted, str):
-        cause = f"chat_template is a {type(wanted).__name__}"
+    if not isinstance(option, str):
+        cause = f"chat_template is a {type(option).__name__}"
         raise LlmcError("E630", cause, "pass a template's text, or the name of one of the model's")
-    if wanted not in templates and "{{" not in wanted and "{%" not in wanted:
-        cause = f"{wanted[:60]!r} is neither a template's text nor the name of one of the model's"
+    if option not in templates and "{{" not in option and "{%" not in option:
+        cause = f"{option[:60]!r} is neither a template's text nor the name of one of the model's"
         raise LlmcError("E630", cause, f"the model's are: {', '.join(sorted(templates)) or 'none'}")
-    return templates.get(wanted, wanted)
+    return templates.get(option, option)
 
 
 class ChatTemplate:
@@ -106,14 +104,14 @@ class ChatTemplate:
         self, text: str, named_tokens: Mapping[str, str], *, seconds: float = SECONDS, size: int = SIZE
     ) -> None:
         from llmc_runtime.text.sandbox import Budget, ChatEnvironment
+        from llmc_runtime.text.template_analysis import reads
 
-        if len(text) > _LONGEST_TEMPLATE:
-            raise LlmcError(
-                "E634", f"the chat template has {len(text)} characters (most: {_LONGEST_TEMPLATE})", _ANOTHER
-            )
+        if len(text) > _MAX_CHARACTERS:
+            cause = f"the chat template has {len(text)} characters (maximum: {_MAX_CHARACTERS})"
+            raise LlmcError("E634", cause, _ANOTHER)
         tags = sum(text.count(opening) for opening in ("{%", "{{", "{#"))
-        if tags > _MOST_TAGS:
-            raise LlmcError("E634", f"the chat template has {tags} tags (most: {_MOST_TAGS})", _ANOTHER)
+        if tags > _MAX_TAGS:
+            raise LlmcError("E634", f"the chat template has {tags} tags (maximum: {_MAX_TAGS})", _ANOTHER)
         self._text = text
         self._named = dict(named_tokens)
         self._budget = Budget(seconds, size)
@@ -141,18 +139,13 @@ class ChatTemplate:
         chat = [self._flat(m) for m in checked_messages(messages)]
         if continue_final_message:
             if add_generation_prompt:
-                raise LlmcError(
-                    "E631", "continue_final_message excludes add_generation_prompt", "pass add_generation_prompt=False"
-                )
+                cause = "continue_final_message excludes add_generation_prompt"
+                raise LlmcError("E631", cause, "pass add_generation_prompt=False")
             chat, final = _marked(chat)
         names = {
-            **self._named,
-            "messages": chat,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
+            **self._named, "messages": chat, "tools": tools, "documents": documents,
+            "add_generation_prompt": add_generation_prompt, **variables,
+        }  # fmt: skip
         with self._lock, _clear_errors():
             text = self._run(names)
         return _cut_at_mark(text, final) if continue_final_message else text
@@ -220,16 +213,15 @@ def _cut_at_mark(text: str, final: str) -> str:
     return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
 
 
-class _clear_errors:
-    """Context manager that converts every exception of a template into an LlmcError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, LlmcError) or not isinstance(error, Exception):
-            return
-        raise _explained(error) from error
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Convert every exception of a template to an LlmcError."""
+    try:
+        yield
+    except LlmcError:
+        raise
+    except Exception as e:
+        raise _explained(e) from e
 
 
 def _explained(error: Exception) -> LlmcError:

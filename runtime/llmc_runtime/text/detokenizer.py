@@ -17,44 +17,36 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRIME = 8  # prompt tokens to examine: a character has at most 4 bytes
-_PRIME_MOST = 64
+_PRIME_MAX = 64
 
 
-class _Stream(Protocol):
-    def push(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+class Detokenizer(Protocol):
+    """Decodes ids pushed one by one."""
+
+    def push(self, token_id: int) -> str:
+        """Append an id and return the text that is now certain, which may be ""."""
+
+    def flush(self) -> str:
+        """Return the text still held back, with incomplete characters as U+FFFD. No ids may be pushed afterwards."""
 
 
-class Detokenizer:
-    """Decodes ids pushed one by one.
+def detokenizer(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    visible: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """Return a detokenizer for the tokenizer's decoder.
 
     `prompt_ids` precede the first pushed id; with them, a word that continues the prompt keeps its leading space. The
     special tokens in `visible` are decoded even if special tokens are skipped.
     """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        visible: frozenset[int] = frozenset(),
-    ) -> None:
-        skip = tokenizer.special_ids - visible if skip_special_tokens else frozenset()
-        kinds = _decoder_kinds(tokenizer)
-        self._stream: _Stream
-        if kinds == ("ByteLevel",):
-            self._stream = _ByteLevelStream(tokenizer, skip, prompt_ids)
-        else:
-            self._stream = _WindowStream(tokenizer, skip, prompt_ids, kinds)
-
-    def push(self, token_id: int) -> str:
-        """Append an id and return the text that is now certain, which may be ""."""
-        return self._stream.push(token_id)
-
-    def flush(self) -> str:
-        """Return the text still held back, with incomplete characters as U+FFFD. No ids may be pushed afterwards."""
-        return self._stream.flush()
+    skip = tokenizer.special_ids - visible if skip_special_tokens else frozenset()
+    kinds = _decoder_kinds(tokenizer)
+    if kinds == ("ByteLevel",):
+        return _ByteLevelDetokenizer(tokenizer, skip, prompt_ids)
+    return _WindowDetokenizer(tokenizer, skip, prompt_ids, kinds)
 
 
 def _byte_alphabet() -> Mapping[str, int]:
@@ -77,7 +69,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
     return None
 
 
-class _ByteLevelStream:
+class _ByteLevelDetokenizer:
     """Detokenizer for byte-level vocabularies. Every token is bytes, so the only state is a UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], prompt_ids: Sequence[int]) -> None:
@@ -111,14 +103,14 @@ class _ByteLevelStream:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
             text = None
-        found = self._pieces[token_id] = raw, text
-        return found
+        piece = self._pieces[token_id] = raw, text
+        return piece
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-class _WindowStream:
+class _WindowDetokenizer:
     """Detokenizer for all other decoders. A short window of ids is decoded at each push; ids[:done] are already
     emitted.
     """
@@ -167,7 +159,7 @@ class _WindowStream:
         incomplete last character.
         """
         ids: list[int] = []
-        for token_id in reversed(prompt_ids[-_PRIME_MOST:]):
+        for token_id in reversed(prompt_ids[-_PRIME_MAX:]):
             if not self._visible(token_id):
                 continue
             ids.insert(0, token_id)

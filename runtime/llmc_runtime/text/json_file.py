@@ -27,11 +27,8 @@ def read_json(path: Path, missing: Any = None) -> Any:
 
 def corrupt(path: Path, e: BaseException) -> LlmcError:
     """Return E151 for a file that cannot be read because of `e`."""
-    return LlmcError(
-        "E151",
-        f"{path} cannot be read: {reason_of(e)}",
-        "copy the file again from the model's folder and compile again",
-    )
+    remedy = "copy the file again from the model's folder and compile again"
+    return LlmcError("E151", f"{path} cannot be read: {reason_of(e)}", remedy)
 
 
 def reason_of(e: BaseException) -> str:

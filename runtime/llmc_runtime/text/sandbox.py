@@ -1,12 +1,16 @@
 """The Jinja2 environment of chat templates: transformers' dialect in a sandbox, with limits on time and size.
 
 Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation), no value that
-it builds is longer than the budget's size, and the values it builds take at most `_IN_ALL` bytes in total. Attribute
+it builds is longer than the budget's size, and the values it builds take at most `_TOTAL_BYTES` in total. Attribute
 access beyond Jinja2's immutable sandbox is an error.
+
+Templates of artifacts are rendered for every chat, most of them in threads of the server, which the system cannot limit
+one by one. Jinja2's own sandbox limits only `range`, so the checks are inserted here.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -23,9 +27,9 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 _NUMBER = re.compile(r"\d+")
-_IN_ALL = 48 << 20
-_STEP = 64  # bytes charged per loop iteration for the values it may leave behind
-_NODES = 100_000  # nested values in one that is printed or compared, counted once per reference
+_TOTAL_BYTES = 48 << 20
+_STEP_BYTES = 64  # bytes charged per loop iteration for the values it may leave behind
+_MAX_NODES = 100_000  # nested values in one that is printed or compared, counted once per reference
 _SLOW = 100_000  # input size in characters or items of filters that spend long on each
 _SLOW_FILTERS = frozenset(
     {"wordwrap", "urlize", "striptags", "wordcount", "pprint", "groupby", "sort", "unique", "title", "xmlattr"}
@@ -34,8 +38,8 @@ _FLAT_FILTERS = frozenset({"length", "count", "first", "last", "list", "default"
 _WALKED_TESTS = frozenset({"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "gt", "greaterthan", ">", "le",
                            "<=", "ge", ">=", "in"})  # fmt: skip
 _WIDEST_INDENT = 1024
-_LARGEST_POWER = 1024
-_MOST_BITS = 1 << 16
+_MAX_POWER = 1024
+_MAX_BITS = 1 << 16
 _REPEATING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 
 
@@ -50,18 +54,18 @@ class Budget:
         self.seconds = seconds
         self.size = size
         self._deadline = float("inf")
-        self._left = _IN_ALL
+        self._left = _TOTAL_BYTES
 
     def start(self) -> None:
         """Start a rendering and its timer."""
         self._deadline = time.thread_time() + self.seconds
-        self._left = _IN_ALL
+        self._left = _TOTAL_BYTES
 
     def tick(self) -> None:
         """Raise OverBudget if the time is up."""
         if time.thread_time() > self._deadline:
             raise OverBudget(f"it ran longer than {self.seconds:g} s")
-        self._charge(_STEP)
+        self._charge(_STEP_BYTES)
 
     def need(self, size: int) -> None:
         """Raise OverBudget if a value of `size`, which is about to be built, is too large."""
@@ -80,19 +84,19 @@ class Budget:
         Values are counted once per reference: a list that contains another list twice, nested forty times, is small in
         memory but exponentially large when printed.
         """
-        left, todo = _NODES, [v for v in values if isinstance(v, _HOLDERS)]
+        left, todo = _MAX_NODES, [v for v in values if isinstance(v, _HOLDERS)]
         while todo:
             value = todo.pop()
             inner = [*value, *value.values()] if isinstance(value, dict) else _inside(value)
             left -= len(inner)
             if left < 0:
-                raise OverBudget(f"it prints or compares a value of more than {_NODES} parts")
+                raise OverBudget(f"it prints or compares a value of more than {_MAX_NODES} parts")
             todo += [v for v in inner if isinstance(v, _HOLDERS)]
 
     def _charge(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise OverBudget(f"it builds values of more than {_IN_ALL} bytes in all")
+            raise OverBudget(f"it builds values of more than {_TOTAL_BYTES} bytes in all")
 
 
 _HOLDERS = (list, tuple, dict, Namespace)
@@ -143,7 +147,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.budget.tick()
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
-            _check_str_method(self.budget, owner, obj.__name__, args, kwargs)
+            self.budget.need(_str_method_size(owner, obj.__name__, args, kwargs))
         if isinstance(owner, (str, list, tuple, dict)):
             self.budget.walk(*args, *kwargs.values(), owner if obj.__name__ in ("index", "count") else None)
         return self.budget.built(super().call(context, obj, *args, **kwargs))
@@ -171,7 +175,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Apply an intercepted operator, after a check of the size of its result."""
-        _check_binop(self.budget, operator, left, right)
+        self.budget.need(_binop_size(operator, left, right))
         if operator == "%":
             self.budget.walk(right)
         return self.budget.built(super().call_binop(context, operator, left, right))
@@ -310,51 +314,52 @@ def _widths(text: str, values: Iterable[Any]) -> int:
     return sum(int(n[:9]) if len(n) < 10 else 1 << 40 for n in _NUMBER.findall(text)) + fields * _largest_int(values)
 
 
-def _check_binop(budget: Budget, operator: str, left: Any, right: Any) -> None:
+def _binop_size(operator: str, left: Any, right: Any) -> int:
+    """Return an upper bound of the result's length. Raises OverBudget for too large numbers."""
     if operator == "+":
-        budget.need(_length(left) + _length(right))
-    elif operator == "%":
-        if isinstance(left, str):
-            budget.need(_widths(left, right if isinstance(right, tuple) else (right,)))
-    elif isinstance(left, int) and isinstance(right, int):
+        return _length(left) + _length(right)
+    if operator == "%":
+        return _widths(left, right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 0
+    if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
-        if bits > _MOST_BITS or (operator == "**" and abs(right) > _LARGEST_POWER):
+        if bits > _MAX_BITS or (operator == "**" and abs(right) > _MAX_POWER):
             raise OverBudget("it computes a number of more than 65536 bits")
     elif operator == "*":
         times = left if isinstance(left, int) else right if isinstance(right, int) else 0
-        budget.need(max(0, times) * max(_length(left), _length(right)))
+        return max(0, times) * max(_length(left), _length(right))
+    return 0
 
 
-def _check_str_method(budget: Budget, text: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _str_method_size(text: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return an upper bound of the result's length; 0 if it is not longer than the arguments."""
     if method in _REPEATING:
-        budget.need((1 + (text.count("\t") if method == "expandtabs" else 0)) * _largest_int([*args, *kwargs.values()]))
-    elif method == "replace" and len(args) >= 2:
-        _check_replace(budget, text, args[0], args[1])
-    elif method == "join" and args:
-        _check_join(budget, text, args[0])
+        return (1 + (text.count("\t") if method == "expandtabs" else 0)) * _largest_int([*args, *kwargs.values()])
+    if method == "replace" and len(args) >= 2:
+        return _replaced_size(text, args[0], args[1])
+    return _joined_size(text, args[0]) if method == "join" and args else 0
 
 
-def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        budget.need(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+def _replaced_size(text: str, old: Any, new: Any) -> int:
+    if not isinstance(old, str) or not isinstance(new, str):
+        return 0
+    return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
 
 
-def _check_join(budget: Budget, separator: str, items: Any) -> None:
-    if isinstance(items, (str, list, tuple)):
-        budget.need(len(separator) * len(items) + sum(map(_length, items)))
+def _joined_size(separator: str, items: Any) -> int:
+    if not isinstance(items, (str, list, tuple)):
+        return 0
+    return len(separator) * len(items) + sum(map(_length, items))
 
 
 def _capped_filter(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
     """Wrap a filter with a check of the size of its result; Jinja2's pass_* marks are kept."""
-    import functools
-
     marked = hasattr(function, "jinja_pass_arg")
 
     @functools.wraps(function)
     def capped(*args: Any, **kwargs: Any) -> Any:
         budget.tick()
         value, rest = (args[1], args[2:]) if marked and len(args) > 1 else (args[0], args[1:])
-        _check_filter(budget, name, value, [*rest, *kwargs.values()])
+        budget.need(_filter_size(name, value, [*rest, *kwargs.values()]))
         if name not in _FLAT_FILTERS:
             budget.walk(value, *rest, *kwargs.values())
         return budget.built(function(*args, **kwargs))
@@ -372,22 +377,21 @@ def _walked(function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
     return walked
 
 
-def _check_filter(budget: Budget, name: str, value: Any, extra: list[Any]) -> None:
+def _filter_size(name: str, value: Any, arguments: list[Any]) -> int:
+    """Return an upper bound of a filter's result, in characters or items. Raises OverBudget for too slow filters."""
     if name in _SLOW_FILTERS and _length(value) > _SLOW:
         raise OverBudget(f"{name} of {_length(value)} characters or items; the limit is {_SLOW}")
     if name == "list" and isinstance(value, str):
-        budget.need(len(value) * 16)
+        return max(len(value) * 16, _largest_int(arguments))
     if name in ("indent", "tojson"):
-        widest = max([_largest_int(extra), *(len(v) for v in extra if isinstance(v, str))], default=0)
+        widest = max([_largest_int(arguments), *(len(v) for v in arguments if isinstance(v, str))], default=0)
         if widest > _WIDEST_INDENT:
             raise OverBudget(f"it indents by {widest}; the limit is {_WIDEST_INDENT}")
-        lines = value.count("\n") + 1 if isinstance(value, str) else 1
-        budget.need(lines * widest)
-    elif name == "replace" and len(extra) >= 2 and isinstance(value, str):
-        _check_replace(budget, value, extra[0], extra[1])
-    elif name == "join":
-        _check_join(budget, next((v for v in extra if isinstance(v, str)), ""), value)
-    elif name == "format" and isinstance(value, str):
-        budget.need(_widths(value, extra))
-    else:
-        budget.need(_largest_int(extra))
+        return widest * (value.count("\n") + 1 if isinstance(value, str) else 1)
+    if name == "replace" and len(arguments) >= 2 and isinstance(value, str):
+        return _replaced_size(value, arguments[0], arguments[1])
+    if name == "join":
+        return _joined_size(next((v for v in arguments if isinstance(v, str)), ""), value)
+    if name == "format" and isinstance(value, str):
+        return _widths(value, arguments)
+    return _largest_int(arguments)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import nodes
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -27,8 +29,6 @@ class Reads:
 
 def reads(tree: Any) -> Reads:
     """Analyze a template parsed by Jinja2."""
-    from jinja2 import nodes
-
     loops = any("content" in _names(loop.iter) for loop in tree.find_all(nodes.For))
     tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
     return Reads(loops, tools, "tool_calls" in _names(tree), _joins_arguments(tree), frozenset(_roles(tree)))
@@ -36,8 +36,6 @@ def reads(tree: Any) -> Reads:
 
 def _names(node: Any) -> Iterator[Any]:
     """Yield the attributes, constants and variables in a node and its descendants."""
-    from jinja2 import nodes
-
     yield from (n.attr for n in [node, *node.find_all(nodes.Getattr)] if isinstance(n, nodes.Getattr))
     yield from (n.value for n in node.find_all(nodes.Const))
     yield from (n.name for n in [node, *node.find_all(nodes.Name)] if isinstance(n, nodes.Name))
@@ -45,7 +43,6 @@ def _names(node: Any) -> Iterator[Any]:
 
 def _roles(tree: Any) -> Iterator[str]:
     """Yield the strings that a role is compared with or set to, and the keys of dicts that are indexed with a role."""
-    from jinja2 import nodes
 
     def is_role(node: Any) -> bool:
         node = _bare(node)
@@ -62,17 +59,17 @@ def _roles(tree: Any) -> Iterator[str]:
         return isinstance(node, nodes.Filter) and is_role(node.node)
 
     named = {"role"}  # variables that contain roles
-    sets = [one for one in tree.find_all(nodes.Assign) if isinstance(one.target, nodes.Name)]
-    named |= {one.target.name for one in sets if is_role(one.node)}
-    found = [one.node for one in sets if one.target.name in named]
-    for one in tree.find_all(nodes.Getitem):
-        mapping = _bare(one.node)
-        if is_role(one.arg) and isinstance(mapping, nodes.Dict):
-            found += [pair.key for pair in mapping.items]
-    for one in tree.find_all(nodes.Compare):
-        sides = [one.expr, *(operand.expr for operand in one.ops)]
-        found += sides if any(map(is_role, sides)) else []
-    for node in found:
+    assigned = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
+    named |= {node.target.name for node in assigned if is_role(node.node)}
+    candidates = [node.node for node in assigned if node.target.name in named]
+    for item in tree.find_all(nodes.Getitem):
+        mapping = _bare(item.node)
+        if is_role(item.arg) and isinstance(mapping, nodes.Dict):
+            candidates += [pair.key for pair in mapping.items]
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        candidates += sides if any(map(is_role, sides)) else []
+    for node in candidates:
         if not is_role(node):
             texts = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
             yield from (text.value for text in texts if isinstance(text.value, str))
@@ -80,8 +77,6 @@ def _roles(tree: Any) -> Iterator[str]:
 
 def _bare(node: Any) -> Any:
     """Return the expression without the sandbox's checks around it (see sandbox.Guard)."""
-    from jinja2 import nodes
-
     while isinstance(node, nodes.Call) and isinstance(node.node, nodes.ExtensionAttribute) and len(node.args) == 1:
         node = node.args[0]
     return node
@@ -89,20 +84,20 @@ def _bare(node: Any) -> Any:
 
 def _joins_arguments(tree: Any) -> bool:
     """Return whether arguments are output or concatenated as they are, without any test of their type."""
-    from jinja2 import nodes
 
     def bare(node: Any) -> bool:
         if isinstance(node, nodes.Getattr):
             return bool(node.attr == "arguments")
         if isinstance(node, nodes.Name):
-            return node.name in called
+            return node.name in named
         return isinstance(node, nodes.Getitem) and getattr(node.arg, "value", None) == "arguments"
 
-    called: set[str] = set()  # variables that contain arguments
-    called |= {one.target.name for one in tree.find_all(nodes.Assign) if bare(one.node) and hasattr(one.target, "name")}
-    asked = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
+    named: set[str] = set()  # variables that contain arguments
+    assigned = [node for node in tree.find_all(nodes.Assign) if hasattr(node.target, "name")]
+    named |= {node.target.name for node in assigned if bare(node.node)}
+    tested = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     joins = [
         call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"
     ]  # the sandbox's replacement of ~
     writers = [*tree.find_all((nodes.Add, nodes.Concat, nodes.Output)), *joins]
-    return not asked and any(bare(child) for writer in writers for child in writer.iter_child_nodes())
+    return not tested and any(bare(child) for writer in writers for child in writer.iter_child_nodes())

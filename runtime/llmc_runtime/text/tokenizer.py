@@ -33,9 +33,9 @@ class Tokenizer:
         self.named_tokens: Mapping[str, str] = MappingProxyType(dict(names))
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see text.stream
+        self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see detokenizer
         self._spelled: dict[int, str] = {}
-        self.pieces: dict[int, tuple[bytes, str | None]] = {}  # cache of the detokenizers, see text.stream
+        self.pieces: dict[int, tuple[bytes, str | None]] = {}  # cache of the detokenizers, see detokenizer
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
@@ -61,9 +61,9 @@ class Tokenizer:
             # a batch of one, because `encode` does not release the GIL
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError) as e:
-            words = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
+            reason = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
-            raise LlmcError("E621", f"the text cannot be tokenized: {words}", remedy) from e
+            raise LlmcError("E621", f"the text cannot be tokenized: {reason}", remedy) from e
         except BaseException as e:  # tokenizers raises a bare Exception if its model has no result, and may panic
             if not isinstance(e, Exception) and not files.is_panic(e):
                 raise

@@ -1,19 +1,29 @@
-"""Collects the outputs of a response, and the usage object common to both kinds of completion."""
+"""What the endpoints for completions and for chats share: collecting outputs, streaming them, and the usage object."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.server.http.lazy_json import Lazy
-from llmc_runtime.server.serving import News
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.lazy_json import Lazy, is_lazy
+from llmc_runtime.server.http.replies import Final, Plain, event
+from llmc_runtime.server.requests.request_fields import Generation
+from llmc_runtime.server.serving import Call, Serving, Updates, started
+from llmc_runtime.server.text_pool.pool import OffloadedJob
 
-LEAST = -9999.0  # smallest log-probability sent, as JSON has no infinity
+MIN_LOGPROB = -9999.0  # smallest log-probability sent, as JSON has no infinity
+
+Scores = Sequence[Row | None] | None  # of a prompt's tokens
+R = TypeVar("R", bound=Generation)
 
 
 @dataclass
@@ -26,14 +36,14 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def take(self, news: CompletionOutput) -> None:
+    def take(self, update: CompletionOutput) -> None:
         """Append an update."""
-        self.text.append(news.text)
-        self.token_ids += news.token_ids
-        rows = news.logprobs
+        self.text.append(update.text)
+        self.token_ids += update.token_ids
+        rows = update.logprobs
         if isinstance(rows, LogprobRows):
             self.logprobs = rows if self.logprobs is None else self.logprobs.joined(rows)
-        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
 
 @dataclass
@@ -45,12 +55,12 @@ class Usage:
     reasoning: int | None = None  # part of `generated`; None if reasoning is not separated
     cached: dict[int, int] = field(default_factory=dict)  # cached prompt tokens by prompt
 
-    def take(self, index: int, news: RequestOutput) -> None:
+    def take(self, index: int, update: RequestOutput) -> None:
         """Count an update of prompt `index`."""
-        self.cached[index] = news.num_cached_tokens
-        self.generated += sum(len(one.token_ids) for one in news.outputs)
+        self.cached[index] = update.num_cached_tokens
+        self.generated += sum(len(output.token_ids) for output in update.outputs)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
         details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         return {
@@ -62,30 +72,115 @@ class Usage:
         }
 
 
-@dataclass
-class Whole:
-    """A finished response: outputs by prompt, the scores of each prompt, and usage."""
+class GenerationResponse(ABC, Generic[R]):
+    """One request to an endpoint that generates. If the body was large, `job` has its prompts.
 
-    choices: list[list[Choice]]
-    prompt_logprobs: list[Sequence[Row | None] | None]
-    usage: Usage
+    `_prepare` sets the attributes below; the other abstract methods describe one output. `_silent` means that only the
+    prompt is scored and nothing that is generated is shown.
+    """
+
+    _prompts: list[Prompt]
+    _params: SamplingParams
+    _silent = False
+
+    def __init__(self, serving: Serving, request: R, call: Call, job: OffloadedJob | None = None) -> None:
+        self._serving, self._request, self._call, self._job = serving, request, call, job
+        self._created = int(time.time())
+        self._usage = Usage(0)
+        options = request.stream_options
+        self._usage_at_end = bool(options and options.include_usage)
+        self._usage_in_chunks = bool(options and options.continuous_usage_stats)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the JSON of the complete response."""
+        updates = await self._started()
+        choices = [[Choice() for _ in range(self._params.n)] for _ in self._prompts]
+        scores: list[Scores] = [None] * len(self._prompts)
+        async with aclosing(updates) as items:  # type: ignore[type-var]
+            async for index, update in items:
+                self._usage.take(index, update)
+                for output in update.outputs:
+                    choices[index][output.index].take(output)
+                if update.prompt_logprobs is not None:
+                    scores[index] = update.prompt_logprobs
+        return self._body(choices, scores)
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
+        """Return a stream of chunks, as JSON values or encoded events, once the first output is available."""
+        return self._chunks(await started(await self._started()))
+
+    async def _started(self) -> Updates:
+        await self._prepare()
+        self._usage.prompt = sum(len(prompt.ids) for prompt in self._prompts)
+        return self._updates()
+
+    async def _chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any] | bytes]:
+        """Yield the chunks. The event with the last finish reason is sent together with the end of the stream."""
+        for chunk in self._first_chunks():
+            yield chunk
+        plain = None if self._usage_in_chunks else self._plain()
+        unfinished, last = self._params.n * len(self._prompts), b""
+        async with aclosing(updates) as items:  # type: ignore[type-var]
+            async for i, update in items:
+                if not self._silent:
+                    self._usage.take(i, update)
+                for output in update.outputs:
+                    index = i * self._params.n + output.index
+                    if plain is not None and output.finish_reason is None:
+                        if output.text:
+                            yield plain.event(index, output.text)
+                        continue
+                    for choice in self._deltas(index, self._prompts[i], output, update.prompt_logprobs):
+                        chunk = self._chunk(choice)
+                        unfinished -= choice["finish_reason"] is not None
+                        if unfinished or is_lazy(chunk):
+                            yield chunk
+                        else:
+                            last = event(chunk)
+        if self._usage_at_end:
+            last += event({**self._chunk_head, "choices": [], "usage": self._usage.as_json()})
+        yield Final(last)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._chunk_head, "choices": [choice]}
+        if self._usage_in_chunks or self._usage_at_end:
+            chunk["usage"] = self._usage.as_json() if self._usage_in_chunks else None
+        return chunk
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head(True)
+
+    @abstractmethod
+    async def _prepare(self) -> None:
+        """Check the request, reserve its resources and tokenize its prompts. Raises ApiError."""
+
+    def _updates(self) -> Updates:
+        """Start generation."""
+        return self._serving.run(self._prompts, self._params, self._request, self._call)
+
+    @abstractmethod
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        """Return the first fields of the response, or of a chunk."""
+
+    @abstractmethod
+    def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
+        """Return the complete response from the outputs and the scores of each prompt."""
+
+    def _first_chunks(self) -> Iterable[dict[str, Any]]:
+        """Return the chunks before the first output."""
+        return ()
+
+    @abstractmethod
+    def _plain(self) -> Plain | None:
+        """Return the encoder of chunks that contain only text, or None if chunks contain more."""
+
+    @abstractmethod
+    def _deltas(self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores) -> Iterable[dict[str, Any]]:
+        """Return the choices of the next chunks, none if they would be empty, for an update of output `index`."""
 
 
-async def gather(news: News, prompts: list[Prompt], n: int) -> Whole:
-    """Collect all outputs until they have ended."""
-    usage = Usage(sum(len(prompt.ids) for prompt in prompts))
-    whole = Whole([[Choice() for _ in range(n)] for _ in prompts], [None] * len(prompts), usage)
-    async with aclosing(news) as items:  # type: ignore[type-var]
-        async for index, output in items:
-            usage.take(index, output)
-            for one in output.outputs:
-                whole.choices[index][one.index].take(one)
-            if output.prompt_logprobs is not None:
-                whole.prompt_logprobs[index] = output.prompt_logprobs
-    return whole
-
-
-def told_scores(rows: Sequence[Row | None] | None) -> Lazy | None:
+def prompt_logprobs(rows: Scores) -> Lazy | None:
     """Return prompt_logprobs in vLLM's format: per position, {id: {logprob, rank, decoded_token}}."""
     if rows is None:
         return None
@@ -93,18 +188,18 @@ def told_scores(rows: Sequence[Row | None] | None) -> Lazy | None:
         None
         if row is None
         else {
-            str(token): {"logprob": clamped(one), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token, one in row.items()
+            str(token): {"logprob": clamped(item), "rank": item.rank, "decoded_token": item.decoded_token}
+            for token, item in row.items()
         }
         for row in rows
     )
 
 
-def clamped(one: Logprob) -> float:
+def clamped(item: Logprob) -> float:
     """Return the log-probability, limited to a value that JSON can represent."""
-    return max(one.logprob, LEAST)
+    return max(item.logprob, MIN_LOGPROB)
 
 
-def spelled(token: int, one: Logprob, as_id: bool | None = False) -> str:
+def token_text(token: int, item: Logprob, as_id: bool | None = False) -> str:
     """Return a candidate's text, or "token_id:N" if it has none or `as_id` is set."""
-    return f"token_id:{token}" if as_id or one.decoded_token is None else one.decoded_token
+    return f"token_id:{token}" if as_id or item.decoded_token is None else item.decoded_token

@@ -1,22 +1,25 @@
-"""A request's body becomes a checked object: JSON, its depth, types, sizes, and fields that nobody knows; no ranges."""
+"""Parses a request body into a checked object: JSON, its depth, types, lengths, and unknown fields.
+
+Ranges are checked where values are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
-from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.field_limits import check_lengths
+from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
 
 MAX_DEPTH = 64
-SMALL_BODY = 32 << 10  # bytes of a body that is read in the event loop, at most
-SMALL_TEXT = 8 << 10  # and where the answer has a value for each token of it
-_SMALL_CONTAINERS = 1500  # objects and lists of such a body
-_WHOLE = 2.0**63  # what is over is no integer that a field could have
-# Known, and of no effect here.
+SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
+SMALL_TEXT = 8 << 10  # the same if the response contains a value for each token of the body
+_SMALL_CONTAINERS = 1500  # maximum number of objects and lists in such a body
+_MAX_INTEGER = 2.0**63  # floats beyond it are not converted to integers
+# Known fields that have no effect here.
 _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
@@ -24,96 +27,143 @@ _IGNORED = frozenset(
     }
 )  # fmt: skip
 _USE = "use structured_outputs"
-# Known, and refused where they ask for something: an answer that passes over them would be another answer.
+# Known fields that are rejected if they are set: ignoring them would change the response.
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "tools": "they are of /v1/chat/completions", "functions": "use tools",
-        "function_call": "use tool_choice",
-        "suffix": "this version does not fill in", "audio": "models here are of text alone",
-        "web_search_options": "this server fetches nothing", "prompt_embeds": "give text or token ids",
+        "tools": "use /v1/chat/completions", "functions": "use tools", "function_call": "use tool_choice",
+        "suffix": "text is only appended to a prompt", "audio": "only text is generated",
+        "web_search_options": "the server has no access to the web", "prompt_embeds": "send text or token ids",
         "guided_json": _USE, "guided_regex": _USE, "guided_choice": _USE, "guided_grammar": _USE,
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
     }
 )  # fmt: skip
-
-_NO_CALLS = (("function_call", "none"), ("function_call", "auto"))  # without functions they ask for nothing
-_BOM = b"\xef\xbb\xbf"  # in front of what some editors and shells write
+_NO_CALLS = (("function_call", "none"), ("function_call", "auto"))  # without functions, these have no effect
+_BOM = b"\xef\xbb\xbf"  # some editors and shells write it at the start
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+def _limits(*keywords: str) -> Mapping[str, int]:
+    """Return the values of these JSON schema keywords in the types of generation requests, by the field's path."""
+    _, components = msgspec.json.schema_components([ChatRequest, CompletionRequest], ref_template="{name}")
+
+    def walk(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, int]]:
+        schema = components[schema["$ref"]] if "$ref" in schema else schema
+        yield from ((path, schema[keyword]) for keyword in keywords if keyword in schema)
+        for option in schema.get("anyOf", ()):
+            yield from walk({**option, "anyOf": ()}, path)
+        for name, field in schema.get("properties", {}).items():
+            yield from walk(field, f"{path}.{name}" if path else name)
+
+    return MappingProxyType(
+        {path: limit for kind in ("ChatRequest", "CompletionRequest") for path, limit in walk(components[kind], "")}
+    )
+
+
+# The maximum number of items of a list or object, and of characters of a string.
+MAX_ITEMS, MAX_CHARACTERS = _limits("maxItems", "maxProperties"), _limits("maxLength")
+
+
 def is_large(body: bytes | bytearray, small: int) -> bool:
-    """Whether reading a body could hold the event loop: it has more than `small` bytes, or many objects and lists."""
+    """Return whether parsing a body could block the event loop: it has more than `small` bytes, or many containers."""
     return len(body) > small or body.count(b"{") + body.count(b"[") > _SMALL_CONTAINERS
 
 
 def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]) -> T:
-    """The body as a `kind`; `unknown` is told how many fields of it nobody knows. ApiError 400 names what is wrong."""
+    """Parse the body as a `kind`. `unknown` is called with the number of unknown fields.
+
+    Raises ApiError 400, naming the field.
+    """
     fields = document(body)
     known = kind.__struct_fields__
     unknown(len(fields.keys() - set(known) - _IGNORED - _REFUSED.keys() - {"tool_choice", "modalities"}))
     for name, remedy in _REFUSED.items():
         if fields.get(name) and name not in known and (name, fields[name]) not in _NO_CALLS:
-            raise ApiError(f"{name} is not supported: {remedy}", param=name, code="unsupported_parameter")
+            raise _unsupported(name, f"{name} is not supported: {remedy}")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
-        cause = "tool_choice is not supported: tools are of /v1/chat/completions"
-        raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
+        raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
     if fields.get("modalities") not in (None, ["text"]):
-        raise ApiError("modalities: models here are of text alone", param="modalities", code="unsupported_parameter")
+        raise _unsupported("modalities", "modalities: only text is generated")
     check_lengths({name: fields[name] for name in known if name in fields})
-    given = {name: _whole(fields[name]) for name in known if fields.get(name) is not None}
+    values = {name: _with_integers(fields[name]) for name in known if fields.get(name) is not None}
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as e:
-        words, _, path = str(e).partition(" - at `$.")
-        param = path.rstrip("`") or _missing(words)
-        raise ApiError(f"{param}: {words}" if path else words, param=param, code="invalid_type") from None
+        message, _, path = str(e).partition(" - at `$.")
+        missing = message.partition("missing required field `")[2]
+        param = path.rstrip("`") or missing.rstrip("`") or None
+        raise ApiError(f"{param}: {message}" if path else message, param=param, code="invalid_type") from None
 
 
-def document(body: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object of a body. ApiError 400 where it is none, or nested deeper than MAX_DEPTH."""
-    try:
-        value = msgspec.json.decode(body.removeprefix(_BOM))
-    except RecursionError:
-        raise _deep() from None
-    except (msgspec.MsgspecError, UnicodeError) as e:
-        words = "it is not UTF-8" if isinstance(e, UnicodeError) or _utf16(body) else str(e)[:120]
-        raise ApiError(f"the body cannot be read as JSON: {words}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError("the body is not a JSON object", code="invalid_json")
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:  # else it cannot be
-        _check_depth(value)
+def _unsupported(name: str, message: str) -> ApiError:
+    return ApiError(message, param=name, code="unsupported_parameter")
+
+
+def check_lengths(fields: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 if a value is longer than its type allows.
+
+    This takes constant time, as only the lengths of lists, objects and strings are read.
+    """
+    for path, limit in MAX_ITEMS.items():
+        value = _at(fields, path)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ApiError(f"{path}: up to {limit}, not {len(value)}", param=path)
+    for path, limit in MAX_CHARACTERS.items():
+        value = _at(fields, path)
+        if isinstance(value, str) and len(value) > limit:
+            raise ApiError(f"{path}: up to {limit} characters, not {len(value)}", param=path)
+
+
+def _at(fields: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or None."""
+    value: Any = fields
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _utf16(body: bytes | bytearray) -> bool:
-    return body[:2] in (b"\xff\xfe", b"\xfe\xff")
+def check_model(name: str | None, served: tuple[str, ...] | list[str]) -> None:
+    """Raise ApiError 404 if the model is not served here. No name means the default model."""
+    if name and name not in served:
+        raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
+
+
+def document(body: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises ApiError 400 if it is not one, or nested deeper than MAX_DEPTH."""
+    try:
+        value = msgspec.json.decode(body.removeprefix(_BOM))
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.MsgspecError, UnicodeError) as e:
+        utf16 = body[:2] in (b"\xff\xfe", b"\xfe\xff")
+        reason = "it is not UTF-8" if isinstance(e, UnicodeError) or utf16 else str(e)[:120]
+        raise ApiError(f"the body cannot be read as JSON: {reason}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError("the body is not a JSON object", code="invalid_json")
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:  # otherwise it cannot be too deep
+        _check_depth(value)
+    return value
 
 
 def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [one for part in parts for one in part if isinstance(one, dict | list)]
+        level = [item for part in parts for item in part if isinstance(item, dict | list)]
         if not level:
             return
-    raise _deep()
+    raise _too_deep()
 
 
-def _deep() -> ApiError:
+def _too_deep() -> ApiError:
     return ApiError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 3.0 is 3, and so in a list."""
-    if type(value) is float and value.is_integer() and abs(value) < _WHOLE:
+def _with_integers(value: Any) -> Any:
+    """Convert whole floats to integers, also in a list: JSON has only one type of number."""
+    if type(value) is float and value.is_integer() and abs(value) < _MAX_INTEGER:
         return int(value)
     if type(value) is list and float in set(map(type, value)):
-        return list(map(_whole, value))
+        return list(map(_with_integers, value))
     return value
-
-
-def _missing(words: str) -> str | None:
-    _head, _, name = words.partition("missing required field `")
-    return name.rstrip("`") if name else None

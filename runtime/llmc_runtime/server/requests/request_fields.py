@@ -1,8 +1,9 @@
-"""The requests of the HTTP API as types: the fields, their types, and in JSON Schema the values that they may have.
+"""The requests of the HTTP API as types: each field's type, and in its JSON schema the values that it may have.
 
-The API's description comes from these types. The sampling fields come from the declarations of SamplingParams. Ranges
-are enforced where values are used, lengths by `lengths`; what depends on the model or on other fields is not described.
-Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as an absent field.
+The API's description is made from these types, and so are the checks of lengths (`parse.check_lengths`). The sampling
+fields come from the declarations of SamplingParams. Ranges are checked where values are used; what depends on the model
+or on other fields is not described. Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as an
+absent field.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from msgspec import Meta
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
 from llmc_runtime.sched.parameter_type import MAX_INT, Parameter
 from llmc_runtime.sched.sampling_params import PARAMETERS
-from llmc_runtime.server.requests.field_limits import (
-    FUNCTION_NAME,
-    MAX_DOCUMENTS,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_SALT,
-    MAX_TEMPLATE_KWARGS,
-    MAX_TOOLS,
-)
+from llmc_runtime.sched.structured_outputs import MAX_BYTES
+from llmc_runtime.sched.structured_outputs import MAX_CHOICES as MAX_CHOICE_TEXTS
+
+MAX_SALT = 256
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 128  # in one request
+MAX_PARTS = 4096  # content parts of all messages together
+MAX_CALLS = 4096  # earlier tool calls in all messages together
+MAX_TOOLS = 128
+FUNCTION_NAME = r"[A-Za-z0-9_-]{1,64}"  # a regular expression
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_KWARGS = 64
+MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
 def _schema(**schema: Any) -> Meta:
@@ -53,7 +58,12 @@ Prompts = Annotated[list[Any], _prompts()]
 Messages = Annotated[list[dict[str, Any]], _schema(minItems=1, maxItems=MAX_MESSAGES)]
 Documents = Annotated[list[dict[str, Any]], _schema(maxItems=MAX_DOCUMENTS)]
 Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], _schema(maxItems=MAX_TOOLS)]
-ToolChoice = Annotated[str, _schema(enum=["none", "auto", "required"])]
+ToolChoice = Annotated[str, _schema(enum=["none", "auto", "required"], maxLength=MAX_NAME)]
+ToolChoiceObject = Annotated[
+    dict[str, Any], _schema(properties={"allowed_tools": {"properties": {"tools": {"maxItems": MAX_TOOLS}}}})
+]
+Name = Annotated[str, _schema(maxLength=MAX_NAME)]
+GrammarText = Annotated[str, _schema(maxLength=MAX_BYTES)]
 TemplateKwargs = Annotated[dict[str, Any], _schema(maxProperties=MAX_TEMPLATE_KWARGS)]
 Scores = Annotated[int, _schema(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, _schema(minimum=-(2**31), maximum=2**31 - 1)]
@@ -62,19 +72,19 @@ MaxTokens = Annotated[int, _schema(minimum=0, maximum=MAX_INT)]  # 0 with echo
 MaxCompletionTokens = Annotated[int, _schema(minimum=1, maximum=MAX_INT)]
 
 
-def _field(one: Parameter) -> tuple[str, Any, None]:
-    wire: Any = one.values.wire and one.values.wire()
-    return one.name, Annotated[wire | None, Meta(description=one.text)], None
+def _field(parameter: Parameter) -> tuple[str, Any, None]:
+    wire: Any = parameter.values.wire and parameter.values.wire()
+    return parameter.name, Annotated[wire | None, Meta(description=parameter.text)], None
 
 
 # A field for each sampling parameter that requests may set, None where a request does not.
 SamplingFields: Any = msgspec.defstruct(
-    "SamplingFields", [_field(one) for one in PARAMETERS.values() if one.request], kw_only=True
+    "SamplingFields", [_field(parameter) for parameter in PARAMETERS.values() if parameter.request], kw_only=True
 )
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream tells besides its pieces."""
+    """What a stream contains besides the output."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -83,7 +93,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class JsonSchema(msgspec.Struct, kw_only=True):
     """The schema of a response_format, and its name."""
 
-    name: str | None = None
+    name: Name | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -92,27 +102,27 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """`type`: text, json_object or json_schema."""
 
-    type: str
+    type: Name
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
     """vLLM's structured_outputs: exactly one of the first five."""
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json: GrammarText | dict[str, Any] | None = None
+    regex: GrammarText | None = None
+    choice: Annotated[list[str], _schema(maxItems=MAX_CHOICE_TEXTS)] | None = None
+    grammar: GrammarText | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
+    whitespace_pattern: GrammarText | None = None
 
 
 class Generation(SamplingFields, msgspec.Struct, kw_only=True):
-    """What completions and chats share."""
+    """The fields that completions and chats share."""
 
-    model: str | None = None
+    model: Name | None = None
     max_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -145,17 +155,17 @@ class ChatRequest(Generation, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Name | None = None
     include_reasoning: bool | None = None
     tools: Tools | None = None
-    tool_choice: ToolChoice | dict[str, Any] | None = None
+    tool_choice: ToolChoice | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: one of `prompt` and `messages`."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -170,4 +180,4 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
     tokens: Ids
-    model: str | None = None
+    model: Name | None = None

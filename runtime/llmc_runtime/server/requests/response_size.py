@@ -24,14 +24,14 @@ class Size:
     """The estimated size of a response.
 
     `fixed` are the bytes for the prompts, `each` the bytes per generated token, and `tokens` the maximum number of
-    generated tokens of all outputs. `held` is true if the response contains more than text, so that the server needs
-    much memory for it until it is sent.
+    generated tokens of all outputs. `reserved` is true if the response contains more than text, so that memory is
+    reserved for it until it is sent.
     """
 
     fixed: int
     each: int
     tokens: int
-    held: bool
+    reserved: bool
 
     @property
     def total(self) -> int:
@@ -39,42 +39,42 @@ class Size:
         return self.fixed + self.each * self.tokens
 
 
-def size_of(asked: Generation, params: SamplingParams, lengths: list[int], tokens: int) -> Size:
+def size_of(request: Generation, params: SamplingParams, lengths: list[int], tokens: int) -> Size:
     """Estimate the response to prompts of `lengths` tokens with up to `tokens` generated tokens in total."""
-    chat = isinstance(asked, ChatRequest)
+    chat = isinstance(request, ChatRequest)
     each, prompt = _TOKEN, 0
     if params.logprobs is not None:
         each += (params.logprobs + 2) * (_CHAT if chat else _COMPLETION)
-    if asked.prompt_logprobs is not None:
-        prompt += (asked.prompt_logprobs + 1) * _SCORED
-    if getattr(asked, "echo", None):
+    if request.prompt_logprobs is not None:
+        prompt += (request.prompt_logprobs + 1) * _SCORED
+    if getattr(request, "echo", None):
         prompt += _TOKEN
         if params.logprobs is not None:
             prompt += (params.logprobs + 2) * _COMPLETION
-    if asked.return_token_ids:
+    if request.return_token_ids:
         each, prompt = each + _ID, prompt + _ID
     copies = 1 if chat else params.n  # completions repeat the prompt's data in each choice
     return Size(sum(lengths) * prompt * copies, each, tokens, each > _TOKEN or prompt > 0)
 
 
-def check_size(asked: Generation, size: Size, most: int) -> None:
-    """Raise ApiError 400 if the response may have more than `most` bytes."""
-    if size.total <= most:
+def check_size(request: Generation, size: Size, limit: int) -> None:
+    """Raise ApiError 400 if the response may have more than `limit` bytes."""
+    if size.total <= limit:
         return
-    param = "prompt_logprobs" if asked.prompt_logprobs is not None and size.fixed > most // 2 else "logprobs"
-    if not size.held:
+    param = "prompt_logprobs" if request.prompt_logprobs is not None and size.fixed > limit // 2 else "logprobs"
+    if not size.reserved:
         param = "max_tokens"
-    cause = f"the answer may have {size.total:,} bytes, and the limit is {most:,} (--max-answer-bytes)"
+    cause = f"the response may have {size.total:,} bytes; the limit is {limit:,} (--max-answer-bytes)"
     remedy = "send fewer prompts or outputs in one request, or ask for fewer alternatives or tokens"
     raise ApiError(f"{cause}. Try: {remedy}", param=param, code="answer_too_large")
 
 
-def cut(params: SamplingParams, size: Size, most: int, outputs: int) -> SamplingParams:
-    """Lower `max_tokens`, which the client left open, so that the response fits into `most` bytes.
+def cut(params: SamplingParams, size: Size, limit: int, outputs: int) -> SamplingParams:
+    """Lower `max_tokens`, which the client left open, so that the response fits into `limit` bytes.
 
     Returns `params` unchanged if not even one token fits.
     """
-    room = (most - size.fixed) // (size.each * outputs)
+    room = (limit - size.fixed) // (size.each * outputs)
     if room <= 0 or (params.max_tokens is not None and params.max_tokens <= room):
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from llmc_runtime.defaults import default_params
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import Prompting, prompts_in
-from llmc_runtime.server.requests.parse import parse
+from llmc_runtime.server.requests.parse import check_model, parse
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -24,44 +23,23 @@ from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, 
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
-from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
+from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
+@dataclass
 class Job:
-    """A completion whose body is checked and whose prompts are still to be tokenized."""
+    """A checked body whose prompts are still to be tokenized: `prompts` raises ApiError 400.
 
-    reasons = opened = False
+    `done` is complete once the prompts have been taken.
+    """
 
-    def __init__(self, parsed: m.Parsed, prompts: Iterator[Prompt], most_tokens: int) -> None:
-        self.parsed, self._prompts, self._most = parsed, prompts, most_tokens
-
-    def prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts one by one. Raises ApiError 400 if they have too many tokens together."""
-        total = 0
-        for prompt in self._prompts:
-            total += len(prompt.ids)
-            if total > self._most:
-                cause = f"the prompts have more than {self._most} tokens together, which the server takes at a time"
-                raise ApiError(f"{cause}; send several requests", param="prompt")
-            yield prompt
-
-
-class ChatJob(Job):
-    """A chat. `reasons` and `opened` are set once the prompt is rendered."""
-
-    def __init__(self, parsed: m.Parsed, prompt: Callable[[], Prompt], asked: ChatRequest, plan: Plan) -> None:
-        self.parsed, self._prompt, self._asked, self._plan = parsed, prompt, asked, plan
-
-    def prompts(self) -> Iterator[Prompt]:
-        """Yield the prompt. Raises ApiError 400."""
-        prompt = self._prompt()
-        plan = self._plan.behind(prompt, self._asked)
-        self.reasons, self.opened = plan.thoughts is not None, plan.opened
-        yield prompt
+    parsed: m.Parsed
+    prompts: Iterator[Prompt]
+    done: m.Done = field(default_factory=m.Done)
 
 
 class Texts:
@@ -73,61 +51,73 @@ class Texts:
         self._dialect = dialect_of(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
         self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
-        self._defaults = _Defaults(spec.generation, spec.vocab_size)
         spec.tokenizer = None
 
     def completion(self, body: bytearray) -> Job:
         """Parse and check a completion, except for its prompts. Raises ApiError."""
-        asked = self._parse(body, CompletionRequest)
-        check_silent(asked)
-        self._check_model(asked.model)
-        of_completion(asked, self._defaults)
-        count, known = prompts_in(asked.prompt)
-        left = msgspec.structs.replace(asked, prompt="")
-        parsed = m.Parsed(_fields(left), count, known)
-        return Job(parsed, self._prompting.completion(asked), self._spec.most_tokens)
+        request = self._parse(body, CompletionRequest)
+        check_silent(request)
+        check_model(request.model, self._spec.names)
+        of_completion(request, self._spec)
+        count, known = prompts_in(request.prompt)
+        parsed = m.Parsed(_fields(msgspec.structs.replace(request, prompt="")), count, known)
+        return Job(parsed, self._limited(self._prompting.completion(request)))
 
     def chat(self, body: bytearray) -> Job:
         """Parse and check a chat, except for its messages. Raises ApiError."""
-        asked = self._parse(body, ChatRequest)
-        self._check_model(asked.model)
-        of_chat(asked, self._defaults)
-        plan = plan_of(asked, self._dialect)
-        left = msgspec.structs.replace(
-            asked, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
+        request = self._parse(body, ChatRequest)
+        check_model(request.model, self._spec.names)
+        of_chat(request, self._spec)
+        plan = plan_of(request, self._dialect)
+        rest = msgspec.structs.replace(
+            request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
         tools = None if plan.tools is None else plan.tools.given
-        parsed = m.Parsed(_fields(left), earlier=plan.earlier)
-        return ChatJob(parsed, lambda: self._prompting.chat(asked, tools, self._dialect.short_ids), asked, plan)
+        parsed = m.Parsed(_fields(rest), earlier=plan.earlier)
+        done = m.Done()
+
+        def prompts() -> Iterator[Prompt]:
+            prompt = self._prompting.chat(request, tools, self._dialect.short_ids)
+            after = plan.behind(prompt, request)
+            done.reasons, done.opened = after.thoughts is not None, after.opened
+            yield prompt
+
+        return Job(parsed, prompts(), done)
+
+    def _limited(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts. Raises ApiError 400 if they have too many tokens together."""
+        total, limit = 0, self._spec.max_prompt_tokens
+        for prompt in prompts:
+            total += len(prompt.ids)
+            if total > limit:
+                cause = f"the prompts have more than {limit} tokens together, which the server takes at a time"
+                raise ApiError(f"{cause}; send several requests", param="prompt")
+            yield prompt
 
     def tokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /tokenize. Raises ApiError."""
-        asked = self._parse(body, TokenizeRequest)
-        self._check_model(asked.model)
-        check_tokenize(asked)
-        if asked.prompt is not None:
-            ids = self._prompting.listed_ids(asked.prompt, asked.add_special_tokens is not False)
+        request = self._parse(body, TokenizeRequest)
+        check_model(request.model, self._spec.names)
+        check_tokenize(request)
+        if request.prompt is not None:
+            ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            tools = tools_of(asked.tools, None, None)
-            ids = self._prompting.chat(asked, None if tools is None else tools.given, self._dialect.short_ids).ids
-        return msgspec.json.encode(token_list(self._prompting, ids, asked, self._spec.max_model_len))
+            tools = tools_of(request.tools, None, None)
+            ids = self._prompting.chat(request, None if tools is None else tools.given, self._dialect.short_ids).ids
+        return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
-        asked = self._parse(body, DetokenizeRequest)
-        self._check_model(asked.model)
-        return msgspec.json.encode({"prompt": self._prompting.text_of(asked.tokens)})
+        request = self._parse(body, DetokenizeRequest)
+        check_model(request.model, self._spec.names)
+        return msgspec.json.encode({"prompt": self._prompting.decode(request.tokens)})
 
     def _parse(self, body: bytearray, kind: type[T]) -> T:
         self.unknown = 0
         check_size(body)
-        asked = parse(body, kind, self._count)
+        request = parse(body, kind, self._count)
         body.clear()
-        return asked
-
-    def _check_model(self, name: str | None) -> None:
-        if name and name not in self._spec.names:
-            raise not_found(f"the model {name[:80]!r} is not served here", "model", "model_not_found")
+        return request
 
     def _count(self, unknown: int) -> None:
         self.unknown = unknown
@@ -151,27 +141,16 @@ def check_size(body: bytearray) -> None:
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
 
 
-def check_tokenize(asked: TokenizeRequest) -> None:
+def check_tokenize(request: TokenizeRequest) -> None:
     """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
-    if (asked.prompt is None) == (asked.messages is None):
+    if (request.prompt is None) == (request.messages is None):
         raise ApiError("give one of prompt and messages", param="prompt")
 
 
-def token_list(prompting: Prompting, ids: list[int], asked: TokenizeRequest, length: int) -> dict[str, Any]:
+def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
     """Return the response of /tokenize. `length` is the model's maximum context length."""
-    names = [prompting.tokenizer.token(i) for i in ids] if asked.return_token_strs else None
+    names = [prompting.tokenizer.token(i) for i in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
-
-
-class _Defaults:
-    """The sampling defaults of the model (see sampling.Defaults)."""
-
-    def __init__(self, generation: Mapping[str, Any], vocab_size: int) -> None:
-        self.generation, self.vocab_size = generation, vocab_size
-
-    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
-        """Return the model's default sampling parameters."""
-        return default_params(self.generation, max_tokens=max_tokens)
 
 
 def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
@@ -180,14 +159,14 @@ def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)
 
 
-def _fields(asked: CompletionRequest | ChatRequest) -> bytes:
+def _fields(request: CompletionRequest | ChatRequest) -> bytes:
     """Encode the fields as JSON.
 
     Raises ApiError 400, naming the largest field, if they are too large for the server process.
     """
-    encoded = msgspec.json.encode(asked)
+    encoded = msgspec.json.encode(request)
     if len(encoded) > m.MAX_FIELDS or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
-        sizes = {name: len(msgspec.json.encode(getattr(asked, name))) for name in asked.__struct_fields__}
+        sizes = {name: len(msgspec.json.encode(getattr(request, name))) for name in request.__struct_fields__}
         name = max(sizes, key=lambda name: sizes[name])
         cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELDS} bytes"
         raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists", param=name)

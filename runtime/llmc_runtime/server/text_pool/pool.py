@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from array import array
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.python_command import memory_file
 from llmc_runtime.server.fair_slots import Lanes
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import ApiError, unavailable
@@ -41,18 +41,18 @@ class TextPool:
         self._idle: list[TextProcess] = []
         self._busy: set[TextProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._given = asyncio.Event()
+        self._changed = asyncio.Event()
         self._starting = 0  # processes being started
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
         """The process ids of all running processes."""
-        return [one.pid for one in (*self._idle, *self._busy)]
+        return [process.pid for process in (*self._idle, *self._busy)]
 
     def warm(self) -> None:
         """Start a process in advance of the next large body."""
-        if not self._idle and not self._starting and self._there < PROCESSES and not self._closed:
+        if not self._idle and not self._starting and self._count < PROCESSES and not self._closed:
             self._starting += 1
             self.keep(self._start_idle())
 
@@ -87,33 +87,33 @@ class TextPool:
     async def take(self) -> TextProcess:
         """Return an idle process or start one. Raises ApiError 503 if it cannot be started."""
         while True:
-            self._given.clear()
+            self._changed.clear()
             if self._idle:
                 process = self._idle.pop()
                 if not process.alive:
                     self.keep(process.end())
                     continue
                 self._busy.add(process)
-            elif self._there < PROCESSES:
+            elif self._count < PROCESSES:
                 process = await self._start()
             else:  # another process is starting
-                await self._given.wait()
+                await self._changed.wait()
                 continue
             self.warm()
             return process
 
-    def give(self, process: TextProcess, good: bool) -> None:
+    def give(self, process: TextProcess, reusable: bool) -> None:
         """Take back a process. If it is no longer usable, it is ended and replaced."""
         self._busy.discard(process)
-        self._given.set()
-        if good and process.alive and not self._closed:
+        self._changed.set()
+        if reusable and process.alive and not self._closed:
             self._idle.append(process)
             return
         self.keep(process.end())
         self.warm()
 
     @property
-    def _there(self) -> int:
+    def _count(self) -> int:
         return len(self._idle) + len(self._busy) + self._starting
 
     def keep(self, work: Any) -> asyncio.Task[Any]:
@@ -139,32 +139,27 @@ class TextPool:
         self._starting += 1
         try:
             if self._file is None:
-                self._file = await asyncio.to_thread(self._spec_file)
+                encoded = await asyncio.to_thread(lambda: msgspec.msgpack.encode(self._spec()))
+                self._file = memory_file("llmc-texts", encoded)
             process = TextProcess(self._file)
             self._busy.add(process)
         except OSError as e:
-            raise unavailable(f"the system gives no process for large bodies: {e.strerror}") from None
+            raise unavailable(f"the system cannot create a process for large bodies: {e.strerror}") from None
         finally:
             self._starting -= 1
-            self._given.set()
+            self._changed.set()
         try:
             async with asyncio.timeout(_START_SECONDS):
                 kind, _ = await process.receive()
                 assert kind == m.READY
         except BaseException as e:
             self._busy.discard(process)
-            self._given.set()
+            self._changed.set()
             self.keep(process.end())
             if isinstance(e, Ended | TimeoutError):
-                raise unavailable("the process for large bodies does not start") from None
+                raise unavailable("the process for large bodies did not start") from None
             raise
         return process
-
-    def _spec_file(self) -> BinaryIO:
-        file = os.fdopen(os.memfd_create("llmc-texts"), "wb+")
-        file.write(msgspec.msgpack.encode(self._spec()))
-        file.flush()
-        return file
 
 
 class OffloadedJob:
@@ -178,7 +173,8 @@ class OffloadedJob:
         self._pool, self._key, self._unknown, self._closed = pool, key, unknown, False
         self._process: TextProcess | None = None
         self._work: asyncio.Task[Any] | None = None
-        self._good = self._open = False  # can take another job; waits for our next message
+        self._reusable = False  # the process can take another job
+        self._open = False  # it waits for our next message
         self.parsed = m.Parsed(b"")
         self.answer, self.done = bytearray(), m.Done()
 
@@ -208,7 +204,7 @@ class OffloadedJob:
             with contextlib.suppress(ApiError):
                 await self._within(self._drop())
         if self._process is not None:
-            self._pool.give(self._process, self._good)
+            self._pool.give(self._process, self._reusable)
         self._pool.lanes.release(self._key)
 
     async def _run(self, work: Any) -> Any:
@@ -221,12 +217,12 @@ class OffloadedJob:
             async with asyncio.timeout(m.SECONDS):
                 return await work
         except TimeoutError:
-            self._good = self._open = False
+            self._reusable = self._open = False
             raise unavailable(f"the request was not read within {m.SECONDS:g} s: the server is too busy") from None
         except Ended:
-            self._good = self._open = False
+            self._reusable = self._open = False
             assert self._process is not None
-            raise await self._process.why() from None
+            raise await self._process.end_error() from None
 
     async def _begin(self, kind: bytes, body: Body) -> None:
         process = self._process = await self._pool.take()
@@ -246,15 +242,15 @@ class OffloadedJob:
         assert self._process is not None
         self._open = False
         await self._process.send(m.PROMPTS, characters.to_bytes(4, "little", signed=True))
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         while True:
             kind, payload = await self._process.receive()
             if kind != m.IDS:
                 self._ended(kind, payload)
-                return found
+                return prompts
             ids = array("i", payload).tolist()
             _, text = await self._process.receive()
-            found.append(Prompt(ids, text[1:].decode() if text else None))
+            prompts.append(Prompt(ids, text[1:].decode() if text else None))
             await asyncio.sleep(0)
 
     async def _drop(self) -> None:
@@ -270,7 +266,7 @@ class OffloadedJob:
     def _ended(self, kind: bytes, payload: bytearray) -> None:
         decode = msgspec.msgpack.decode
         end = decode(payload, type=m.Done) if kind == m.DONE else decode(payload, type=m.Failure)
-        self._good = not end.leaves
+        self._reusable = not end.leaves
         self._unknown(end.unknown)
         if isinstance(end, m.Failure):
             raise end.error()

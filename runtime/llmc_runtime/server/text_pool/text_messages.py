@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from llmc_runtime.defaults import default_params
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 
 HEAD = struct.Struct("<cQ")
@@ -35,7 +37,7 @@ class Spec(msgspec.Struct):
     """The configuration of a text process.
 
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
-    options of llmc-serve. `most_tokens` is the maximum number of prompt tokens in one request. `generation` has the
+    options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the
     sampling defaults.
     """
 
@@ -48,8 +50,12 @@ class Spec(msgspec.Struct):
     names: list[str]
     vocab_size: int
     max_model_len: int
-    most_tokens: int
+    max_prompt_tokens: int
     generation: dict[str, Any]
+
+    def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
+        """Return the model's default sampling parameters (see sampling_fields.Defaults)."""
+        return default_params(self.generation, max_tokens=max_tokens)
 
 
 class Parsed(msgspec.Struct):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
-import weakref
 from typing import BinaryIO
 
-from llmc_runtime.python_command import module_command
+from llmc_runtime.python_command import LinkedProcess, module_command
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.text_pool import text_messages as m
 
@@ -25,7 +21,7 @@ class Ended(Exception):
     """The process ended, or was killed, during a job."""
 
 
-class TextProcess:
+class TextProcess(LinkedProcess):
     """A text process for the Spec in the file `spec`. Raises OSError if it cannot be created."""
 
     def __init__(self, spec: BinaryIO) -> None:
@@ -33,19 +29,10 @@ class TextProcess:
         with theirs:
             for end in (self._link, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-            passed = [theirs.fileno(), spec.fileno()]
+            descriptors = [theirs.fileno(), spec.fileno()]
             command = module_command("llmc_runtime.server.text_pool.text_worker")
-            try:
-                self._process = subprocess.Popen(
-                    [*command, *map(str, passed)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL if sys.__stderr__ is None else None, pass_fds=passed,
-                    process_group=0,  # not affected by Ctrl-C
-                )  # fmt: skip
-            except BaseException:
-                self._link.close()
-                raise
+            super().__init__(self._link, [*command, *map(str, descriptors)], descriptors)
         self._link.setblocking(False)
-        self._ends = weakref.finalize(self, _end, self._link, self._process, os.getpid())
 
     @property
     def pid(self) -> int:
@@ -55,20 +42,16 @@ class TextProcess:
     @property
     def alive(self) -> bool:
         """Whether the process can take a job."""
-        return self._ends.alive and self._process.poll() is None
-
-    def close(self) -> None:
-        """Kill the process and wait for its end."""
-        self._ends()
+        return self.close.alive and self._process.poll() is None
 
     async def end(self) -> None:
         """Kill the process without blocking the event loop: releasing much memory takes a while."""
-        if self._ends.alive:
+        if self.close.alive:
             with contextlib.suppress(OSError):
                 self._process.kill()
             while self._process.poll() is None:
                 await asyncio.sleep(_REAP)
-            self._ends()
+            self.close()
 
     async def send(self, kind: bytes, payload: bytes | bytearray = b"") -> None:
         """Send a frame. Raises Ended."""
@@ -97,7 +80,7 @@ class TextProcess:
             left = left[count:]
         return data
 
-    async def why(self) -> ApiError:
+    async def end_error(self) -> ApiError:
         """Return the error for the client of the job during which the process ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
@@ -114,12 +97,3 @@ class TextProcess:
 def _too_costly(limit: str) -> ApiError:
     cause = f"reading the request takes more than {limit}; send less in one request"
     return ApiError(cause, code="body_too_complex")
-
-
-def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    link.close()
-    if os.getpid() != owner:
-        return
-    with contextlib.suppress(OSError):
-        process.kill()
-        process.wait()

@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self, link: Link, texts: jobs.Texts) -> None:
         self._link, self._texts = link, texts
-        self._most = malloc.resident_bytes() + m.KEPT_BYTES
+        self._max_resident = malloc.resident_bytes() + m.KEPT_BYTES
 
     def run(self) -> None:
         """Run jobs until the server closes the link or the memory has grown too much."""
@@ -66,16 +66,16 @@ class Worker:
         while not leaves:
             kind, body = self._link.receive()
             signal.setitimer(signal.ITIMER_PROF, m.CPU_SECONDS)
-            ended = self._end_of(kind, body)
+            ended = self._result_of(kind, body)
             del body
             signal.setitimer(signal.ITIMER_PROF, 0)
             gc.collect()
             malloc.trim()
-            leaves = ended.leaves = malloc.resident_bytes() > self._most
+            leaves = ended.leaves = malloc.resident_bytes() > self._max_resident
             ended.unknown = self._texts.unknown
             self._link.send(m.DONE if isinstance(ended, m.Done) else m.FAILED, _encode(ended))
 
-    def _end_of(self, kind: bytes, body: bytearray) -> m.Done | m.Failure:
+    def _result_of(self, kind: bytes, body: bytearray) -> m.Done | m.Failure:
         try:
             return self._job(kind, body)
         except ApiError as e:
@@ -102,11 +102,11 @@ class Worker:
         if order == m.DROP:
             return m.Done()
         characters = int.from_bytes(size, "little", signed=True)
-        for prompt in job.prompts():
+        for prompt in job.prompts:
             self._link.send(m.IDS, memoryview(array("i", prompt.ids)).cast("B"))
             text = prompt.text if prompt.text is None or characters < 0 else prompt.text[:characters]
             self._link.send(m.TEXT, b"" if text is None or not characters else b"+" + text.encode())
-        return m.Done(reasons=job.reasons, opened=job.opened)
+        return job.done
 
 
 def limit_address_space(size: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from llmc_runtime.sched.structured_outputs import is_over
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.field_limits import FUNCTION_NAME, MAX_TOOLS
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME, MAX_TOOLS
 
 NAME = re.compile(FUNCTION_NAME)
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON

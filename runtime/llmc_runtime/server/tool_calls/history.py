@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.field_limits import MAX_CALLS as MAX_ALL_CALLS
 from llmc_runtime.server.requests.parse import document
+from llmc_runtime.server.requests.request_fields import MAX_CALLS as MAX_ALL_CALLS
 from llmc_runtime.server.tool_calls.definitions import NAME
-from llmc_runtime.text.template_analysis import Reads
+
+if TYPE_CHECKING:
+    from llmc_runtime.text.template_analysis import Reads
 
 MAX_CALLS = 128  # in one message
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE
 from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, regex
-from llmc_runtime.text.detokenizer import Detokenizer
+from llmc_runtime.text.detokenizer import detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER, _FRAMED = range(6)
@@ -203,7 +203,7 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
         return len(ids)
     marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
     found = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
-    stream, text = Detokenizer(tokenizer, skip_special_tokens=False), ""
+    stream, text = detokenizer(tokenizer, skip_special_tokens=False), ""
     longest = max(map(len, (*form.ends, *form.until)))
     for count, token in enumerate(ids, 1):
         if found is not None and count == found[0] + 1:
