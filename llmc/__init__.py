@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _FACE = MappingProxyType(
     {
         "compile": "llmc.driver:compile_model",
-        "Options": "llmc.driver:Options",
+        "Options": "llmc.options:Options",
         "Pass": "llmc.passes.base:Pass",
         "Rewrite": "llmc.passes.rewrite:Rewrite",
         "op": "llmc.ir.opdef:op",

@@ -6,6 +6,7 @@ Everything beyond argparse is imported inside the command that uses it, so that 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from llmc_runtime.option_type import parse_bytes, positive
+
 from llmc import __version__
-from llmc.arguments import build_arguments, gib, hub_arguments, nbytes, positive
+from llmc.options import Options, add_hub_options, add_options, read_hub, read_options
 
 Command = Callable[[argparse.Namespace, IO[str]], int]
 # These commands are implemented by `llmc_runtime`, which also declares their options.
@@ -24,7 +27,7 @@ OF_RUNTIME: Mapping[str, str] = MappingProxyType(
         "run": "generate text from an artifact or a Hugging Face folder",
         "serve": "serve a model over HTTP, for OpenAI's clients",
         "bench": "measure a server, LLM.generate, a batch, a start",
-        "collect-env": "tell what this machine and installation are",
+        "collect-env": "print facts about this machine and installation",
     }
 )
 
@@ -65,161 +68,143 @@ def _report(e: Exception, verbose: bool) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(
-        prog="llmc", description="Compile a Hugging Face language model ahead of time, and look into what came out."
+        prog="llmc", description="Compile Hugging Face language models ahead of time, and inspect the artifacts."
     )
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
-    for name, words in OF_RUNTIME.items():
-        sub.add_parser(name, help=words, add_help=False)
-    p = _command(sub, "completion", _completion, "print the script that completes llmc, llmc-run and llmc-serve")
+    for name, summary in OF_RUNTIME.items():
+        sub.add_parser(name, help=summary, add_help=False)
+    p = _command(sub, "completion", _completion, "print the shell completion of llmc, llmc-run and llmc-serve")
     p.add_argument("shell", choices=("bash", "zsh", "fish"))
-    _opt_arguments(sub)
-    _look_arguments(sub)
+    _ir_arguments(sub)
+    _model_arguments(sub)
     _artifact_arguments(sub)
     return ap
 
 
-def _command(sub: Any, name: str, run: Command, summary: str) -> argparse.ArgumentParser:
+def _command(sub: Any, name: str, run: Command | str, summary: str, as_json: bool = False) -> argparse.ArgumentParser:
+    """Add a command that calls `run`, a function or "module:function" to import; `as_json` adds --json."""
     p: argparse.ArgumentParser = sub.add_parser(name, help=summary, description=summary)
-    p.set_defaults(command=run)
+    p.set_defaults(command=_imported(run) if isinstance(run, str) else run, refuse=p.error)
     p.add_argument("-v", "--verbose", action="store_true", help="more detail, and a traceback with an error")
+    if as_json:
+        p.add_argument("--json", action="store_true", help="print JSON on stdout instead of text")
     return p
 
 
+def _imported(name: str) -> Command:
+    def run(args: argparse.Namespace, out: IO[str]) -> int:
+        module, _, function = name.partition(":")
+        return int(getattr(importlib.import_module(module), function)(args, out))
+
+    return run
+
+
 def _compile_arguments(sub: Any) -> None:
-    p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact")
+    p = _command(sub, "compile", _compile, "compile a Hugging Face folder into an artifact", as_json=True)
     p.add_argument(
-        "model", help="a Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
+        "model", help="Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
     )
-    p.add_argument("-o", "--output", metavar="DIR", help="the artifact's folder, for example model.llmc")
-    build_arguments(p)
-    p.add_argument("--dry-run", action="store_true", help="tell memory, time and whether it fits; compile no kernel")
-    p.add_argument("--memory", type=gib, metavar="GIB", help="of the device, for --dry-run: 80, or 512MiB")
-    p.add_argument("--weights", default="packed", metavar="KIND", help="packed (default), random:SEED, or none")
-    p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="for `llmc pack` later")
-    p.add_argument("--force", action="store_true", help="replace an artifact that is there")
-    p.add_argument(
-        "--report", nargs="?", const=Path(), type=Path, metavar="FILE", help="write the build report (model.html), too"
-    )
-    p.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
-    p.set_defaults(refuse=p.error)
+    p.add_argument("-o", "--output", metavar="DIR", help="folder of the artifact, for example model.llmc")
+    add_options(p, "compile")
+    p.add_argument("--dry-run", action="store_true", help="print the predicted memory and time; compile no kernel")
+    p.add_argument("--memory", type=_gib, metavar="GIB", help="device memory for --dry-run, for example 80 or 512MiB")
+    p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="same as --weights none")
+    p.add_argument("--force", action="store_true", help="replace an existing artifact")
+    page = "HTML file of the build report (model.html)"
+    p.add_argument("--report", nargs="?", const=Path(), type=Path, metavar="FILE", help=page)
 
 
-def _opt_arguments(sub: Any) -> None:
-    p = _command(sub, "opt", _opt, "run passes over a file of IR text, and print the result")
-    p.add_argument("file", help="an .llir file, or - for standard input")
+def _ir_arguments(sub: Any) -> None:
+    p = _command(sub, "opt", "llmc.opt:main_opt", "run passes over a file of IR text, and print the result")
+    p.add_argument("file", help=".llir file, or - for standard input")
     p.add_argument("-p", "--passes", default="", help='passes in order: "canonicalize, fuse-norm{option=1}"')
-    p.add_argument("--target", default="cpu:native", help="for passes that ask (cpu:native)")
-    p.add_argument("--print-after", default="", metavar="NAME", help="print the text after this pass, or after all")
-    p.add_argument("--stop-after", default="", metavar="NAME", help="run no pass behind this one")
-    p.add_argument("--only", default="", metavar="LOC", help="make local rewrites under this module path alone")
+    p.add_argument("--target", default="cpu:native", help="target of passes that depend on one (cpu:native)")
+    p.add_argument("--print-after", default="", metavar="NAME", help="pass after which to print the IR, or all (none)")
+    p.add_argument("--stop-after", default="", metavar="NAME", help="last pass to run (the pipeline's last)")
+    p.add_argument("--only", default="", metavar="LOC", help="module path to which local rewrites are restricted (all)")
     p.add_argument("--explain", action="store_true", help="print near misses: what almost matched, and why not")
-    p.add_argument("--fuel", type=int, default=-1, metavar="N", help="make at most N changes (for bisection)")
-    p.add_argument("--check", action="store_true", help="interpret before and after on drawn inputs, and compare")
-    p.add_argument("--time", action="store_true", help="print the seconds and changes of every pass")
+    p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
+    p.add_argument("--check", action="store_true", help="interpret before and after on random inputs, and compare")
+    p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
+    p = _command(sub, "ops", "llmc.listing:main_ops", "print the op set", as_json=True)
+    p.add_argument("names", nargs="*", help="ops to print in full (all, one per line)")
+    _command(sub, "passes", "llmc.listing:main_passes", "print passes, their options and the pipelines", as_json=True)
 
 
-def _look_arguments(sub: Any) -> None:
-    p = _command(sub, "ops", _ops, "print the op set")
-    p.add_argument("names", nargs="*", help="ops to show in full (all, one a line)")
-    p.add_argument("--json", action="store_true")
-    p = _command(sub, "passes", _passes, "print the passes, their options and the pipelines")
-    p.add_argument("--json", action="store_true")
-    p = _command(sub, "roofline", _roofline, "price a model by flops and bytes, symbolically and at given sizes")
-    p.add_argument("model", help="a Hugging Face folder, a config.json, or an .llir file")
+def _model_arguments(sub: Any) -> None:
+    summary = "print the predicted cost of a model, symbolically and at given sizes"
+    p = _command(sub, "roofline", "llmc.roofline:main_roofline", summary, as_json=True)
+    p.add_argument("model", help="Hugging Face folder, config.json, or .llir file")
     p.add_argument("--bind", default="T=1,R=1", metavar="S=N,...", help="sizes of the symbols (T=1,R=1)")
-    p.add_argument("--target", default="cpu:native", help="whose peaks to divide by (cpu:native)")
-    p.add_argument("--peak", type=float, metavar="FLOPS", help="flop/s instead of the target's")
-    p.add_argument("--bandwidth", type=float, metavar="BYTES", help="byte/s instead of the target's")
-    p.add_argument("--by", choices=("op", "node", "module"), default="op", help="one line an op kind, node or module")
-    p.add_argument("--json", action="store_true")
+    p.add_argument("--target", default="cpu:native", help="target whose peak rates are used (cpu:native)")
+    p.add_argument("--peak", type=float, metavar="FLOPS", help="peak rate in flop/s (the target's)")
+    p.add_argument("--bandwidth", type=float, metavar="BYTES", help="memory bandwidth in byte/s (the target's)")
+    p.add_argument("--by", choices=("op", "node", "module"), default="op", help="what a line sums up (op)")
+    p = _command(sub, "tune", _tune, "measure a model's candidate kernels on this machine", as_json=True)
+    p.add_argument("source", nargs="?", help="artifact, or Hugging Face folder")
+    p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="file of measurements (tuning.jsonl)")
+    limit = "time in seconds after which no measurement is started (600)"
+    p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit)
+    p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
+    p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
+    p.add_argument("--all", action="store_true", help="also measure nodes that have a single candidate")
+    p.add_argument("--show", metavar="FILE", help="file of measurements whose choices to print, measuring nothing")
+    add_options(p, "tune")
+    p.set_defaults(target="")
 
 
 def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
     p.add_argument("artifact")
-    p.add_argument("checkpoint", help="the Hugging Face folder, or the id, that the artifact was compiled from")
-    hub_arguments(p)
-    _tune_arguments(sub)
-    p = _command(sub, "inspect", _inspect, "show what is inside an artifact")
+    p.add_argument("checkpoint", help="Hugging Face folder or hub id that the artifact was compiled from")
+    add_hub_options(p)
+    p = _command(sub, "inspect", _inspect, "print the contents of an artifact", as_json=True)
     p.add_argument("artifact")
-    p.add_argument("--kv-cache-memory", metavar="BYTES", type=nbytes, help="size the KV pool for this much memory")
-    p.add_argument("--kernels", type=int, default=5, metavar="N", help="show the N largest kernels of a program (5)")
-    p.add_argument("--json", action="store_true")
-    p = _command(sub, "diff", _diff, "tell what is different between two artifacts, or two stages of the IR")
+    memory = "memory of the KV pool, for example 8GiB (all rows at full length)"
+    p.add_argument("--kv-cache-memory", metavar="BYTES", type=parse_bytes, help=memory)
+    p.add_argument("--kernels", type=int, default=5, metavar="N", help="number of kernels to print per program (5)")
+    p = _command(sub, "diff", _diff, "print the differences of two artifacts, or of two stages of the IR", as_json=True)
     for name in ("a", "b"):
-        p.add_argument(name, metavar=name.upper(), help="an artifact, ARTIFACT:STAGE (a pass's name), or an .llir file")
-    p.add_argument("--all", action="store_true", help="print every line, however many there are")
-    p.add_argument("--json", action="store_true")
-    p = _command(sub, "report", _html, "write what a compile decided as one HTML file, for a browser")
+        p.add_argument(name, metavar=name.upper(), help="artifact, ARTIFACT:STAGE (the name of a pass), or .llir file")
+    p.add_argument("--all", action="store_true", help="print all lines (60 per section)")
+    p = _command(sub, "report", _html, "write the build report of an artifact as one HTML file")
     p.add_argument("artifact")
-    p.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (model.llmc: model.html)")
-    p = _command(sub, "verify", _verify, "recompute every hash of an artifact, and open it where this machine can")
+    p.add_argument("-o", "--output", type=Path, metavar="FILE", help="HTML file (model.llmc: model.html)")
+    summary = "check an artifact's hashes, and open it if this machine has its device"
+    p = _command(sub, "verify", _verify, summary, as_json=True)
     p.add_argument("artifact")
-    p.add_argument("--record", action="store_true", help="run fixed prompts, and record what follows as its canary")
+    p.add_argument("--record", action="store_true", help="run fixed prompts, and record the results as the canary")
     p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
-    p.add_argument("--json", action="store_true")
 
 
-def _tune_arguments(sub: Any) -> None:
-    p = _command(sub, "tune", _tune, "measure the ways that kernels can run a model's nodes, on this machine")
-    p.add_argument("source", nargs="?", help="an artifact, or a Hugging Face folder")
-    p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="measurements (tuning.jsonl)")
-    p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after them (600)")
-    p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens behind every row (1024)")
-    p.add_argument("--kernels", default="", metavar="A,B", help="measure these kernels' ways alone")
-    p.add_argument("--all", action="store_true", help="time nodes that can be run in one way alone, too")
-    p.add_argument("--show", metavar="FILE", help="print the choices of such a file, and measure nothing")
-    p.add_argument("--json", action="store_true", help="print the choices as JSON")
-    build_arguments(p)
-    p.set_defaults(weights="none", target="", refuse=p.error)
+def _print(result: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
+    """Print a command's data as JSON, or as the text that `render` makes of it."""
+    print(json.dumps(result, indent=2) if as_json else render(result), file=out)
 
 
-def _hub(args: argparse.Namespace) -> Any:
-    from llmc.frontend.hub import Hub
-    from llmc.frontend.unsupported import refuse_code
-
-    if args.trust_remote_code:
-        raise refuse_code("--trust-remote-code")
-    return Hub(args.hub_endpoint, args.download_dir, args.offline)
+def _gib(text: str) -> int:
+    """Parse a size in bytes; a number without a unit is in GiB."""
+    return parse_bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
 
 
-def _options(args: argparse.Namespace) -> Any:
-    from llmc.driver import Options
-
-    return Options(
-        target=args.target,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        tuning=args.tuning,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        pipeline=args.pipeline or "",
-        layers=args.layers,
-        cache=None if args.no_cache else (args.cache or default_cache()),
-        reuse=not args.no_reuse,
-        weights=args.weights,
-        hub=_hub(args),
-    )
-
-
-def default_cache() -> Path:
-    """Return the default cache folder: $XDG_CACHE_HOME/llmc, or ~/.cache/llmc."""
+def _options(args: argparse.Namespace) -> Options:
     from llmc_runtime.compile_cache import default_root
 
-    return default_root(os.environ)
+    return read_options(args, default_root(os.environ))
 
 
 def _compile(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.driver import Console, compile_model
+    from llmc.console import Console
+    from llmc.driver import compile_model
 
     if args.dry_run:
         return _dry_run(args, out)
     if not args.output:
-        args.refuse("name the artifact's folder with -o, or ask for a plan with --dry-run")
+        args.refuse("give the artifact's folder with -o, or --dry-run")
     if args.memory is not None:
-        args.refuse("--memory is for --dry-run")
+        args.refuse("--memory needs --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
         from llmc.report.html_report import write_report
@@ -237,14 +222,15 @@ def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.dry_run import dry_run, render
 
     plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
-    print(json.dumps(plan, indent=2) if args.json else render(plan, args.argv), file=out)
+    _print(plan, args.json, lambda p: render(p, args.argv), out)
     return 1 if plan["fits"] is False else 0
 
 
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.driver import Console, pack_model
+    from llmc.console import Console
+    from llmc.driver import pack_model
 
-    pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), _hub(args))
+    pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), read_hub(args))
     return 0
 
 
@@ -271,45 +257,20 @@ def _completion(args: argparse.Namespace, out: IO[str]) -> int:
     return 0
 
 
-def _opt(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.opt import main_opt
-
-    return main_opt(args, out)
-
-
-def _ops(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.listing import show_ops
-
-    return show_ops(args.names, args.json, out)
-
-
-def _passes(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.listing import show_passes
-
-    return show_passes(args.json, out)
-
-
-def _roofline(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.roofline import main_roofline
-
-    return main_roofline(args, out)
-
-
 def _inspect(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.artifact.inspect import inspect_artifact, render
+    from llmc.report.inspect import inspect_artifact, render
 
-    found = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
-    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    result = inspect_artifact(Path(args.artifact), kv_bytes=args.kv_cache_memory, kernels=args.kernels)
+    _print(result, args.json, render, out)
     return 0
 
 
 def _diff(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.report.diff import diff, render
 
-    found = diff(args.a, args.b)
-    text = json.dumps(found, indent=2) if args.json else render(found, sys.maxsize if args.all else 60)
-    print(text, file=out)
-    return 0 if found["same"] else 1
+    result = diff(args.a, args.b)
+    _print(result, args.json, lambda f: render(f, sys.maxsize if args.all else 60), out)
+    return 0 if result["same"] else 1
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:
@@ -323,15 +284,15 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.measure.tune import Settings, render, show, tune
 
     if not args.show and not args.source:
-        args.refuse("name an artifact or a model to measure, or a file to --show")
+        args.refuse("give an artifact or a model to measure, or a file to --show")
     if not args.show:
         target, args.target = args.target, args.target or "cpu:native"
         options = _options(args)
         kernels = tuple(k.strip() for k in args.kernels.split(",") if k.strip())
         settings = Settings(args.limit, args.context, args.all, target, options.cache, say=_to_stderr, kernels=kernels)
         _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
-    found = show(Path(args.show or args.output))
-    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
+    result = show(Path(args.show or args.output))
+    _print(result, args.json, render, out)
     return 0
 
 
@@ -342,9 +303,9 @@ def _to_stderr(line: str) -> None:
 def _verify(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.measure.verify_artifact import render, verify_artifact
 
-    found = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
-    print(json.dumps(found, indent=2) if args.json else render(found), file=out)
-    return 0 if found["ok"] else 4
+    result = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
+    _print(result, args.json, render, out)
+    return 0 if result["ok"] else 4
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def _node(
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for key, inner in action.choices.items():
-                found = _node(key, others.get(" ".join((*path, key)), inner), others, (*path, key))
-                below.append(Node(key, _first(helps.get(key, "")), *_rest(found)))
+                node = _node(key, others.get(" ".join((*path, key)), inner), others, (*path, key))
+                below.append(Node(key, _first(helps.get(key, "")), *_rest(node)))
         elif action.option_strings and action.help != argparse.SUPPRESS:
             one = Option(tuple(action.option_strings), _first(action.help or ""), _follows(action))
             options[one.flags[0]] = one

@@ -22,8 +22,8 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as JSON-compatible data."""
-        told = {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
-        return told | ({"next": self.next} if self.next else {})
+        summary = {"output": self.output, "seconds": self.seconds, **self.facts, "notes": self.notes}
+        return summary | ({"next": self.next} if self.next else {})
 
     def text(self) -> str:
         """Return the summary as lines for a terminal."""
@@ -47,16 +47,12 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        self._clear()
-        self.out.write(f"{text}\n")
-        self.out.flush()
+        self._write(f"{text}\n")
 
     def begin(self, name: str, detail: str = "") -> None:
         """Announce a stage. Shown only on a terminal, until the stage prints its next line."""
         if self.live:
-            self._clear()
-            self.out.write(f"  {name} ...{f' {detail}' if detail else ''}")
-            self.out.flush()
+            self._write(f"  {name} ...{f' {detail}' if detail else ''}")
 
     def stage(self, name: str, detail: str, seconds: float) -> None:
         """Print the line of a finished stage."""
@@ -75,28 +71,18 @@ class Console:
         self.shown = now
         left = (now - begun) * (of - done) / (done - before) if done > before else 0.0
         rest = f", {left:.0f} s left" if now - begun > SETTLED and left >= 1 else ""
-        self._clear()
-        self.out.write(f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}")
-        self.out.flush()
+        self._write(f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}")
 
-    def _clear(self) -> None:
-        if self.live:
-            self.out.write("\r\x1b[K")
+    def _write(self, text: str) -> None:
+        """Print text; on a terminal, it replaces the current line."""
+        self.out.write(f"\r\x1b[K{text}" if self.live else text)
+        self.out.flush()
 
 
 class Quiet(Console):
     """A console that prints nothing."""
 
-    def note(self, text: str) -> None:
-        """Print nothing."""
-
-    def begin(self, name: str, detail: str = "") -> None:
-        """Print nothing."""
-
-    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        """Print nothing."""
-
-    def _clear(self) -> None:
+    def _write(self, text: str) -> None:
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,39 +20,16 @@ from llmc.extension import Registry, load
 from llmc.frontend.hub import PUBLIC, Hub, Located, locate
 from llmc.ir.graph import Module
 from llmc.ir.text import parse, show
+from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
-MOST_LEN = 32768
+MAX_LEN = 32768
 # Per target family: the dtype compiled for a checkpoint's dtype; CPU kernels multiply bfloat16, not float16.
 INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a compile. A limit of None means the target's default, or the model's own limit, at most 32768.
-
-    `tuning` is a file of measurements that choose kernels (None: those shipped with llmc). `cache` is a folder for
-    kernels and, if `reuse`, whole artifacts. `weights` is "packed", "none" (pack later) or "random:SEED" (filled in by
-    the runtime). `layers` compiles only the first N layers, for experiments. `hub` is where model ids are looked up.
-    """
-
-    target: str = "cpu:native"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    pipeline: str = ""
-    tuning: Path | None = None
-    cache: Path | None = None
-    reuse: bool = True
-    weights: str = "packed"
-    layers: int | None = None
-    hub: Hub = PUBLIC
 
 
 def compile_model(
@@ -67,46 +44,46 @@ def compile_model(
     If the cache has an artifact of an identical compile, its files are linked instead. Raises Diagnostic (E3xx model
     and checkpoint, E4xx passes, E5xx toolchain, E12x output folder); a failed compile leaves no files behind.
     """
-    from llmc.artifact.inspect import facts_of
+    from llmc.report.inspect import facts_of
     from llmc.reuse import Reuse
 
-    trip = start(model, Path(output), options or Options(), force, console or Quiet())
-    key = _key_options(trip.options, trip.target, trip.origin, trip.registry.toolchains)
-    reuse = Reuse(trip.options.cache if trip.options.reuse else None, trip.model, key)
-    found = reuse.find()
-    if found is not None:
-        reuse.place(found, trip.output, force)
-        trip.done("reuse", f"an equal artifact from {found}")
-        trip.summary.facts |= facts_of(Manifest.load((trip.output / "manifest.json").read_bytes()))
-        return trip.summary
-    manifest = trip.run()
-    reuse.keep(trip.output)
-    trip.summary.facts |= facts_of(manifest)
-    return trip.summary
+    job = start(model, Path(output), options or Options(), force, console or Quiet())
+    key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
+    reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
+    entry = reuse.find()
+    if entry is not None:
+        reuse.place(entry, job.output, force)
+        job.done("reuse", f"an equal artifact from {entry}")
+        job.summary.facts |= facts_of(Manifest.load((job.output / "manifest.json").read_bytes()))
+        return job.summary
+    manifest = job.run()
+    reuse.keep(job.output)
+    job.summary.facts |= facts_of(manifest)
+    return job.summary
 
 
-def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Trip:
+def start(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Compilation:
     """Validate the options, locate (or download) the model, and return the compile without running it."""
     from llmc.codegen.scratch_dir import check_cache
     from llmc.codegen.tuning_records import read as read_records
 
     registry = load()
-    target = parse_target(options.target, registry.targets)
-    settled = settle(options, target)
-    if settled.tuning:
-        read_records(settled.tuning)  # report a malformed file before any work is done
-    if settled.cache:
-        check_cache(settled.cache)
-    return Trip(found_at(model, settled, console), output, settled, registry, target, force, console)
+    target = registry.target(options.target)
+    limited = with_limits(options, target)
+    if limited.tuning:
+        read_records(limited.tuning)  # report a malformed file before any work is done
+    if limited.cache:
+        check_cache(limited.cache)
+    return Compilation(locate_model(model, limited, console), output, limited, registry, target, force, console)
 
 
-def settle(o: Options, target: Target) -> Options:
+def with_limits(o: Options, target: Target) -> Options:
     """Replace limits that are None by the target's defaults."""
     rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
 
-def found_at(model: str | Path, o: Options, console: Console) -> Located:
+def locate_model(model: str | Path, o: Options, console: Console) -> Located:
     """Return the model's folder, downloading it first if `model` is a hub id (see `locate`)."""
     at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
     if at.commit:
@@ -119,10 +96,10 @@ def _key_options(o: Options, target: Target, origin: Located, toolchains: Mappin
 
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
-    return {**fixed_options(o), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
+    return {**o.recorded(), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
 
 
-class Trip:
+class Compilation:
     """One compile: runs the stages in order, times them and passes results from one to the next."""
 
     def __init__(
@@ -133,7 +110,7 @@ class Trip:
         self.origin = origin
         self.registry, self.target = registry, target
         self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
-        self.summary = Summary(str(output), next=next_of(origin.folder, output, options, target))
+        self.summary = Summary(str(output), next=next_command(origin.folder, output, options, target))
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
@@ -159,8 +136,8 @@ class Trip:
 
         check_free(self.output.absolute(), self.force)
         check_tokenizer(self.model)
-        if told := without_tokenizer(self.model):
-            self.note(told)
+        if note := without_tokenizer(self.model):
+            self.note(note)
         seed = random_seed(self.options.weights)
         traced = self.trace()
         with ExitStack() as stack:
@@ -175,32 +152,26 @@ class Trip:
         from llmc.frontend.trace_model import trace
 
         self.console.begin("trace", self.model.name)
-        wanted = dict(DTYPES).get(self.options.dtype)
+        dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
-            self.model,
-            wanted,
-            o.max_model_len,
-            self.tokens,
-            self.rows,
-            o.layers,
-            INSTEAD.get(self.target.family, {}),
+            self.model, dtype, o.max_model_len, self.tokens, self.rows, o.layers, INSTEAD.get(self.target.family, {})
         )
-        if not wanted and traced.facts.dtype != traced.facts.stored_dtype:
+        if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
-        if o.max_model_len is None and traced.facts.max_positions > MOST_LEN:
+        if o.max_model_len is None and traced.facts.max_positions > MAX_LEN:
             self.note(
-                f"the model allows {traced.facts.max_positions} positions, compiled for {MOST_LEN}; "
+                f"the model allows {traced.facts.max_positions} positions, compiled for {MAX_LEN}; "
                 "use --max-model-len to override"
             )
-            traced = replace(traced, facts=replace(traced.facts, max_positions=MOST_LEN))
+            traced = replace(traced, facts=replace(traced.facts, max_positions=MAX_LEN))
         self.ir.append(("traced", show(traced.module)))
         f = traced.facts
         if f.generation:
-            told = ", ".join(f"{k} {v}" for k, v in f.generation.items())
-            self.note(f"sampling defaults from generation_config.json: {told}; requests may say otherwise")
+            defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
+            self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
         if f.layers:
-            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} alone; what it writes is not the model's")
+            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} only; its output is not the model's")
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
@@ -208,8 +179,7 @@ class Trip:
         """Parse the pipeline and set its size options."""
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
-        named = {**registry.pipelines, "serve": target.pipeline}
-        passes = parse_pipeline(text, registry.passes, named)
+        passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
@@ -256,13 +226,9 @@ class Trip:
 
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         """Write the artifact folder and return its manifest."""
-        from llmc.artifact.write import KernelBinary, Parts, write_artifact
+        from llmc.artifact.write import Parts, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
-        kernels = [
-            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
-            for k in built.kernels.values()
-        ]
         parts = Parts(
             compiler=f"llmc {__version__}",
             source=source_of(traced, self.origin),
@@ -272,14 +238,18 @@ class Trip:
             eos_token_ids=facts.eos_token_ids,
             page_size=target.page_size,
             states=states_of(module),
-            kernels=kernels,
+            kernels=built.kernels.values(),
             programs=built.programs,
             weights=weights,
             tokenizer=traced.source.tokenizer_files,
             generation=facts.generation,
             ir=self.ir,
             machine=target,
-            reports={**self.reports, "memory.json": built.memory, "compile.json": self.told(built.toolchains)},
+            reports={
+                **self.reports,
+                "memory.json": built.memory,
+                "compile.json": self.compile_report(built.toolchains),
+            },
         )
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
@@ -287,10 +257,10 @@ class Trip:
         self.done("weights", f"{manifest.weights.mode}, {weight_bytes(manifest) / 1e6:.1f} MB written and hashed")
         return manifest
 
-    def told(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
+    def compile_report(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
         """The options and decisions of the compile, for the artifact's report. It holds no time and no path, so that
         equal compiles give equal reports. toolchains: compiler name -> version."""
-        options, notes = fixed_options(self.options), self.summary.notes
+        options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains)}
 
 
@@ -299,11 +269,6 @@ def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
     from importlib.metadata import version
 
     return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
-
-
-def fixed_options(o: Options) -> dict[str, Any]:
-    """The options that determine the artifact's contents, as opposed to where files are stored."""
-    return {k: v for k, v in vars(o).items() if k not in ("cache", "reuse", "tuning", "hub")}
 
 
 def source_of(traced: Any, origin: Located) -> Source:
@@ -340,7 +305,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     limits = manifest.limits
     graph = parse(text, load().opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    at = found_at(model, Options(hub=hub), console)
+    at = locate_model(model, Options(hub=hub), console)
     traced = trace(
         at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
     )
@@ -353,7 +318,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     with Checkpoint(traced) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
-    if line := run_line(artifact, done.target.name, done.target.arch):
+    if line := run_command(artifact, done.target.name, done.target.arch):
         console.note(line)
     return done
 
@@ -365,24 +330,24 @@ def weight_bytes(m: Manifest) -> int:
 
 def states_of(m: Module) -> tuple[State, ...]:
     """The states of the module's entry points: tensors that the runtime keeps between steps."""
-    found: dict[str, State] = {}
+    states: dict[str, State] = {}
     for g in m.graphs.values():
         for v in g.inputs:
             if v.type.state:
                 role = "kv" if v.name.startswith("kv.") else v.name.removeprefix("row.")
                 shape = tuple(parse_size(str(d)) for d in v.type.shape)
-                found[v.name] = State(v.name, v.type.dtype, shape, role)
-    return tuple(found.values())
+                states[v.name] = State(v.name, v.type.dtype, shape, role)
+    return tuple(states.values())
 
 
-def next_of(model: Path, output: Path, o: Options, target: Target) -> str:
+def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
     """The suggested command after a compile: pack the weights, or run the artifact ("" if no runtime supports it)."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
-    return run_line(output, target.name, target.arch)
+    return run_command(output, target.name, target.arch)
 
 
-def run_line(artifact: Path, target: str, arch: str) -> str:
+def run_command(artifact: Path, target: str, arch: str) -> str:
     """The command that runs an artifact with weights, or "" if no runtime supports its target."""
     family = target.partition(":")[0]
     if family == "hip":

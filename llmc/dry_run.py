@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmc.artifact.cost_report import memory, roofline
-from llmc.artifact.inspect import size_text
+from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import Sketch, sketch
 from llmc.console import Console
-from llmc.driver import Options, Trip, start, states_of
-from llmc.report.formatting import count_text, us_text
+from llmc.driver import Compilation, start, states_of
+from llmc.options import Options
+from llmc.report.formatting import count_text, size_text, us_text
+from llmc.report.inspect import program_facts
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see
 # bench/RESULTS.md.
@@ -32,56 +33,45 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
-    trip = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
-    traced = trip.trace()
-    trip.optimise(traced.module, traced.facts.max_positions)
-    cache = trip.options.cache / "kernels" if trip.options.cache else None
-    made = sketch(traced.module, trip.target, cache, trip.registry.kernels, trip.registry.toolchains)
-    trip.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
-    weights = _weights(made)
+    job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
+    traced = job.trace()
+    job.optimise(traced.module, traced.facts.max_positions)
+    cache = job.options.cache / "kernels" if job.options.cache else None
+    made = sketch(traced.module, job.target, cache, job.registry.kernels, job.registry.toolchains)
+    job.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
+    weights = weight_bytes(made.programs)
     plan = {
-        "model": _model(trip, traced),
-        "programs": [_program(p) for p in made.programs],
-        "time": _times(made, trip),
-        "compile": _compile(made, trip, weights, options.weights),
+        "model": _model(job, traced),
+        "programs": [program_facts(p) for p in made.programs],
+        "time": _times(made, job),
+        "compile": _compile(made, job, weights, options.weights),
     }
-    return plan | _memory(made, trip, traced, weights, memory_bytes)
+    return plan | _memory(made, job, traced, weights, memory_bytes)
 
 
-def _model(trip: Trip, traced: Any) -> dict[str, Any]:
+def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     facts = traced.facts
     sizes = [v.type.numel.const or 0 for v in traced.module.graphs["weights"].inputs]
     return {
-        "name": str(trip.origin.name or trip.model.resolve().name),
+        "name": str(job.origin.name or job.model.resolve().name),
         "architecture": facts.architecture,
         "parameters": sum(sizes),
         "dtype": facts.dtype,
         "layers": len(facts.heads),
-        "target": trip.target.name,
+        "target": job.target.name,
         "max_model_len": facts.max_positions,
-        "max_num_seqs": trip.rows,
-        "max_num_batched_tokens": trip.tokens,
+        "max_num_seqs": job.rows,
+        "max_num_batched_tokens": job.tokens,
     }
 
 
-def _program(p: Any) -> dict[str, Any]:
-    serves = {s: list(r) for s, r in p.serves.items()}
-    return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
-
-
-def _weights(made: Sketch) -> int:
-    """Total bytes of the weights that the programs read, each counted once."""
-    found = {b.name: b.bytes({}) for p in made.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
-    return sum(found.values())
-
-
-def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
+def _times(made: Sketch, job: Compilation) -> list[dict[str, Any]]:
     """Predicted microseconds per step of every program at typical sizes, with and without launch overhead."""
-    told = roofline(made.programs, trip.target)["programs"]
+    predicted = roofline(made.programs, job.target)["programs"]
     rows = []
     for p in made.programs:
-        us, sizes = told[p.name]["us"], told[p.name]["sizes"]
-        floor = us - len(p.launches) * trip.target.launch_us
+        us, sizes = predicted[p.name]["us"], predicted[p.name]["sizes"]
+        floor = us - len(p.launches) * job.target.launch_us
         tokens = sizes.get("T", 1)
         rows.append(
             {
@@ -93,10 +83,10 @@ def _times(made: Sketch, trip: Trip) -> list[dict[str, Any]]:
     return rows
 
 
-def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any]:
+def _compile(made: Sketch, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
     """Seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the others."""
-    spent = trip.summary.seconds
-    each = next(s for language, s in KERNEL_S if language in trip.target.languages)
+    spent = job.summary.seconds
+    each = next(s for language, s in KERNEL_S if language in job.target.languages)
     jobs = max(1, min(os.cpu_count() or 1, 16))
     seconds = {
         "trace": spent["trace"],
@@ -109,22 +99,22 @@ def _compile(made: Sketch, trip: Trip, weights: int, kind: str) -> dict[str, Any
     return {**kernels, "seconds": rounded, "total": round(sum(seconds.values()), 1)}
 
 
-def _memory(made: Sketch, trip: Trip, traced: Any, weights: int, given: int | None) -> dict[str, Any]:
+def _memory(made: Sketch, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
     """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
-    found = memory(made.programs, states, weights)
-    kv = kv_of(states, trip.target.page_size)
-    arena, rows = max(found["arena_bytes"].values(), default=0), sum(found["state_bytes"].values())
+    needed = memory(made.programs, states, weights)
+    kv = kv_of(states, job.target.page_size)
+    arena, rows = max(needed["arena_bytes"].values(), default=0), sum(needed["state_bytes"].values())
     fixed = weights + arena + rows
-    device = trip.target.memory if given is None else given
+    device = job.target.memory if requested is None else requested
     limit = traced.facts.max_positions
     sequence = -(-limit // kv.page_size) * kv.bytes_per_page
     pages = max(0, device - fixed) // kv.bytes_per_page if kv.bytes_per_page else 0
-    useful = trip.rows * -(-limit // kv.page_size)
+    useful = job.rows * -(-limit // kv.page_size)
     tokens = min(pages, useful) * kv.page_size
     return {
         "memory": {
-            "device": device, "given": given is not None, "weights": weights, "arena": arena, "rows": rows,
+            "device": device, "given": requested is not None, "weights": weights, "arena": arena, "rows": rows,
             "one_sequence": sequence, "needed": fixed + sequence, "left_for_kv": max(0, device - fixed),
         },
         "kv": {
@@ -142,7 +132,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
     stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
     launches = sum(p["launches"] for p in plan["programs"])
     lines = [
-        f"{m['name']} for {m['target']}: a plan, nothing was compiled",
+        f"{m['name']} for {m['target']}: a plan; nothing was compiled",
         f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
         f"{m['dtype']}",
         f"  limits    {m['max_model_len']} tokens a sequence, {m['max_num_seqs']} sequences, "
@@ -166,27 +156,27 @@ def _command(argv: Sequence[str]) -> str:
     p.add_argument("--dry-run", action="store_true")
     for option in ("--memory", "-o", "--output"):
         p.add_argument(option)
-    given, rest = p.parse_known_args(argv)
-    return shlex.join(["llmc", *rest, "-o", given.o or given.output or "model.llmc"])
+    parsed, rest = p.parse_known_args(argv)
+    return shlex.join(["llmc", *rest, "-o", parsed.o or parsed.output or "model.llmc"])
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:
     """The lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
-        return ["  fits      not known: the target does not say its memory; give --memory 24GiB"]
+        return ["  fits      unknown: the target has no memory size; give --memory 24GiB"]
     whose = "given" if mem["given"] else f"of the smallest common {plan['model']['target']}"
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
         whose = "of this machine"
     head = f"{size_text(mem['device'])} {whose}"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"
-        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} are left for KV: {room}"]
+        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} remain for KV: {room}"]
     tokens = mem["left_for_kv"] // max(1, kv["bytes_per_token"])
     if tokens >= 2 * kv["page_size"]:
         remedy = f"--max-model-len {tokens // kv['page_size'] * kv['page_size']} fits"
     else:
-        remedy = "take a device with more memory, or a smaller model"
+        remedy = "use a device with more memory, or a smaller model"
     return [f"  fits      NO: one sequence needs {size_text(mem['needed'])}, there are {head}", f"    Try: {remedy}"]
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.targets.cpu_targets import with_features
+from llmc.targets.target import Target
 
 GROUP = "llmc.extensions"
 OURS = "llmc.builtin:EXTENSION"
@@ -26,8 +27,8 @@ class Extension:
     """What one package offers: for each kind, a mapping from names to "module:object" texts.
 
     ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. toolchains: for each kernel language, a
-    function of a `Target` that returns its `Toolchain`. targets: `Target` records, or functions without parameters that
-    return one. schemes: quantisation schemes. pipelines: pipeline texts (not imported).
+    function of a `Target` that returns its `Toolchain`. targets: functions without parameters that return a `Target`.
+    schemes: quantisation schemes. pipelines: pipeline texts (not imported).
     """
 
     name: str
@@ -52,10 +53,10 @@ def resolve(text: str, what: str = "") -> Any:
     """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `what`."""
     module, _, name = text.partition(":")
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     except (ImportError, AttributeError, ValueError) as e:
         head = f"{what}: " if what else ""
         raise Diagnostic("E423", f"{head}{text!r} cannot be loaded: {e}", "name it as module:object, importable") from e
@@ -104,6 +105,18 @@ class Registry:
             raise _clash("op", clash[0], "llmc", next(e.name for e in self.extensions if clash[0] in e.ops))
         return MappingProxyType({**OPS, **self.ops}) if self.ops else OPS
 
+    def target(self, name: str) -> Target:
+        """Return the target of a name such as "cuda:sm_90" or "cpu:x86-64-v4+avx512_bf16"; raises Diagnostic E510."""
+        base, *features = name.split("+")
+        if base not in self.targets:
+            cause = f"unknown target {base!r}; known: {', '.join(self.targets)}"
+            raise Diagnostic("E510", cause, f"choose one of them, for example --target {next(iter(self.targets))}")
+        return with_features(self.targets[base](), features)
+
+    def pipelines_for(self, target: Target) -> Mapping[str, str]:
+        """Return the named pipelines; "serve" is the target's."""
+        return {**self.pipelines, "serve": target.pipeline}
+
 
 def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
     cause = f"{kind} {name!r} is offered by both {first} and {second}"
@@ -128,9 +141,11 @@ def combine(extensions: Iterable[Extension]) -> Registry:
 
 def load(more: Iterable[Extension] = ()) -> Registry:
     """Return the registry of llmc's own extension, the installed packages' and `more` (for tests and notebooks)."""
-    found = {p.value: p for p in entry_points(group=GROUP)}
-    found.pop(OURS, None)
-    values = [OURS, *(v for v, p in sorted(found.items(), key=lambda item: item[1].name))]
+    from importlib.metadata import entry_points
+
+    points = {p.value: p for p in entry_points(group=GROUP)}
+    points.pop(OURS, None)
+    values = [OURS, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
     extensions = []
     for value in values:
         extension = resolve(value, "extension")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import IO, Any
 
@@ -37,22 +37,22 @@ def describe_op(op: OpDef) -> dict[str, Any]:
     }
 
 
-def show_ops(names: Sequence[str], as_json: bool, out: IO[str]) -> int:
-    """Print the named ops in full, or all ops one per line; raises Diagnostic E424 for an unknown name."""
-    ops = load().opset()
+def main_ops(args: argparse.Namespace, out: IO[str]) -> int:
+    """Run `llmc ops`: print the named ops in full, or all ops one per line; raises Diagnostic E424."""
+    ops, names = load().opset(), args.names
     for name in names:
         if name not in ops:
             near = get_close_matches(name, list(ops), 1)
             hint = f"did you mean {near[0]!r}?" if near else "`llmc ops` lists all"
             raise Diagnostic("E424", f"there is no op {name!r}", hint)
-    found = [describe_op(ops[n]) for n in (names or ops)]
-    if as_json:
-        print(json.dumps(found, indent=2), file=out)
+    data = [describe_op(ops[n]) for n in (names or ops)]
+    if args.json:
+        print(json.dumps(data, indent=2), file=out)
     elif names:
-        print("\n\n".join(_full(d) for d in found), file=out)
+        print("\n\n".join(_full(d) for d in data), file=out)
     else:
-        width = max(len(d["name"]) for d in found)
-        for d in found:
+        width = max(len(d["name"]) for d in data)
+        for d in data:
             print(f"{d['name']:{width}}  {d['doc'].splitlines()[0]}", file=out)
     return 0
 
@@ -79,20 +79,20 @@ def describe_passes() -> dict[str, Any]:
     return {"passes": passes, "pipelines": dict(registry.pipelines.items()), "serve": serve}
 
 
-def show_passes(as_json: bool, out: IO[str]) -> int:
-    """Print the passes with their options, and the pipelines."""
-    found = describe_passes()
-    if as_json:
-        print(json.dumps(found, indent=2), file=out)
+def main_passes(args: argparse.Namespace, out: IO[str]) -> int:
+    """Run `llmc passes`: print the passes with their options, and the pipelines."""
+    data = describe_passes()
+    if args.json:
+        print(json.dumps(data, indent=2), file=out)
         return 0
-    width = max(len(p["name"]) for p in found["passes"])
-    for p in found["passes"]:
+    width = max(len(p["name"]) for p in data["passes"])
+    for p in data["passes"]:
         options = ", ".join(f"{k}={v}" for k, v in p["options"].items())
         print(f"{p['name']:{width}}  {p['doc']}" + (f"  {{{options}}}" if options else ""), file=out)
-    for name, text in found["pipelines"].items():
+    for name, text in data["pipelines"].items():
         if name != "serve":
             print(f"\npipeline {name}:\n  {text}", file=out)
-    for text in dict.fromkeys(found["serve"].values()):
-        targets = ", ".join(t for t, its in found["serve"].items() if its == text)
+    for text in dict.fromkeys(data["serve"].values()):
+        targets = ", ".join(t for t, its in data["serve"].items() if its == text)
         print(f"\npipeline serve of {targets}:\n  {text}", file=out)
     return 0

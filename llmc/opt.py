@@ -17,7 +17,6 @@ from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pipeline import parse_pipeline, run_pipeline, spell_pass
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 
 def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:
@@ -26,7 +25,7 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
     ops = registry.opset()
     m = parse(_read(args.file), ops)
     verify(m)
-    target = parse_target(args.target, registry.targets)
+    target = registry.target(args.target)
     passes = _passes(args, registry, target)
     ctx = Ctx(ops, target, registry.kernels, args.fuel, args.only)
     before = m.clone() if args.check else Module()
@@ -55,12 +54,11 @@ def _read(name: str) -> str:
 
 def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:
     """Parse the pipeline and cut it after --stop-after; raises Diagnostic E420 if a named pass is not in it."""
-    named = {**registry.pipelines, "serve": target.pipeline}
-    passes = parse_pipeline(args.passes, registry.passes, named)
+    passes = parse_pipeline(args.passes, registry.passes, registry.pipelines_for(target))
     for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):
         if name and name not in [p.name for p in passes] and (option, name) != ("--print-after", "all"):
             have = ", ".join(map(spell_pass, passes)) or "none"
-            raise Diagnostic("E420", f"{option} {name}: that pass is not run", f"passes that are: {have}")
+            raise Diagnostic("E420", f"{option} {name}: that pass is not run", f"the pipeline: {have}")
     if args.stop_after:
         last = max(i for i, p in enumerate(passes) if p.name == args.stop_after)
         passes = passes[: last + 1]

@@ -15,6 +15,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
 from llmc.artifact.hard_link import link_folder
+from llmc.artifact.integrity import find_damage
 from llmc.artifact.publish import check_free, locked, sweep
 
 
@@ -62,10 +63,6 @@ def intact(path: Path) -> bool:
         return False
     try:
         folder = Folder(path)
-        m = folder.manifest()
-        wrong = [*folder.sizes(m)] or [*folder.check_small(m.files)]
-        for file in () if wrong else m.weights.files:
-            wrong += folder.check_weights(file, folder.map(file.file), 2)
+        return not find_damage(folder, folder.manifest(), threads=2)
     except (OSError, LlmcError):
         return False
-    return not wrong

@@ -13,29 +13,21 @@ from llmc.extension import load
 from llmc.ir.cost import Row, graph_cost, rows
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import parse
-from llmc.targets.target import Target
 
 
 def main_roofline(args: Namespace, out: IO[str]) -> int:
     """Run `llmc roofline`: print one table (or JSON object) per graph."""
     module = load_module(args.model)
-    target = load_target(args.target)
+    target = load().target(args.target)
     peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
     bandwidth = args.bandwidth or target.bandwidth
     sizes = parse_sizes(args.bind)
-    found = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
+    priced = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
     if args.json:
-        print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": found}, indent=2), file=out)
+        print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": priced}, indent=2), file=out)
     else:
-        print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in found), file=out)
+        print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in priced), file=out)
     return 0
-
-
-def load_target(name: str) -> Target:
-    """Return the target of that name."""
-    from llmc.targets.target_names import parse as parse_target
-
-    return parse_target(name, load().targets)
 
 
 def load_module(path: str) -> Module:
@@ -97,16 +89,16 @@ def _merge(into: dict[str, Any], r: Row, sizes: Mapping[str, int]) -> None:
     into["bound"] = r.bound
 
 
-def _table(found: dict[str, Any], sizes: Mapping[str, int], peak: float, bandwidth: float) -> str:
+def _table(cost: dict[str, Any], sizes: Mapping[str, int], peak: float, bandwidth: float) -> str:
     at = ", ".join(f"{k}={v}" for k, v in sizes.items())
     lines = [
-        f"@{found['graph']}",
-        f"  flops = {found['flops']}",
-        f"  bytes = {found['bytes']}",
-        f"  at {at}, {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {found['seconds'] * 1e3:.3f} ms",
+        f"@{cost['graph']}",
+        f"  flops = {cost['flops']}",
+        f"  bytes = {cost['bytes']}",
+        f"  at {at}, {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {cost['seconds'] * 1e3:.3f} ms",
         f"  {'ms':>9} {'GFLOP':>10} {'MB':>10} {'count':>6}  bound    what",
     ]
-    for r in found["rows"]:
+    for r in cost["rows"]:
         lines.append(
             f"  {r['seconds'] * 1e3:9.3f} {r['flops'] / 1e9:10.3f} {r['bytes'] / 1e6:10.2f} {r['count']:6d}"
             f"  {r['bound']:8} {r['name']}"

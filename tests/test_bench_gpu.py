@@ -16,7 +16,7 @@ from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
-from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.tuning_records import Record
 from llmc.extension import load
 from llmc.ir.graph import Builder, Graph, Module
@@ -149,7 +149,7 @@ def test_launches_of_one_place_are_told_apart_by_their_nodes() -> None:
 
 def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda() -> None:
     found = products.candidates(264, 520, 512, 3, load(), sm_90())
-    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(LINEAR.ways())
+    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(GEMM_WGMMA.all_schedules())
     assert all(c.env == {"T": 512} for c in found)
 
 

@@ -16,8 +16,9 @@ from models.kit import save
 
 from llmc.cli import main
 from llmc.console import Summary
-from llmc.driver import Options, next_of
-from llmc.targets.target_names import parse
+from llmc.driver import next_command
+from llmc.extension import load
+from llmc.options import Options
 
 Break = Callable[[Path], object]
 
@@ -189,7 +190,7 @@ def test_a_compile_tells_what_comes_next() -> None:
         ("cuda:sm_90", "none", "next: llmc pack m.llmc m"),
         ("hip:gfx942", "packed", ""),
     ):
-        assert next_of(model, out, Options(weights=weights), parse(target)) == words
+        assert next_command(model, out, Options(weights=weights), load().target(target)) == words
     assert Summary("m.llmc", next="next: x").text().endswith("\nnext: x")
 
 

@@ -49,7 +49,9 @@ def packed(plan: Plan, shape: Shape) -> Path:
 
 def with_weights(plan: Plan, model: Path, path: Path, weights: str, tuning: Path | None = None) -> None:
     """Compile as `llmc compile` does, kernels cached beside the artifacts."""
-    from llmc.driver import Console, Options, compile_model
+    from llmc.console import Console
+    from llmc.driver import compile_model
+    from llmc.options import Options
 
     options = Options(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,

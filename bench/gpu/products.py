@@ -21,7 +21,6 @@ from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
 from llmc.measure.timing import Candidate, Timer
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 OURS = "cuda/gemm_wgmma"
 MOST_TOKENS = 8192
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--json", type=Path, help="write all rows there, one JSON object a line")
     args = ap.parse_args(argv)
     registry = load()
-    target = parse_target(args.target, registry.targets)
+    target = registry.target(args.target)
     rows: list[dict[str, object]] = []
     with scratch() as folder:
         timer = Timer(target, registry, folder, jobs=None, context=1024, page=target.page_size)

@@ -1,1 +1,1 @@
-"""Writing and reading artifacts: evaluating weights, writing the folder, inspecting its contents."""
+"""Writing artifacts: evaluating weights, writing and replacing the folder, predicted costs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.format.manifest import State
@@ -75,3 +75,9 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
         "state_bytes": fixed,
         "kv_bytes_per_page": paged,
     }
+
+
+def weight_bytes(programs: Iterable[Program]) -> int:
+    """Return the total bytes of the weights that the programs read, each counted once, packed or not."""
+    sizes = {b.name: b.bytes({}) for p in programs for b in p.buffers if b.kind == "weight" and b.alias is None}
+    return sum(sizes.values())

@@ -13,7 +13,8 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME, Manifest, Weights
 
 from llmc.artifact.files import Files
-from llmc.artifact.publish import CANARY, PART, locked, publish, sweep
+from llmc.artifact.integrity import open_undamaged
+from llmc.artifact.publish import CANARY, PART, locked, publish, sweep, temporary
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
@@ -34,12 +35,10 @@ def last_stage(path: Path) -> tuple[Manifest, str]:
     Raises LlmcError E101 to E107 if they are damaged, Diagnostic E328 if there is no IR text.
     """
     folder = Folder(path)
-    manifest = folder.manifest()
-    for error in [*folder.sizes(manifest)] or [*folder.check_small(manifest.files)]:
-        raise error
+    manifest = open_undamaged(folder)
     last = max((n for n in manifest.files if n.startswith("ir/")), default="")
     if not last:
-        raise Diagnostic("E328", f"{path} has no stage in ir/ to be packed by", "compile the model again")
+        raise Diagnostic("E328", f"{path} has no IR text in ir/ to pack weights with", "compile the model again")
     return manifest, folder.read(last, manifest.files[last].bytes).decode()
 
 
@@ -66,9 +65,7 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 @contextmanager
 def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
     """A temporary folder beside `out` with links to the files of `source`, except its manifest and those in `skip`."""
-    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    files.folder()
-    try:
+    with temporary(out) as files:
         for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
             name = path.relative_to(source)
             if name.as_posix() in (NAME, PART) or name.parts[0] in skip:
@@ -76,9 +73,6 @@ def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Fil
             (files.root / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, files.root / name)
         yield files
-    except BaseException:
-        shutil.rmtree(files.root, ignore_errors=True)
-        raise
 
 
 def _link(old: Path, new: Path) -> None:

@@ -14,7 +14,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.files import Files, sync_folder, writing
+from llmc.artifact.files import Files, Hook, no_hook, sync_folder, writing
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
@@ -58,14 +58,12 @@ def check_free(out: Path, force: bool) -> None:
     if not os.path.lexists(out) or _is_remains(out):
         return
     if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():
-        raise Diagnostic(
-            "E122", f"{out} exists and is not an artifact", "choose another -o; llmc removes nothing there"
-        )
+        raise Diagnostic("E122", f"{out} exists and is not an artifact", "choose another -o; llmc does not remove it")
     if not force:
         raise Diagnostic("E120", f"{out} exists", "add --force to replace it, or choose another -o")
     foreign = foreign_files(out)
     if foreign:
-        cause = f"{out} holds {len(foreign)} files that are not the artifact's, such as {foreign[0]}"
+        cause = f"{out} contains {len(foreign)} files that are not the artifact's, such as {foreign[0]}"
         raise Diagnostic("E122", cause, "move them away, or choose another -o")
 
 
@@ -93,6 +91,19 @@ def sweep(out: Path) -> None:
     for path in out.parent.glob(f".{out.name}.tmp-*"):
         if _is_remains(path) or (path / NAME).is_file():
             shutil.rmtree(path)
+
+
+@contextmanager
+def temporary(out: Path, hook: Hook = no_hook) -> Iterator[Files]:
+    """A temporary folder beside `out`, removed if the block fails."""
+    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
+    files.folder()
+    try:
+        yield files
+    except BaseException:
+        hook("remove", files.root)
+        shutil.rmtree(files.root, ignore_errors=True)
+        raise
 
 
 def publish(files: Files, out: Path) -> None:

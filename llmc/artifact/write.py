@@ -4,53 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.json_fields import is_safe_name
-from llmc_runtime.format.manifest import (
-    FileInfo,
-    KernelFile,
-    Kv,
-    Limits,
-    Manifest,
-    Source,
-    State,
-    TargetInfo,
-    Weights,
-)
+from llmc_runtime.format.manifest import FileInfo, KernelFile, Kv, Limits, Manifest, Source, State, TargetInfo, Weights
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.publish import PART, check_free, locked, publish, sweep
+from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
+from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"
-
-
-@dataclass(frozen=True)
-class KernelBinary:
-    """A compiled kernel with its content hash, its source text and its launch parameters."""
-
-    hash: str
-    binary: bytes
-    source: str
-    entry: str
-    threads: int = 0
-    shared: int = 0
-    suffix: str = "so"
-    language: str = "cpp"
-    abi: str = "cpu-1"
 
 
 @dataclass(frozen=True)
@@ -78,7 +52,7 @@ class Parts:
     eos_token_ids: Sequence[int]
     page_size: int
     states: Sequence[State]
-    kernels: Sequence[KernelBinary]
+    kernels: Iterable[Binary]
     programs: Sequence[Program]
     weights: PackedWeights | int | None
     tokenizer: Sequence[Path] = ()
@@ -100,7 +74,7 @@ def write_artifact(
     with locked(path):
         check_free(path, force)
         sweep(path)
-        with _temp(path, hook) as files:
+        with temporary(path, hook) as files:
             files.put(PART, b"")
             writer = _Writer(files)
             manifest = writer.write(parts, progress)
@@ -108,19 +82,6 @@ def write_artifact(
             files.sync()
             publish(files, path)
     return Manifest.load(manifest.dump())
-
-
-@contextmanager
-def _temp(out: Path, hook: Hook) -> Iterator[Files]:
-    """A temporary folder beside `out`, removed if the block fails."""
-    files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
-    files.folder()
-    try:
-        yield files
-    except BaseException:
-        hook("remove", files.root)
-        shutil.rmtree(files.root, ignore_errors=True)
-        raise
 
 
 class _Writer:
@@ -132,7 +93,7 @@ class _Writer:
 
     def put(self, name: str, data: bytes) -> str:
         if not is_safe_name(name):
-            raise Diagnostic("E104", f"{name!r} is not a name that an artifact may hold", "rename the file")
+            raise Diagnostic("E104", f"{name!r} is not a permitted file name in an artifact", "rename the file")
         self.files.put(name, data)
         self.hashes[name] = FileInfo(sha256(data), len(data))
         return name
@@ -165,7 +126,7 @@ class _Writer:
             files=self.hashes,
         )
 
-    def _kernel(self, k: KernelBinary) -> KernelFile:
+    def _kernel(self, k: Binary) -> KernelFile:
         binary = self.put(f"kernels/{k.hash}.{k.suffix}", k.binary)
         source = self.put(f"kernels/{k.hash}.{k.language}", k.source.encode())
         return KernelFile(k.hash, binary, source, k.entry, k.threads, k.shared, k.abi)

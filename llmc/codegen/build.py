@@ -11,7 +11,6 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan, memory
-from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.binary import Binary, locations
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
@@ -54,7 +53,7 @@ def build(
     placed = place_graphs(m, target, kernels)
     found = locations(placed, tools.key)
     sources = [(s, locs[0] if locs else "") for s, locs in found.values()]
-    unit, entries = step_source(placed, m) if has_step(target) else (None, ())
+    unit, entries = tools.step_unit(placed, m)
     compiled = tools.compile(
         [*([(unit, "")] if unit else []), *sources], cache, jobs or min(os.cpu_count() or 1, 16), progress
     )
@@ -69,11 +68,6 @@ def build(
         for p, step in zip(placed, steps, strict=True)
     )
     return Built(programs, binaries, memory.report(m), tools.versions())
-
-
-def has_step(target: Target) -> bool:
-    """Whether the launches of a program are run by a compiled function, the step unit, in place of the runtime."""
-    return target.family == "cpu"
 
 
 def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:

@@ -9,8 +9,7 @@ from pathlib import Path
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan
-from llmc.codegen.backends.cpp.step_unit import step_source
-from llmc.codegen.build import has_step, place_graphs
+from llmc.codegen.build import place_graphs
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import Finders, Toolset
 from llmc.ir.graph import Module
@@ -40,9 +39,8 @@ def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, 
     tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
     sources = [s for p in placed for s in p.emitted.sources]
-    if has_step(target):
-        sources.append(step_source(placed, m)[0])
-    keyed = {tools.key(s): s for s in sources}
+    unit, _ = tools.step_unit(placed, m)
+    keyed = {tools.key(s): s for s in [*sources, *([unit] if unit else [])]}
     missing = frozenset(k for k, s in keyed.items() if cache is None or not tools.cached(s, cache))
     programs = tuple(launch_plan.program(p, m, [_nowhere(s) for s in p.emitted.sources], None) for p in placed)
     return Sketch(programs, frozenset(keyed), missing)

@@ -48,7 +48,7 @@ class Param:
         return {"arg": 8, "map": 128}.get(self.kind) or {"i32": 4, "i64": 8, "f32": 4}[self.type]
 
     def json(self) -> dict[str, Any]:
-        """As programs spell it (`llmc_runtime.format.launch_param`)."""
+        """As it stands in a program (`llmc_runtime.format.launch_param`)."""
         if self.kind in ("arg", "map"):
             return {self.kind: self.index}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
@@ -62,7 +62,7 @@ class Source:
     needs. Dynamic sizes reach the text by position only (`sizes[0]`), never by symbol name: nodes of different entry
     points whose texts are equal share one binary.
     On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
-    "i32"), `options` what the compiler is told (num_warps, num_stages), and `pdl` says that the text itself waits for
+    "i32"), `options` the compiler's options (num_warps, num_stages), and `pdl` says that the text itself waits for
     the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
     the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
     """
@@ -111,7 +111,7 @@ class Kernel:
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        """The ways this kernel offers to run the node: attribute dicts, JSON values, at least one, best guess first."""
+        """The candidate schedules of a node: dicts of JSON values, at least one, best guess first."""
         return [{}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:

@@ -17,25 +17,13 @@ from llmc.codegen.memory import WEIGHTS
 from llmc.codegen.tuning_records import Tuning, node_text
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass
 from llmc.targets.target import Target
 
 TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which nodes are priced, clamped to their bounds
 
 BESIDE = 96  # rows assumed in a step with prompts: 64 decoding rows beside a prompt need more than one tile of 64
-
-
-def depends_on(g: Graph) -> tuple[set[Value], set[Value]]:
-    """Return (values computed from weights only, values that depend on a step input). Constants are in neither set."""
-    weights, inputs = set[Value](), set[Value]()
-    for v in g.inputs:
-        (weights if v.weight else inputs).add(v)
-    for n in g.nodes:
-        if any(v in inputs for v in n.operands):
-            inputs.update(n.results)
-        elif any(v in weights for v in n.operands):
-            weights.update(n.results)
-    return weights, inputs
 
 
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
@@ -121,15 +109,15 @@ class Choices:
         """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
         if key not in self.rows:
-            rest = [_way(o) for o in offered if o is not best]
+            rest = [_choice(o) for o in offered if o is not best]
             self.rows[key] = {
-                "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_way(best), "ways": len(offered),
+                "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best), "ways": len(offered),
                 "sizes": dict(env), "others": rest[: self.OTHERS],
             }  # fmt: skip
         self.rows[key]["count"] += 1
 
 
-def _way(o: Offer) -> dict[str, Any]:
+def _choice(o: Offer) -> dict[str, Any]:
     return {"kernel": o.kernel.name, "schedule": dict(o.schedule), "us": round(o.us, 3), "measured": o.measured}
 
 
@@ -152,11 +140,11 @@ class Select(Pass):
             raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", _near(unknown, ctx.kernels))
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
         agreed: dict[str, str] = {}
-        told = Choices()
+        choices = Choices()
         count = measured = open_ = 0
         for g in launched_graphs(m):
             cache: dict[str, list[Offer]] = {}
-            weights, _ = depends_on(g)
+            weights = weight_only(g)
             for n in g.nodes:
                 if n.choice or all(r in weights for r in n.results):
                     continue
@@ -164,12 +152,12 @@ class Select(Pass):
                 if key not in cache:
                     cache[key] = offers(n, ctx.kernels, target, env, tuning, self.prefer)
                 best = _agreeing(n, cache[key], agreed, target)
-                told.add(g, n, best, cache[key], env)
+                choices.add(g, n, best, cache[key], env)
                 n.choice = {"kernel": best.kernel.name, **best.schedule}
                 count, measured, open_ = count + 1, measured + best.measured, open_ + (len(cache[key]) > 1)
         if open_:
             ctx.told[tuning.decided(measured, count, target)] = None
-        ctx.choices += told.rows.values()
+        ctx.choices += choices.rows.values()
         return count
 
 
@@ -239,7 +227,9 @@ def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
     """
     table, idx = n.operands
     packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)
-    name = next((k for k in ctx.kernels if k.endswith("/packed_take")), "")
+    languages = _target(ctx).languages
+    takers = (k for k, x in ctx.kernels.items() if "packed_take" in x.ops and x.language in languages)
+    name = next(takers, "")
     only = all(u is n or u is packed for u in table.uses) and not any(table is o for o in g.outputs)
     if not (table.weight and table.type.rank == 2 and packed and name and only):
         return False

@@ -6,15 +6,19 @@ returns the toolchain or raises Diagnostic E501. Nothing here knows a particular
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from llmc.codegen.kernel import Box, Source
+from llmc.codegen.launch_plan import Placed
 from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
@@ -35,14 +39,23 @@ class Compiled:
     boxes: tuple[Box, ...] = ()
 
 
+# (launched graphs, their module) -> the source of the step unit, and each graph's function in it
+StepWriter = Callable[[Sequence[Placed], Module], tuple[Source, tuple[str, ...]]]
+
+
 @dataclass(frozen=True)
 class Output:
     """The file suffixes of a toolchain's sources and binaries, without dots, and the calling convention of the
-    binaries, which the runtime's device has to know."""
+    binaries, which the runtime's device has to know.
+
+    step: writes the step unit, the compiled function that runs all launches of a program; None if the runtime runs
+    them. That of the target's first language counts.
+    """
 
     source: str
     binary: str
     abi: str
+    step: StepWriter | None = None
 
 
 class Toolchain(Protocol):
@@ -97,6 +110,11 @@ class Toolset:
             self._found[language] = self.finders[language](self.target)
         return self._found[language]
 
+    def step_unit(self, placed: Sequence[Placed], m: Module) -> tuple[Source | None, tuple[str, ...]]:
+        """The step unit of a module's launched graphs and each graph's function in it; (None, ()) if there is none."""
+        write = self.of(self.target.languages[0]).output.step
+        return write(placed, m) if write else (None, ())
+
     def key(self, source: Source) -> str:
         """The key of a source under its language's toolchain."""
         return self.of(source.language).key(source)
@@ -144,6 +162,44 @@ def installed(target: Target, finders: Finders) -> dict[str, str]:
 def _shifted(progress: Progress, before: int, total: int) -> Progress:
     """Progress of one group as progress of all: `before` sources were done earlier."""
     return lambda done, of, what: progress(before + done, total, what)
+
+
+def compile_in_threads(
+    sources: Sequence[tuple[Source, str]], key: Callable[[Source], str], one: Callable[[str, Source, str], Compiled],
+    cache: Path, jobs: int, progress: Progress | None,
+) -> dict[str, Compiled]:  # fmt: skip
+    """Compile each (source, location) of another key by one(key, source, location), `jobs` at a time.
+
+    The first error cancels what has not started, and is raised.
+    """
+    todo = {key(s): (s, loc) for s, loc in sources}
+    out: dict[str, Compiled] = {}
+    cache.mkdir(parents=True, exist_ok=True)
+    sweep(cache)
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        futures = {k: pool.submit(one, k, s, loc) for k, (s, loc) in todo.items()}
+        try:
+            for k, future in futures.items():
+                out[k] = future.result()
+                if progress:
+                    progress(len(out), len(todo), title(todo[k][0]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return out
+
+
+def title(source: Source) -> str:
+    """The comment in the first line of a source, else its entry."""
+    comment = re.match(r"(?://|#)\s*(.*)", source.text.partition("\n")[0])
+    return comment[1].strip() if comment else source.entry
+
+
+def compile_error(compiler: str, source: Source, why: str, kept: Path, loc: str) -> Diagnostic:
+    """Diagnostic E502 for a source that does not compile; its text is written to `kept`."""
+    kept.write_text(source.text)
+    remedy = f"the source is kept at {kept}; report it, or choose another target"
+    return Diagnostic("E502", f"{compiler} could not compile {title(source)}: {why}", remedy, loc=loc)
 
 
 def sweep(cache: Path) -> None:

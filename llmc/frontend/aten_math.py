@@ -64,21 +64,10 @@ def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value
     return c.b.add(c.b.relu(x), tail)
 
 
-def expm1(c: Call, x: Value) -> Value:
-    """Lower exp(x) - 1 as tanh(x/2) * (exp(x) + 1), which is accurate near zero."""
-    half = c.b.tanh(c.b.mul(x, c.value(0.5, x)))
-    return c.b.mul(half, c.b.add(c.b.exp(x), c.value(1.0, x)))
-
-
 def max_dim(c: Call, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, ...]:
     """Lower max over one axis to its values and indices."""
     axis = axis_of(x, dim) - x.type.rank
     return c.b.amax(x, axis=axis, keepdim=keepdim), c.b.argmax(x, axis=axis, keepdim=keepdim)
-
-
-def rsub(c: Call, x: Value, y: Any, alpha: Any = 1) -> Value:
-    """Lower y - alpha * x."""
-    return binary("sub")(c, c.value(y, x), x if alpha == 1 else c.b.mul(x, c.value(alpha, x)))
 
 
 def pow_scalar(c: Call, x: Value, exponent: float) -> Value:
@@ -89,31 +78,11 @@ def pow_scalar(c: Call, x: Value, exponent: float) -> Value:
     return x if exponent == 1 else c.b.pow(x, c.value(exponent, x))
 
 
-def gelu(c: Call, x: Value, *, approximate: str = "none") -> Value:
-    """Lower gelu, exact or with the tanh approximation."""
-    return c.b.gelu_tanh(x) if approximate == "tanh" else c.b.gelu(x)
-
-
 def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
     """Lower a clamp; a bound of None is ignored."""
     if low is not None:
         x = c.b.maximum(x, c.value(low, x))
     return x if high is None else c.b.minimum(x, c.value(high, x))
-
-
-def leaky_relu(c: Call, x: Value, slope: float = 0.01) -> Value:
-    """Lower leaky ReLU as a select between x and slope * x."""
-    return c.b.where(c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x)))
-
-
-def where(c: Call, cond: Value, x: Any, y: Any) -> Value:
-    """Lower a select; numbers become constants of the result's dtype."""
-    return c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
-
-
-def masked_fill(c: Call, x: Value, mask: Value, value: Any) -> Value:
-    """Lower masked_fill as a select."""
-    return c.b.where(mask, c.value(value, x), x)
 
 
 def reduce(name: str) -> Row:
@@ -130,9 +99,9 @@ def reduce(name: str) -> Row:
     return row
 
 
-def softmax(c: Call, x: Value, dim: int, dtype: Any = None) -> Value:
-    """Lower softmax; like torch, cast to the requested dtype before the exponentials."""
-    return c.b.softmax(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
+def along(name: str) -> Row:
+    """Return the lowering of an op along one axis that, like torch, first casts to the result's dtype."""
+    return lambda c, x, dim, dtype=None: getattr(c.b, name)(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
 
 
 def topk(c: Call, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Value, ...]:
@@ -141,11 +110,6 @@ def topk(c: Call, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted:
         raise Unsupported("topk other than the largest of the last axis")
     values, index = c.b.topk(x, k=k)
     return values, index
-
-
-def cumsum(c: Call, x: Value, dim: int, *, dtype: Any = None) -> Value:
-    """Lower a cumulative sum."""
-    return c.b.cumsum(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
 
 
 def linear(c: Call, x: Value, w: Value, bias: Value | None = None) -> Value:
@@ -200,6 +164,7 @@ _UNARY = (
     "abs", "cos", "erf", "exp", "exp2", "floor", "log", "logical_not", "neg", "reciprocal", "relu", "rsqrt",
     "sigmoid", "silu", "sin", "sqrt", "square", "tanh",
 )  # fmt: skip
+_GELU = MappingProxyType({"none": "gelu", "tanh": "gelu_tanh"})
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 ROWS: Mapping[str, Row] = MappingProxyType(
@@ -208,44 +173,44 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
         **{f"aten.{n}.{kind}": binary(n) for n in _COMPARE for kind in ("Tensor", "Scalar")},
         **{f"aten.{n}.default": binary(n) for n in ("maximum", "minimum", "logical_and", "logical_or")},
-        "aten.div.Tensor": div,
-        "aten.div.Scalar": div,
-        "aten.div.Tensor_mode": div,
+        **{f"aten.div.{n}": div for n in ("Tensor", "Scalar", "Tensor_mode")},
         **{f"aten.{n}.Tensor": logical("and") for n in ("bitwise_and", "__and__")},
         **{f"aten.{n}.Tensor": logical("or") for n in ("bitwise_or", "__or__")},
         "aten.bitwise_not.default": logical("not"),
-        "aten.rsub.Scalar": rsub,
+        "aten.rsub.Scalar": lambda c, x, y, alpha=1: binary("sub")(c, y, x, alpha=alpha),
         "aten.softplus.default": softplus,
-        "aten.expm1.default": expm1,
+        # tanh(x/2) * (exp(x) + 1), which is accurate near zero
+        "aten.expm1.default": lambda c, x: c.b.mul(
+            c.b.tanh(c.b.mul(x, c.value(0.5, x))), c.b.add(c.b.exp(x), c.value(1.0, x))
+        ),
         "aten.log1p.default": lambda c, x: c.b.log(c.b.add(x, c.value(1.0, x))),
         "aten.ceil.default": lambda c, x: c.b.neg(c.b.floor(c.b.neg(x))),
         "aten.max.dim": max_dim,
         "aten.pow.Tensor_Scalar": pow_scalar,
         "aten.pow.Tensor_Tensor": binary("pow"),
-        "aten.gelu.default": gelu,
-        "aten.clamp.default": clamp,
-        "aten.clamp.Tensor": clamp,
-        "aten.clip.default": clamp,
+        "aten.gelu.default": lambda c, x, approximate="none": getattr(c.b, _GELU[approximate])(x),
+        **{f"aten.{n}": clamp for n in ("clamp.default", "clamp.Tensor", "clip.default", "clamp_min.default")},
         "aten.hardtanh.default": lambda c, x, low=-1.0, high=1.0: clamp(c, x, low, high),
         "aten.relu6.default": lambda c, x: clamp(c, x, 0.0, 6.0),
-        "aten.leaky_relu.default": leaky_relu,
+        "aten.leaky_relu.default": lambda c, x, slope=0.01: c.b.where(
+            c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x))
+        ),
         "aten.min.other": binary("minimum"),
         "aten.max.other": binary("maximum"),
-        "aten.clamp_min.default": clamp,
-        "aten.where.self": where,
-        "aten.where.ScalarOther": where,
-        "aten.where.ScalarSelf": where,
-        "aten.where.Scalar": where,
-        "aten.masked_fill.Scalar": masked_fill,
-        "aten.masked_fill.Tensor": masked_fill,
+        **{
+            f"aten.where.{n}": lambda c, cond, x, y: c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
+            for n in ("self", "ScalarOther", "ScalarSelf", "Scalar")
+        },
+        **{
+            f"aten.masked_fill.{n}": lambda c, x, mask, value: c.b.where(mask, c.value(value, x), x)
+            for n in ("Scalar", "Tensor")
+        },
         "aten.sum.dim_IntList": reduce("sum"),
         "aten.mean.dim": reduce("mean"),
-        "aten.amax.default": reduce("amax"),
-        "aten.amin.default": reduce("amin"),
-        "aten.argmax.default": reduce("argmax"),
-        "aten.softmax.int": softmax,
+        **{f"aten.{n}.default": reduce(n) for n in ("amax", "amin", "argmax")},
+        "aten.softmax.int": along("softmax"),
         "aten.topk.default": topk,
-        "aten.cumsum.default": cumsum,
+        "aten.cumsum.default": along("cumsum"),
         "aten.linear.default": linear,
         "aten.addmm.default": addmm,
         "aten.mm.default": mm,

@@ -44,21 +44,6 @@ def transpose(c: Call, x: Value, a: int, b: int) -> Value:
     return c.transpose(x, perm)
 
 
-def t(c: Call, x: Value) -> Value:
-    """Lower a reversal of the axes."""
-    return c.transpose(x, tuple(reversed(range(x.type.rank))))
-
-
-def last_two(c: Call, x: Value) -> Value:
-    """Lower an exchange of the last two axes."""
-    return transpose(c, x, -1, -2)
-
-
-def permute(c: Call, x: Value, dims: Sequence[int]) -> Value:
-    """Lower a permutation of the axes."""
-    return c.transpose(x, [axis_of(x, d) for d in dims])
-
-
 def expand(c: Call, x: Value, *_: Any, **__: Any) -> Value:
     """Lower a broadcast to the result's shape."""
     return c.broadcast(x, c.shape)
@@ -153,17 +138,12 @@ def repeat(c: Call, x: Value, repeats: Sequence[Any]) -> Value:
     return c.reshape(c.broadcast(x, [d for pair in zip(counts, shape, strict=True) for d in pair]), c.shape)
 
 
-def embedding(c: Call, w: Value, index: Value, *_: Any) -> Value:
-    """Lower an embedding lookup."""
-    return c.b.take(w, index)
-
-
 def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
     """Lower x[:, idx] with one integer tensor as a lookup of rows; axes before the indexed one must have size 1."""
-    given = [(i, v) for i, v in enumerate(indices) if v is not None]
-    if len(given) != 1 or given[0][1].type.dtype == "bool":
+    tensors = [(i, v) for i, v in enumerate(indices) if v is not None]
+    if len(tensors) != 1 or tensors[0][1].type.dtype == "bool":
         raise Unsupported("an index other than one integer tensor")
-    axis, at = given[0]
+    axis, at = tensors[0]
     if product(x.type.shape[:axis]).const != 1:
         raise Unsupported(f"an index along axis {axis} behind axes of size {list(map(str, x.type.shape[:axis]))}")
     return c.reshape(c.b.take(c.reshape(x, x.type.shape[axis:]), at), c.shape)
@@ -176,16 +156,6 @@ def index_put(c: Call, x: Value, indices: Sequence[Value | None], value: Value, 
     if indices[0].type.dtype != "bool" or product(value.type.shape).const != 1:
         raise Unsupported("an index_put of anything but one value through a mask")
     return c.b.where(indices[0], c.cast(c.reshape(value, ()), x.type.dtype), x)
-
-
-def index_select(c: Call, x: Value, dim: int, at: Value) -> Value:
-    """Lower index_select as an index along one axis."""
-    return index(c, x, [*[None] * axis_of(x, dim), at])
-
-
-def gather(c: Call, x: Value, dim: int, at: Value, **_: Any) -> Value:
-    """Lower gather."""
-    return c.b.gather(x, at, axis=axis_of(x, dim))
 
 
 def scatter_value(c: Call, x: Value, dim: int, at: Value, value: Any) -> Value:
@@ -207,19 +177,9 @@ def arange(c: Call, *args: Any, **_: Any) -> Value:
     return counted if start == 0 else c.b.add(counted, c.value(start, counted))
 
 
-def full(c: Call, _: Any, value: Any, **__: Any) -> Value:
+def filled(c: Call, value: Any) -> Value:
     """Lower a tensor filled with one value."""
     return c.broadcast(c.value(value, c.type), c.shape)
-
-
-def zeros(c: Call, *_: Any, **__: Any) -> Value:
-    """Lower a tensor of zeros."""
-    return c.broadcast(c.value(0, c.type), c.shape)
-
-
-def ones(c: Call, *_: Any, **__: Any) -> Value:
-    """Lower a tensor of ones."""
-    return c.broadcast(c.value(1, c.type), c.shape)
 
 
 _VIEWS = (
@@ -234,11 +194,14 @@ _CONVERT = (
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
 )  # fmt: skip
 
+_EXPAND = ("expand.default", "expand_as.default", "broadcast_to.default")
+_PIECES = ("chunk.default", "split.Tensor", "split_with_sizes.default")
+
 # Overloads whose result may share memory with their operand: writing to the result would change the operand, too.
 ALIASES = frozenset(
     f"aten.{n}"
-    for n in (*_VIEWS, *_SAME[:3], "transpose.int", "t.default", "permute.default", "expand.default", "slice.Tensor",
-              "select.int", "chunk.default", "split.Tensor", "split_with_sizes.default", "unbind.int")
+    for n in (*_VIEWS, *_SAME[:3], *_PIECES, "transpose.int", "t.default", "permute.default", "expand.default",
+              "slice.Tensor", "select.int", "unbind.int")
 )  # fmt: skip
 
 ROWS: Mapping[str, Row] = MappingProxyType(
@@ -246,43 +209,37 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         **{f"aten.{n}": view for n in _VIEWS},
         **{f"aten.{n}": same for n in _SAME},
         **{f"aten.{n}": convert for n in _CONVERT},
+        **{f"aten.{n}": expand for n in _EXPAND},
+        **{f"aten.{n}": pieces for n in _PIECES},
+        # new_empty: any value is valid, because it is overwritten before it is read
+        **{
+            f"aten.{n}.default": lambda c, *_, **__: filled(c, 0)
+            for n in ("zeros", "zeros_like", "new_zeros", "new_empty")
+        },
+        **{f"aten.{n}.default": lambda c, *_, **__: filled(c, 1) for n in ("ones", "ones_like")},
+        **{f"aten.{n}.default": lambda c, _, value, **__: filled(c, value) for n in ("full", "full_like")},
+        "aten.scalar_tensor.default": lambda c, value, **_: filled(c, value),
         "aten.dropout.default": dropout,
         "aten.transpose.int": transpose,
-        "aten.t.default": t,
-        "aten.numpy_T.default": t,
-        "aten.mT.default": last_two,
-        "aten.permute.default": permute,
-        "aten.expand.default": expand,
+        **{f"aten.{n}.default": lambda c, x: c.transpose(x, range(x.type.rank)[::-1]) for n in ("t", "numpy_T")},
+        "aten.mT.default": lambda c, x: transpose(c, x, -1, -2),
+        "aten.permute.default": lambda c, x, dims: c.transpose(x, [axis_of(x, d) for d in dims]),
         "aten.slice.Tensor": slice_,
         "aten.select.int": select,
-        "aten.chunk.default": pieces,
-        "aten.split.Tensor": pieces,
-        "aten.split_with_sizes.default": pieces,
         "aten.unbind.int": unbind,
         "aten.cat.default": cat,
         "aten.concat.default": cat,
         "aten.stack.default": stack,
         "aten.repeat_interleave.self_int": repeat_interleave,
-        "aten.embedding.default": embedding,
+        "aten.repeat.default": repeat,
+        "aten.embedding.default": lambda c, w, at, *_: c.b.take(w, at),
         "aten.index.Tensor": index,
-        "aten.index_select.default": index_select,
+        "aten.index_select.default": lambda c, x, dim, at: index(c, x, [*[None] * axis_of(x, dim), at]),
         "aten.index_put.default": index_put,
-        "aten.gather.default": gather,
+        "aten.gather.default": lambda c, x, dim, at, **_: c.b.gather(x, at, axis=axis_of(x, dim)),
         "aten.scatter.value": scatter_value,
         "aten.arange.default": arange,
         "aten.arange.start": arange,
-        "aten.full.default": full,
-        "aten.full_like.default": full,
-        "aten.scalar_tensor.default": lambda c, v, **_: c.value(v, c.type),
-        "aten.new_empty.default": zeros,  # any value is valid: it is overwritten before it is read
-        "aten.new_zeros.default": zeros,
         "aten.copy.default": lambda c, x, source, *_: c.broadcast(c.cast(source, c.type.dtype), c.shape),
-        "aten.repeat.default": repeat,
-        "aten.expand_as.default": expand,
-        "aten.broadcast_to.default": expand,
-        "aten.zeros.default": zeros,
-        "aten.zeros_like.default": zeros,
-        "aten.ones.default": ones,
-        "aten.ones_like.default": ones,
     }
 )

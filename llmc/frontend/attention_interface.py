@@ -96,7 +96,7 @@ def register() -> None:
 
 def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
     if kw.get("use_vmap"):
-        raise Diagnostic("E305", "the model asks for an attention mask of its own", _OTHER)
+        raise Diagnostic("E305", "the model uses its own attention mask", _OTHER)
     if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
         raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
     return MaskTag(int(kw.get("local_size") or 0))
@@ -122,14 +122,14 @@ def _attention_hook(
     """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
     name, mask = type(module).__name__, attention_mask
     if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
-        raise Diagnostic("E305", f"{name} hands {', '.join(unknown)} to its attention, which we do not model", _OTHER)
+        raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
     check_causal(name, is_causal is not False and getattr(module, "is_causal", True) is not False, mask)
     # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
     window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise Diagnostic("E305", f"{name} does not say which layer it is (layer_idx)", _OTHER)
+        raise Diagnostic("E305", f"{name} has no layer number (layer_idx)", _OTHER)
     out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux)
     return out, None
 

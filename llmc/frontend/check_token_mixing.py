@@ -9,11 +9,6 @@ from llmc.ir.types import Type
 
 TOKENS = "T"
 
-# Ops that work along an axis of their first operand, which must not be the token axis: the axis of an attribute, or the
-# last axis.
-BY_AXIS = frozenset(("sum", "mean", "amax", "amin", "argmax", "softmax", "cumsum", "slice", "concat", "gather"))
-BY_LAST = frozenset(("topk", "rms_norm", "layer_norm", "linear", "matmul"))
-
 
 def check_tokens(g: Graph, architecture: str) -> None:
     """Raise Diagnostic E305 for the first node of @main whose result for a token depends on other tokens.
@@ -39,9 +34,9 @@ def _mixes(n: Node) -> str:
             return f"handles {v.type}, a value for each pair of tokens"
     if name == "iota" and _axes(n.result.type):
         return f"counts the {n.result.type.shape[0]} packed tokens"
-    if name in BY_AXIS or name in BY_LAST:
+    if (axis := n.op.axis(n.attrs)) is not None:
         x = n.operands[0].type
-        if (n.attrs["axis"] if name in BY_AXIS else -1) % x.rank in _axes(x):
+        if axis % x.rank in _axes(x):
             return f"works along the tokens of {x}"
     if name == "take" and 0 in _axes(n.operands[0].type) and TOKENS in _symbols(n.operands[1].type):
         return f"looks tokens of {n.operands[0].type} up by number"

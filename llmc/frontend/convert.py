@@ -120,7 +120,7 @@ class _Lowering:
         outputs = [x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None]
         if len(outputs) != 1:
             name = type(self.exported.model).__name__
-            raise Diagnostic("E305", f"{name} answers {len(outputs)} tensors; logits alone are wanted", KNOWN_TO_WORK)
+            raise Diagnostic("E305", f"{name} returns {len(outputs)} tensors instead of logits only", KNOWN_TO_WORK)
         v = self.env[outputs[0]]
         shape = v.type.shape[1:] if v.type.rank == 3 else v.type.shape
         call = Call(Builder(self.graph, OPS), (v.type,), self.inputs["position_ids"])
@@ -163,7 +163,7 @@ class _Lowering:
             fixed = tuple(_fit(call, v, t) for v, t in zip(values, call.types, strict=True))
         except (Unsupported, Mismatch, TypeError) as e:
             raise Diagnostic(
-                "E311", f"{name}: {e}", f"widen its row in llmc/frontend/aten_*.py, or {_REPORT}", loc=loc
+                "E311", f"{name}: {e}", f"extend its lowering in llmc/frontend/aten_*.py, or {_REPORT}", loc=loc
             ) from e
         return fixed if isinstance(out, tuple) else fixed[0]
 
@@ -190,7 +190,7 @@ class _Lowering:
             at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
             new = joined(call, self.env[whole], value, *map(self._value, at))
         if new is None or late or _is_view(whole):
-            raise Diagnostic("E311", f"{name}: it writes into a view", _REPORT, loc=call.b.loc)
+            raise Diagnostic("E311", f"{name}: it writes to a view", _REPORT, loc=call.b.loc)
         self.env[target], self.env[whole] = value, new
 
 
@@ -209,7 +209,7 @@ def _is_view(n: Any) -> bool:
 def _fit(call: Call, v: Value, want: Type) -> Value:
     """Cast a lowering's result to torch's dtype; raises Unsupported if its shape differs from torch's."""
     if v.type.shape != want.shape:
-        raise Unsupported(f"the row gave {v.type}, torch says {want}")
+        raise Unsupported(f"the lowering returned {v.type}, torch {want}")
     return call.cast(v, want.dtype)
 
 

@@ -43,14 +43,14 @@ def read(module: Any) -> Gate:
         graph = _lowered(traced.graph)
         turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
         if len(turns) != 1:
-            raise Unsupported("it takes gate and up in no known order")
+            raise Unsupported("the order of gate and up is unknown")
         body = str(_expression(graph))
         gate(body)
         return Gate(body, turns.pop())
     except (Unsupported, Mismatch, KeyError, TypeError) as e:
         raise Diagnostic(
             "E305",
-            f"{type(module).__name__}: its experts' gate is no single expression: {e}",
+            f"{type(module).__name__}: its experts' gate is not a single expression: {e}",
             "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it",
         ) from e
 
@@ -75,11 +75,11 @@ def _lowered(traced: Any) -> Graph:
 def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
     fakes = n.meta["val"] if isinstance(n.meta["val"], list | tuple) else [n.meta["val"]]
     call = Call(Builder(g, OPS), tuple(Sizes({}).type(f) for f in fakes), next(iter(g.inputs)))
-    given = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
+    arguments = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
     row = TABLE.get(str(n.target))
     if row is None:
         raise Unsupported(f"{n.target} has no row in the aten table")
-    return row(call, *given[0], **given[1])
+    return row(call, *arguments[0], **arguments[1])
 
 
 def _expression(g: Graph) -> E:

@@ -32,28 +32,17 @@ from transformers.models.auto.modeling_auto import (
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, legacy_attention, rope_interface, unsupported
+from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
-
-TORCH = types.MappingProxyType(
-    {
-        "f64": torch.float64,
-        "f32": torch.float32,
-        "bf16": torch.bfloat16,
-        "f16": torch.float16,
-        "i64": torch.int64,
-        "i32": torch.int32,
-        "i16": torch.int16,
-        "i8": torch.int8,
-        "u8": torch.uint8,
-        "bool": torch.bool,
-    }
-)
 
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "it sees images, too, and its language half is not offered alone"),
+    (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "it sees images, and has no separate language model",
+    ),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
-    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it hears"),
+    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
     (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
     (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
 )
@@ -95,7 +84,7 @@ def load_config(source: Source) -> Any:
     name = source.model_type
     if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if source.config.get("auto_map"):
-            raise unsupported.refuse_code(f"model_type {name!r} is in auto_map alone")
+            raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
@@ -116,8 +105,8 @@ def _what(name: str) -> str:
     """Explain why transformers has no causal language model for a type, as far as its tables tell."""
     if name not in CONFIG_MAPPING_NAMES:
         return "is not in this transformers"
-    told = next((what for table, what in OTHERS if name in table), "")
-    return f"has no causal language model: {told}" if told else "has no causal language model"
+    reason = next((what for table, what in OTHERS if name in table), "")
+    return f"has no causal language model: {reason}" if reason else "has no causal language model"
 
 
 def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
@@ -126,14 +115,14 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
     Raises Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
-    with quiet(), legacy_attention.taken_in(config.model_type):
+    with quiet(), legacy_attention.llmc_attention(config.model_type):
         model = _build(config, dtype)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
-        wanted = _computed_names(model, program)
+        names = _computed_names(model, program)
         made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
-        buffers = {n: made[n] if n in made else _recompute(model, n) for n in wanted}
+        buffers = {n: made[n] if n in made else _recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
 
@@ -146,12 +135,12 @@ def _build(config: Any, dtype: str) -> Any:
                 config,
                 attn_implementation=attention_interface.NAME,
                 experts_implementation=attention_interface.NAME,
-                dtype=TORCH[dtype],
+                dtype=TORCH_DTYPE[dtype],
             )
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
-    _keep_wide(model, TORCH[dtype])
+    _keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     model.config.use_cache = False
     _check_positions(model)
@@ -180,7 +169,7 @@ def _check_positions(model: Any) -> None:
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise Diagnostic(
                 "E305",
-                f"{type(module).__name__} derives positions from its own padding token, which we do not model",
+                f"{type(module).__name__} derives positions from its padding token, which is not supported",
                 KNOWN_TO_WORK,
                 loc=path,
             )

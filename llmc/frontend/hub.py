@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.option_type import option
+
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
@@ -26,15 +28,15 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 @dataclass(frozen=True)
 class Hub:
-    """Where hub ids are looked up.
+    """Where hub ids are looked up."""
 
-    endpoint: address of the hub (None: the public one). folder: download folder (None: huggingface_hub's cache).
-    offline: use only what is in the folder.
-    """
-
-    endpoint: str | None = None
-    folder: Path | None = None
-    offline: bool = False
+    endpoint: str | None = option(
+        None, "address of the hub for model ids (the public one)", flags=("--hub-endpoint",), metavar="URL"
+    )
+    folder: Path | None = option(
+        None, "download folder of models (huggingface_hub's cache)", flags=("--download-dir",), read=Path, metavar="DIR"
+    )
+    offline: bool = option(False, "send no request: models by id come from the download folder only", read=None)
 
 
 PUBLIC = Hub()
@@ -67,7 +69,7 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
     return at
 
 
-def wanted(names: Collection[str], shards: Collection[str] | None) -> list[str]:
+def files_to_download(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
@@ -96,12 +98,12 @@ class _Fetch:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        commit, sizes = self.cached() if self.hub.offline else self.asked()
+        commit, sizes = self.downloaded() if self.hub.offline else self.online()
         if "config.json" not in sizes:
             raise unsupported.refuse_without_config(sizes, self.where)
         folder = self.file("config.json", commit).parent
         unsupported.check_config(read_json(folder / "config.json"), self.where)
-        files = wanted(sizes, self.shards(sizes, commit) if weights else None)
+        files = files_to_download(sizes, self.shards(sizes, commit) if weights else None)
         total, done = sum(sizes[n] for n in files), 0
         for n in files:
             self.file(n, commit)
@@ -123,10 +125,10 @@ class _Fetch:
             return [unsupported.SINGLE]
         lacking = sorted(str(n) for n in named if n not in sizes or not str(n).endswith(".safetensors"))
         if not named or lacking:
-            raise self.useless(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
+            raise self.unusable(f"{unsupported.INDEX} names {lacking[0] if lacking else 'no file'}, which is not there")
         return sorted(named)
 
-    def asked(self) -> tuple[str, dict[str, int]]:
+    def online(self) -> tuple[str, dict[str, int]]:
         """Ask the hub for the commit of the revision, and for its relevant files with their sizes."""
         from huggingface_hub import HfApi
 
@@ -136,11 +138,11 @@ class _Fetch:
             )
         )
         if not COMMIT.fullmatch(str(info.sha)):
-            raise self.useless(f"its commit is {info.sha!r}, not 40 digits")
+            raise self.unusable(f"its commit is {info.sha!r}, not 40 digits")
         files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
         return str(info.sha), files
 
-    def cached(self) -> tuple[str, dict[str, int]]:
+    def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
         found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]
@@ -170,48 +172,50 @@ class _Fetch:
         except errors.GatedRepoError:
             raise Diagnostic(
                 "E331",
-                f"{self.name} is gated: its publisher lets in those who agreed to the terms",
-                "agree on the model's page, then `hf auth login` with a token that may read it",
+                f"{self.name} is gated: access requires accepting its publisher's terms",
+                "accept the terms on the model's page, then run `hf auth login` with a token that has access",
             ) from None
         except errors.RepositoryNotFoundError:
             raise Diagnostic(
                 "E330",
-                f"{self.name} is no repository that {self.at} shows; private ones are shown to those with a token",
-                "check the name (owner/name), or `hf auth login`; a local folder needs a path that exists",
+                f"{self.at} has no public repository {self.name}; a private one needs a token",
+                "check the name (owner/name), or run `hf auth login`; the path of a local folder must exist",
             ) from None
         except errors.RevisionNotFoundError:
             raise Diagnostic(
-                "E333", f"{self.name} has no revision {self.revision!r}", "name a branch, a tag or a commit of it"
+                "E333", f"{self.name} has no revision {self.revision!r}", "give an existing branch, tag or commit"
             ) from None
         except errors.LocalEntryNotFoundError as e:
-            raise self.silent(e) from None
+            raise self.unreachable(e) from None
         except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError) as e:
-            raise self.useless(_line(e)) from None
+            raise self.unusable(_line(e)) from None
         except (HTTPError, ConnectionError, TimeoutError) as e:
-            raise self.silent(e) from None
+            raise self.unreachable(e) from None
 
     @property
     def at(self) -> str:
         return self.hub.endpoint or "the hub"
 
-    def silent(self, e: Exception) -> Diagnostic:
+    def unreachable(self, e: Exception) -> Diagnostic:
         """The error for a hub that does not respond."""
         if self.hub.offline:
             return Diagnostic(
                 "E332",
-                f"{self.where} is not in {self.hub.folder or 'the download folder'}, and --offline asks nobody",
-                "fetch it once without --offline, or give a local folder",
+                f"{self.where} is not in {self.hub.folder or 'the download folder'}, and --offline sends no request",
+                "download it once without --offline, or give a local folder",
             )
         return Diagnostic(
             "E332",
             f"{self.at} does not answer for {self.where}: {_line(e)}",
-            "check the network, try --offline if it was fetched before, or give a local folder",
+            "check the network, try --offline if it was downloaded before, or give a local folder",
         )
 
-    def useless(self, why: str) -> Diagnostic:
+    def unusable(self, why: str) -> Diagnostic:
         """The error for an unusable answer."""
         return Diagnostic(
-            "E334", f"{self.at} gives {self.where} in no usable form: {why}", "try again, or another revision"
+            "E334",
+            f"the answer of {self.at} for {self.where} is unusable: {why}",
+            "try again, or give another revision",
         )
 
 

@@ -44,7 +44,7 @@ CALL = "_flash_attention_forward"
 
 
 @contextmanager
-def taken_in(model_type: str) -> Iterator[None]:
+def llmc_attention(model_type: str) -> Iterator[None]:
     """Within this context, models of an older family are traced with our attention. Others are unaffected."""
     if model_type not in FAMILIES and model_type not in METHODS:
         yield
@@ -81,11 +81,13 @@ def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[No
 @contextmanager
 def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
     """Within this context, the flash class is selected, and it calls our attention."""
-    asked = torch.is_autocast_enabled  # raises for the meta device, on which nothing is autocast
+    autocast = torch.is_autocast_enabled  # raises for the meta device, on which nothing is autocast
     with (
         replaced(classes, attention_interface.NAME, classes["flash_attention_2"]),
         replaced(vars(module), CALL, _attention),
-        replaced(vars(torch), "is_autocast_enabled", lambda device=None: device != "meta" and asked(device or "cuda")),
+        replaced(
+            vars(torch), "is_autocast_enabled", lambda device=None: device != "meta" and autocast(device or "cuda")
+        ),
         _Slices(),
     ):
         yield

@@ -30,6 +30,7 @@ IR_DTYPE = MappingProxyType(
         torch.bool: "bool",
     }
 )
+TORCH_DTYPE = MappingProxyType({ir: dtype for dtype, ir in IR_DTYPE.items() if dtype.is_floating_point})
 # A complex tensor becomes a float tensor with a last axis of real and imaginary part.
 PARTS = MappingProxyType({torch.complex64: torch.float32, torch.complex128: torch.float64})
 

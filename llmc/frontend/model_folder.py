@@ -16,8 +16,8 @@ from llmc_runtime.format.json_fields import too_much
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 
-MOST_BYTES, MOST_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
-MOST_SMALL = 256 << 20  # limit of a file that is copied into the artifact
+MAX_BYTES, MAX_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
+MAX_SMALL = 256 << 20  # limit of a file that is copied into the artifact
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+DOWNLOAD_AGAIN = "download the file again"
 TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
 # Architectures whose logits tests/models compares with those of transformers; others may work, too.
@@ -92,9 +93,7 @@ def open_source(path: str | Path) -> Source:
         raise unsupported.refuse_adapter(str(folder), base)
     generation = folder / "generation_config.json"
     source = Source(
-        folder,
-        MappingProxyType(config),
-        MappingProxyType(read_json(generation) if generation.is_file() else {}),
+        folder, MappingProxyType(config), MappingProxyType(read_json(generation) if generation.is_file() else {})
     )
     _check(source)
     return source
@@ -118,9 +117,9 @@ def check_files(folder: Path) -> None:
             continue
         target = Path(os.path.realpath(path))
         if not is_regular(path):
-            raise Diagnostic("E308", f"{path} is no plain file ({target})", "fetch the file again")
-        if (size := path.stat().st_size) > MOST_SMALL:
-            raise Diagnostic("E308", f"{path} has {size} bytes, over the cap of {MOST_SMALL}", "fetch the file again")
+            raise Diagnostic("E308", f"{path} is not a regular file ({target})", DOWNLOAD_AGAIN)
+        if (size := path.stat().st_size) > MAX_SMALL:
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", DOWNLOAD_AGAIN)
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -136,19 +135,19 @@ def check_weights(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
     if not is_regular(path):
-        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no plain file"
-        raise Diagnostic("E302", f"{path} {what}", "fetch the file again")
+        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
+        raise Diagnostic("E302", f"{path} {what}", DOWNLOAD_AGAIN)
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, over the cap of {MOST_BYTES}")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")
         data = path.read_bytes()
-        if (why := too_much(data, MOST_BYTES, MOST_VALUES)) is not None:
+        if (why := too_much(data, MAX_BYTES, MAX_VALUES)) is not None:
             raise ValueError(why)
         value = json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", "fetch the file again") from None
+        raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", DOWNLOAD_AGAIN) from None
     if not isinstance(value, dict):
-        raise Diagnostic("E302", f"{path} holds a {type(value).__name__}, not a JSON object", "fetch the file again")
+        raise Diagnostic("E302", f"{path} contains a {type(value).__name__}, not a JSON object", DOWNLOAD_AGAIN)
     return value
 
 
@@ -166,7 +165,7 @@ def _check(source: Source) -> None:
     if not isinstance(name, str) or not name:
         raise Diagnostic(
             "E303",
-            f"{source.folder / 'config.json'} names no model_type",
+            f"{source.folder / 'config.json'} has no model_type",
             f"add the architecture's name, for example one of {', '.join(TESTED[:8])}",
         )
     unsupported.check_config(config, str(source.folder))

@@ -17,11 +17,7 @@ KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 
 # How a module arranges h frequencies in the columns of its tables.
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
-    {
-        "half": lambda a: a,
-        "twice": lambda a: torch.cat((a, a), -1),
-        "pairs": lambda a: a.repeat_interleave(2, -1),
-    }
+    {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
@@ -90,7 +86,7 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(
             "E306",
-            f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were asked for",
+            f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were requested",
             f"compile for at most {limit} positions",
         )
     if kind not in KNOWN:
@@ -120,8 +116,8 @@ def _layout(
             return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype
     raise Diagnostic(
         "E306",
-        f"{path}: {type(module).__name__} makes rotary tables of a kind that is not known",
-        "add its order to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
+        f"{path}: {type(module).__name__} makes rotary tables in an unknown layout",
+        "add its layout to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
         "llmc/frontend/aten_table.py",
     )
 

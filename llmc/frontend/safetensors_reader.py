@@ -22,7 +22,7 @@ from llmc.frontend import unsupported
 from llmc.frontend.model_folder import check_weights, is_regular, read_json
 from llmc.frontend.unsupported import INDEX, SINGLE
 
-MOST_VALUES = 500_000  # limit of one header; about 60,000 tensors
+MAX_VALUES = 500_000  # limit of one header; about 60,000 tensors
 
 # The float dtypes by their names in safetensors.
 STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
@@ -66,9 +66,9 @@ class TensorFiles:
         if absent := sorted(listed.keys() - found.keys()):
             raise Diagnostic(
                 "E322",
-                f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not hold it "
+                f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not contain it "
                 f"({some(absent)})",
-                f"fetch the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
+                f"download the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
             )
 
     @property
@@ -102,14 +102,16 @@ class TensorFiles:
 def _check_header(file: Path) -> None:
     """Raise Diagnostic E321 if the file is missing, is shorter than its header, or has an excessively large header."""
     if not is_regular(file):
-        what = "is no plain file" if file.exists() else "is a link to nothing" if file.is_symlink() else "is missing"
-        raise Diagnostic("E321", f"{file} {what}", "fetch the file again")
+        what = (
+            "is not a regular file" if file.exists() else "is a link to nothing" if file.is_symlink() else "is missing"
+        )
+        raise Diagnostic("E321", f"{file} {what}", "download the file again")
     size = file.stat().st_size
     try:
         with open(file, "rb") as opened:
             count = header_length(opened.read(8), size, "")
             with mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
-                why = too_much(data[8 : 8 + count], MAX_HEADER, MOST_VALUES)
+                why = too_much(data[8 : 8 + count], MAX_HEADER, MAX_VALUES)
     except LlmcError as e:
         raise _corrupt(file, e.cause.removeprefix(": ")) from None
     except OSError as e:
@@ -118,7 +120,7 @@ def _check_header(file: Path) -> None:
         raise Diagnostic("E321", f"{file} has a header of {why}", "save the model again, in several files")
 
 
-_AGAIN = "fetch the file again and compare its size and sha256 with the model's page"
+_AGAIN = "download the file again and compare its size and sha256 with the model's page"
 
 
 def _corrupt(file: Path, why: object) -> Diagnostic:
@@ -133,20 +135,20 @@ def _listed(folder: Path) -> dict[str, Path]:
         return {}
     entries = read_json(folder / INDEX).get("weight_map")
     if not isinstance(entries, dict) or not entries or not all(isinstance(v, str) for v in entries.values()):
-        raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of names", "fetch the index again")
+        raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of names", "download the index again")
     if (folder / SINGLE).exists() and SINGLE not in entries.values():
         return {}
     named = {name: folder / name for name in sorted(set(entries.values())) if is_safe_name(name) and "/" not in name}
     for name in entries.values():
         if name not in named:
             cause = f"{folder / INDEX} has no plain file names in its weight_map: {name[:80]!r}"
-            raise Diagnostic("E322", cause, "fetch the index again")
+            raise Diagnostic("E322", cause, "download the index again")
     missing = [name for name, file in named.items() if not file.exists()]
     if missing:
         raise Diagnostic(
             "E322",
             f"{INDEX} names files that {folder} lacks: {some(missing)}",
-            "fetch the missing files into the folder",
+            "download the missing files into the folder",
         )
     return {name: named[f] for name, f in entries.items()}
 

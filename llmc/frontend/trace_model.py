@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,34 +32,29 @@ GENERATION_KEYS = (
 class Facts:
     """Facts about a model that the compiler needs after tracing.
 
-    dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. windows: sliding window of each
-    attention layer (0: none). heads: (query heads, key heads, key width, value width) of each. generation: sampling
-    defaults. layers: (compiled, total) if only the first layers were compiled.
+    dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. heads: (query heads, key heads, key
+    width, value width) of each attention layer. generation: sampling defaults. layers: (compiled, total) if only the
+    first layers were compiled.
     """
 
-    model_type: str
     architecture: str
     dtype: str
     stored_dtype: str
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    pad_token_id: int | None
     generation: Mapping[str, Any]
-    windows: tuple[int, ...]
     heads: tuple[tuple[int, int, int, int], ...]
     layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A weight input of the graph, with the path and class of the module that owns it."""
+    """A weight input of the graph, with the path of the module that owns it."""
 
     name: str
     type: Type
     module: str
-    module_class: str
 
 
 @dataclass(frozen=True)
@@ -111,30 +106,29 @@ def trace(
     dtype = dtype or instead.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
-    limit = _limit(text)
-    if max_positions is not None and max_positions > limit and _rope(text).get("rope_type") != "dynamic":
-        raise Diagnostic(
-            "E305",
-            f"{max_positions} positions were asked for; {source.model_type}'s config allows {limit}",
-            f"use at most {limit}",
-        )
-    longest = max_positions or limit
-    if longest < 2:
-        raise Diagnostic("E305", f"a sequence of {longest} token has no room for an answer", "use at least 2")
+    longest = _longest(source, text, max_positions)
+    eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
     exported = export.export_model(config, dtype, longest, max_tokens, max_rows)
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
-    return Traced(
-        source,
-        converted.module,
-        replace(
-            _facts(source, text, converted.module, type(exported.model).__name__, dtype, stored, longest), layers=cut
-        ),
-        MappingProxyType(_weights(converted.module, exported.model)),
-        exported.buffers,
-        MappingProxyType(dict(converted.tied)),
-        exported.model,
+    facts = Facts(
+        architecture=type(exported.model).__name__,
+        dtype=dtype,
+        stored_dtype=stored,
+        vocab_size=int(text.vocab_size),
+        max_positions=longest,
+        eos_token_ids=eos,
+        generation=MappingProxyType(_generation(source)),
+        heads=tuple(_heads(converted.module)),
+        layers=cut,
     )
+    weights = {
+        v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0])
+        for v in converted.module.graphs["main"].inputs
+        if v.weight
+    }
+    tied = MappingProxyType(dict(converted.tied))
+    return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
 
 
 def _stored_dtype(source: Source, config: Any) -> str:
@@ -148,14 +142,26 @@ def _stored_dtype(source: Source, config: Any) -> str:
     if not any(source.folder.glob("*.safetensors")):
         return "f32"
     files = TensorFiles(source.folder)
-    held = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
+    counts = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
     files.close()
-    common = held.most_common(1)[0][0] if held else "f32"
+    common = counts.most_common(1)[0][0] if counts else "f32"
     return common if common in FLOATS else "f32"
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
+
+
+def _longest(source: Source, text: Any, requested: int | None) -> int:
+    """The longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested length."""
+    limit = _limit(text)
+    if requested is not None and requested > limit and _rope(text).get("rope_type") != "dynamic":
+        cause = f"{requested} positions were requested; {source.model_type}'s config allows {limit}"
+        raise Diagnostic("E305", cause, f"use at most {limit}")
+    longest = requested or limit
+    if longest < 2:
+        raise Diagnostic("E305", f"a sequence of {longest} token has no room for an answer", "use at least 2")
+    return longest
 
 
 def _limit(config: Any) -> int:
@@ -171,35 +177,12 @@ def _limit(config: Any) -> int:
     return max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
 
 
-def _weights(module: Module, model: Any) -> dict[str, WeightInfo]:
-    out = {}
-    for v in module.graphs["main"].inputs:
-        if v.weight:
-            path = v.name.rpartition(".")[0]
-            out[v.name] = WeightInfo(v.name, v.type, path, type(model.get_submodule(path)).__name__)
-    return out
-
-
-def _facts(
-    source: Source, config: Any, module: Module, architecture: str, dtype: str, stored: str, longest: int
-) -> Facts:
-    found = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
-    layers = sorted(found, key=lambda n: n.attrs["layer"])
-    eos = _ids(source, config, "eos_token_id")
-    return Facts(
-        model_type=source.model_type,
-        architecture=architecture,
-        dtype=dtype,
-        stored_dtype=stored,
-        vocab_size=int(config.vocab_size),
-        max_positions=longest,
-        eos_token_ids=eos,
-        bos_token_id=next(iter(_ids(source, config, "bos_token_id")), None),
-        pad_token_id=next(iter(_ids(source, config, "pad_token_id")), None),
-        generation=MappingProxyType(_generation(source)),
-        windows=tuple(n.attrs["window"] for n in layers),
-        heads=tuple(_heads(n) for n in layers),
-    )
+def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
+    """(query heads, key heads, key width, value width) of each attention node, by layer."""
+    nodes = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
+    for n in sorted(nodes, key=lambda n: n.attrs["layer"]):
+        q, k, v = (x.type.shape for x in n.operands[:3])
+        yield int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
@@ -216,12 +199,6 @@ def _generation(source: Source) -> dict[str, Any]:
     found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
     for key, value in found.items():
         if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
-            told = repr(value)[:40]
-            raise Diagnostic("E302", f"generation_config.json: {key} is {told}, not a number", "correct the file")
+            shown = repr(value)[:40]
+            raise Diagnostic("E302", f"generation_config.json: {key} is {shown}, not a number", "correct the file")
     return found
-
-
-def _heads(n: Any) -> tuple[int, int, int, int]:
-    """(query heads, key heads, key width, value width) of an attention node."""
-    q, k, v = (x.type.shape for x in n.operands[:3])
-    return int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)

@@ -20,8 +20,8 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         ".gguf": ("a GGUF file", FLOAT),
         ".onnx": ("an ONNX file", FLOAT),
-        ".safetensors": ("a file of weights", "give the folder that holds it, config.json and the tokenizer"),
-        ".json": ("a file", "give the folder that holds it"),
+        ".safetensors": ("a weight file", "give the folder that contains it, config.json and the tokenizer"),
+        ".json": ("a file", "give the folder that contains it"),
         ".msgpack": ("a Flax file", FLOAT),
         ".h5": ("a TensorFlow file", FLOAT),
         **dict.fromkeys(PICKLES, ("a pickle, which is never opened: loading it runs code", FLOAT)),
@@ -32,29 +32,29 @@ FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "manifest.json": ("is an artifact already", "run it: llmc-run {where}, or look at it: llmc inspect {where}"),
         "adapter_config.json": (
-            "holds an adapter (PEFT), not a model",
+            "contains an adapter (PEFT), not a model",
             "merge it into its base model first: PeftModel.merge_and_unload(), then save_pretrained(NEW)",
         ),
-        "model_index.json": ("holds a diffusers pipeline, not a language model", "give a language model's folder"),
+        "model_index.json": ("contains a diffusers pipeline, not a language model", "give a language model's folder"),
         "params.json": (
-            "holds weights in their publisher's own layout (params.json)",
-            "take the publisher's transformers version of the model, which has a config.json",
+            "contains weights in the publisher's own layout (params.json)",
+            "use the publisher's transformers version of the model, which has a config.json",
         ),
     }
 )
 # By the suffix of an architecture name in config.json: a description.
 HEADS: Mapping[str, str] = MappingProxyType(
     {
-        "ForMaskedLM": "an encoder, which fills gaps in a text",
-        "ForSequenceClassification": "a classifier of texts",
+        "ForMaskedLM": "an encoder for masked language modelling",
+        "ForSequenceClassification": "a classifier of text",
         "ForTokenClassification": "a classifier of tokens",
-        "ForQuestionAnswering": "a model that marks answers in a text",
-        "ForMultipleChoice": "a model that picks one of several texts",
+        "ForQuestionAnswering": "a model for extractive question answering",
+        "ForMultipleChoice": "a model for multiple choice",
         "ForPreTraining": "an encoder with its training heads",
         "ForImageClassification": "a classifier of images",
-        "ForAudioClassification": "a classifier of sounds",
-        "ForCTC": "a model that hears",
-        "RewardModel": "a model that scores texts",
+        "ForAudioClassification": "a classifier of audio",
+        "ForCTC": "a speech recognizer",
+        "RewardModel": "a reward model",
     }
 )
 # By quant_method: how to convert the checkpoint to floats.
@@ -67,9 +67,9 @@ UNQUANTISE: Mapping[str, str] = MappingProxyType(
     }
 )
 ALIBI = "its attention adds a bias by distance (ALiBi)"
-WRITTEN = "its attention is written out, where others call transformers' AttentionInterface"
-RECURRENT = "it keeps a recurrent state a sequence, where attention keeps keys and values"
-HYBRID = "most of its layers are recurrent or linear attention, which keep a state a sequence"
+WRITTEN = "its attention does not use transformers' AttentionInterface"
+RECURRENT = "it is recurrent: it keeps a state per sequence instead of keys and values"
+HYBRID = "most of its layers are recurrent or linear attention, which keep a state per sequence"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
@@ -78,9 +78,9 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
         **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
         **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),
-        "dbrx": "its experts loop over the tokens they find, instead of calling transformers' ExpertsInterface",
-        "jetmoe": "its attention routes tokens to experts by counts that are not known before it runs",
-        "llama4_text": "it attends in chunks",
+        "dbrx": "its experts do not use transformers' ExpertsInterface",
+        "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
+        "llama4_text": "its attention is chunked",
     }
 )
 
@@ -104,12 +104,12 @@ def refuse_file(path: Path) -> Diagnostic:
     return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
 
 
-def refuse_code(asked: str) -> Diagnostic:
-    """The error for a model that needs Python code from its repository; `asked` names what requests it."""
+def refuse_code(request: str) -> Diagnostic:
+    """The error for a model that needs Python code from its repository; `request` is what asks for it."""
     return Diagnostic(
         "E304",
-        f"{asked}: Python code that comes with a model is never run",
-        "use an architecture that transformers itself has",
+        f"{request}: Python code in a model's repository is never run",
+        "use an architecture that is part of transformers",
     )
 
 
@@ -122,11 +122,11 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
         if found := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
             return Diagnostic("E302", f"{where} has no config.json; {found[0]} is {what}", remedy)
-    held = ", ".join(sorted(names)[:4]) or "nothing"
+    listed = ", ".join(sorted(names)[:4]) or "nothing"
     return Diagnostic(
         "E302",
-        f"{where} has no config.json (it holds {held})",
-        "copy config.json from the model's repository, or point at the folder that holds it",
+        f"{where} has no config.json (it contains {listed})",
+        "copy config.json from the model's repository, or give the folder that contains it",
     )
 
 
@@ -142,7 +142,7 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
         return refuse_adapter(where, "not named")
     old = sorted(n for n in names if n.endswith(PICKLES))
     if old:
-        cause = f"{where} holds pickled weights only ({old[0]}), which are never opened: loading them runs code"
+        cause = f"{where} contains pickled weights only ({old[0]}), which are never opened: loading them runs code"
         return Diagnostic("E320", cause, "convert: " + SAVE_AGAIN.format(""))
     for ending in (".gguf", ".onnx", ".msgpack", ".h5"):
         if found := sorted(n for n in names if n.endswith(ending)):
@@ -150,11 +150,11 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
             return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
     lacks = f"{where} has neither {SINGLE} nor {INDEX}"
     if found := sorted(n for n in names if n.endswith(".safetensors")):
-        remedy = f"fetch {INDEX}, too" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
+        remedy = f"also download {INDEX}" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
         if found[0].startswith("consolidated"):
-            remedy = "these are in the publisher's own layout; fetch the model's other safetensors"
-        return Diagnostic("E320", f"{lacks}; it holds {found[0]}", remedy)
-    return Diagnostic("E320", lacks, "fetch the model's weights into the folder")
+            remedy = "these are in the publisher's own layout; download the model's other safetensors"
+        return Diagnostic("E320", f"{lacks}; it contains {found[0]}", remedy)
+    return Diagnostic("E320", lacks, "download the model's weights into the folder")
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
@@ -165,14 +165,14 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             method = "MLX"
         raise Diagnostic(
             "E307",
-            f"{where} holds quantised weights ({method}); this version reads float checkpoints",
+            f"{where} contains quantised weights ({method}); this version reads only float checkpoints",
             UNQUANTISE.get(str(method), FLOAT),
         )
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         for end, what in HEADS.items():
             if str(name).endswith(end):
-                raise Diagnostic("E303", f"{where} is {what} ({name}), not a model that writes text", _WRITES)
+                raise Diagnostic("E303", f"{where} is {what} ({name}), not a causal language model", _WRITES)
 
 
 _WRITES = "give a causal language model (its config.json names a ...ForCausalLM)"

@@ -74,6 +74,29 @@ class OpDef:
     doc: str = ""
     signature: str = field(default="", compare=False)
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether every result has the shape of the first operand, and elements at different places do not mix."""
+        shape = self.operands[0].dims if self.operands else ()
+        return shape == ("*s",) and all(r.dims == shape for r in self.results) and "axis" not in self.attrs
+
+    @property
+    def row_wise(self) -> bool:
+        """Whether the op works on the last axes of its first operand, for each index of the leading axes `*b` alone."""
+        leading = self.leading(self.operands[0]) if self.operands else None
+        return leading is not None and all(self.leading(r) == leading for r in self.results)
+
+    @staticmethod
+    def leading(slot: Slot) -> str | None:
+        """The name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
+        return slot.dims[0] if len(slot.dims) > 1 and slot.dims[0].startswith("*") else None
+
+    def axis(self, attrs: Mapping[str, Any]) -> int | None:
+        """The axis of the first operand along which the op works: that of its attribute `axis`,
+        the last one of a row-wise op, or None.
+        """
+        return attrs["axis"] if "axis" in self.attrs else -1 if self.row_wise else None
+
     def normal_attrs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all attributes in declaration order with defaults; raises Mismatch for an unknown or missing one."""
         if unknown := [k for k in given if k not in self.attrs]:

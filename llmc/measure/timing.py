@@ -21,24 +21,24 @@ from llmc_runtime.format.manifest import Limits, Source, TargetInfo
 from llmc_runtime.format.program import Buffer, Program
 
 from llmc import __version__
-from llmc.artifact.write import KernelBinary, Parts, write_artifact
+from llmc.artifact.write import Parts, write_artifact
 from llmc.codegen.build import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import depends_on
 from llmc.codegen.tuning_records import sizes_of
 from llmc.extension import Registry
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.measure.operands import Scene, bound_of, named, noise, values
+from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.targets.target import Target
 
 PASSES = "pack, lift-weights, memory"
 SPREAD = 4  # multiple of the last-level cache
-LEAST_SPREAD = 96 << 20
-MOST_COPIES, MOST_BYTES = 48, 4 << 30
+MIN_SPREAD_BYTES = 96 << 20
+MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
 ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
@@ -75,17 +75,17 @@ def node_bytes(n: Node, env: Mapping[str, int]) -> int:
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     """Return the number of copies that exceed the caches several times, within bounds."""
     each = max(1, node_bytes(n, env))
-    wanted = max(SPREAD * target.limits.l2, LEAST_SPREAD)
-    return max(2, min(MOST_COPIES, -(-wanted // each), MOST_BYTES // each))
+    spread = max(SPREAD * target.limits.l2, MIN_SPREAD_BYTES)
+    return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
 
 
-def module_of(found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
+def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
     """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set."""
     m = Module({}, dict(symbols))
-    for i, c in enumerate(found):
+    for i, c in enumerate(candidates):
         g = m.graphs[f"c{i}"] = Graph(f"c{i}")
         g.ranges = dict(c.graph.ranges)
-        weights, _ = depends_on(c.graph)
+        weights = weight_only(c.graph)
         shared: dict[Value, Value] = {}
         for k in range(copies_of(c.node, c.env, target)):
             _copy(g, c, weights, shared, k)
@@ -128,26 +128,26 @@ class Timer:
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
-    def microseconds(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
+    def microseconds(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
         """Return the time of one launch of each candidate.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
         """
-        built = self._build(found, symbols)
+        built = self._build(candidates, symbols)
         with scratch() as folder:
             artifact = self._artifact(built, folder / "tune.llmc")
             device = open_device(artifact, None)
             try:
                 device.load(artifact)
                 by_name = {p.name: p for p in built.programs}
-                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(found)]
+                placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(candidates)]
                 memory = device.alloc(max(p.nbytes for p in placed))  # candidates take turns with the same memory
                 return [self._time(device, memory, p) for p in placed]
             finally:
                 device.close()
 
-    def _build(self, found: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
-        m = module_of(found, symbols, self.target)
+    def _build(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
+        m = module_of(candidates, symbols, self.target)
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -155,14 +155,10 @@ class Timer:
 
     def _artifact(self, built: Built, path: Path) -> Artifact:
         t = self.target
-        kernels = [
-            KernelBinary(k.hash, k.binary, k.source, k.entry, k.threads, k.shared, k.suffix, k.language, k.abi)
-            for k in built.kernels.values()
-        ]
         parts = Parts(
             compiler=f"llmc {__version__}", source=Source("tune", "tune"),
             target=TargetInfo(t.name, t.arch, tuple(sorted(t.features))), limits=Limits(1, 1, 1), vocab_size=1,
-            eos_token_ids=(), page_size=self.page, states=(), kernels=kernels, programs=(), weights=0,
+            eos_token_ids=(), page_size=self.page, states=(), kernels=built.kernels.values(), programs=(), weights=0,
         )  # fmt: skip
         write_artifact(path, parts)
         folder = Folder(path)
@@ -194,10 +190,10 @@ class Timer:
             return time.perf_counter() - begin
 
         seconds(1)
-        wanted = ROUND_SECONDS[self.target.family]
-        times = max(1, min(200, round(wanted / max(seconds(1), 1e-6))))
-        found = statistics.median(seconds(times) for _ in range(ROUNDS))
-        return found / times / len(p.program.launches) * 1e6
+        length = ROUND_SECONDS[self.target.family]
+        times = max(1, min(200, round(length / max(seconds(1), 1e-6))))
+        median = statistics.median(seconds(times) for _ in range(ROUNDS))
+        return median / times / len(p.program.launches) * 1e6
 
     def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
         """Write plausible integers to the integer inputs and states."""

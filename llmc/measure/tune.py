@@ -17,7 +17,7 @@ from llmc_runtime.format.folder import Folder
 
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import Offer, depends_on, launched_graphs, offers, typical
+from llmc.codegen.select import Offer, launched_graphs, offers, typical
 from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -25,8 +25,8 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse as parse_text
 from llmc.measure.operands import unknown_operand
 from llmc.measure.timing import Candidate, Timer
+from llmc.passes.analysis import weight_only
 from llmc.targets.target import Target
-from llmc.targets.target_names import parse as parse_target
 
 BATCH = 96  # candidates compiled together
 OF_ONE = ("E502", "E503")  # environment errors that a single kernel may cause
@@ -36,14 +36,14 @@ RIVALS = 4  # maximum schedules of other kernels to measure for comparison with 
 
 @dataclass(frozen=True)
 class Work:
-    """A node with several possible kernels or schedules (`ways`, most promising first) and its number of launches."""
+    """A node with its candidates (kernels and schedules, most promising first) and its number of launches."""
 
     node: Node
     graph: Graph
     env: Mapping[str, int]
     launches: int
     floor_us: float
-    ways: tuple[Offer, ...]
+    candidates: tuple[Offer, ...]
 
 
 @dataclass
@@ -104,8 +104,8 @@ def tune(
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
         tuned = Tuned(str(output))
-        held = Tuning.load(output) if output.exists() else Tuning()
-        work = works(m, known, target, tuned, settings.every, settings.kernels, held)
+        measured = Tuning.load(output) if output.exists() else Tuning()
+        work = works(m, known, target, tuned, settings.every, settings.kernels, measured)
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
@@ -125,44 +125,44 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     if not at:
         raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
     m = parse_text(stages[at - 1].read_text(), registry.opset())
-    return m, parse_target(name, registry.targets), manifest.kv.page_size
+    return m, registry.target(name), manifest.kv.page_size
 
 
 def works(
     m: Module,
     registry: Registry,
     target: Target,
-    told: Tuned,
+    tuned: Tuned,
     every: bool = False,
     kernels: Sequence[str] = (),
-    held: Tuning | None = None,
+    measured: Tuning | None = None,
 ) -> list[Work]:
     """Return the distinct nodes with several candidates (or all nodes), by decreasing potential gain.
 
     If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
-    `held`, the measurements so far, lacks for comparison.
+    `measured`, the measurements so far, lacks for comparison.
     """
-    found: dict[tuple[str, Sizes], Work] = {}
+    distinct: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
-        weights, _ = depends_on(g)
+        weights = weight_only(g)
         for n in g.nodes:
             if all(r in weights for r in n.results):
                 continue
             env = typical(m, g, n)
             key = (node_text(n), sizes_of(n, env))
-            if key in found:
-                found[key] = replace(found[key], launches=found[key].launches + 1)
+            if key in distinct:
+                distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
                 continue
             offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
-            ways = offered if every or len(offered) > 1 else []
+            candidates = offered if every or len(offered) > 1 else []
             if kernels:
-                points = (held or Tuning()).records.get((machine(target), key[0]), {})
-                ways = _named(ways, kernels, {kernel for kernel, _ in points.get(key[1], {})})
-            found[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(ways[:SCHEDULES]))
-    some = [w for w in found.values() if w.ways]
+                points = (measured or Tuning()).records.get((machine(target), key[0]), {})
+                candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+            distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+    some = [w for w in distinct.values() if w.candidates]
     for w in some:
         if name := unknown_operand(w.node):
-            told.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+            tuned.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
     some = [w for w in some if unknown_operand(w.node) is None]
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
 
@@ -180,14 +180,14 @@ def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str])
 
 def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
     """Group nodes into batches of candidates; the candidates of one node stay together."""
-    held: list[Work] = []
+    batch: list[Work] = []
     for w in work:
-        if held and sum(len(x.ways) for x in held) + len(w.ways) > BATCH:
-            yield held
-            held = []
-        held.append(w)
-    if held:
-        yield held
+        if batch and sum(len(x.candidates) for x in batch) + len(w.candidates) > BATCH:
+            yield batch
+            batch = []
+        batch.append(w)
+    if batch:
+        yield batch
 
 
 def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settings: Settings, tuned: Tuned) -> None:
@@ -198,53 +198,54 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         if time.monotonic() - begin >= settings.limit:
             tuned.left += len(some)
             continue
-        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.ways]
+        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
         times = _times(timer, candidates, m, tuned)
-        found = [
+        records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
             for c, us in zip(candidates, times, strict=True)
             if us is not None
         ]
-        save(output, found)
-        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(found)
+        save(output, records)
+        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
         settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
 
 
-def _times(timer: Timer, found: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
     """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
 
     Raises LlmcError if the machine is the cause, since all other candidates would fail, too.
     """
     try:
-        return list(timer.microseconds(found, m.symbols))
+        return list(timer.microseconds(candidates, m.symbols))
     except LlmcError as e:
         if e.of_environment and e.code not in OF_ONE:
             raise
-        if len(found) == 1:
-            c = found[0]
+        if len(candidates) == 1:
+            c = candidates[0]
             tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")
             return [None]
-    half = len(found) // 2
-    return [*_times(timer, found[:half], m, tuned), *_times(timer, found[half:], m, tuned)]
+    half = len(candidates) // 2
+    return [*_times(timer, candidates[:half], m, tuned), *_times(timer, candidates[half:], m, tuned)]
 
 
 def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
     """Compile the model without weights, after checking that this machine has the target's device."""
-    from llmc.driver import Options, compile_model
+    from llmc.driver import compile_model
+    from llmc.options import Options
 
     settled = replace(options or Options(), weights="none", reuse=False)
-    target = parse_target(settled.target, registry.targets)
+    target = registry.target(settled.target)
     Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)
     return out
 
 
-def choices(found: Iterable[Record]) -> list[dict[str, Any]]:
+def choices(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the fastest candidate of every node at every size, with the time of the second best."""
     groups: dict[tuple[str, str, Sizes], list[Record]] = {}
-    for r in found:
+    for r in records:
         groups.setdefault((r.target, r.node, r.sizes), []).append(r)
     out = []
     for (target, node, sizes), some in groups.items():
@@ -264,11 +265,11 @@ def show(path: Path) -> list[dict[str, Any]]:
     return choices(read(path))
 
 
-def render(found: Sequence[Mapping[str, Any]]) -> str:
+def render(chosen: Sequence[Mapping[str, Any]]) -> str:
     """Format choices as a table, in the file's order."""
     head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
     rows = [head]
-    for c in found:
+    for c in chosen:
         sizes = " ".join(f"{k}={v}" for k, v in c["sizes"].items()) or "-"
         after = "" if c["next_us"] is None else f"{c['next_us']:.4g}"
         rows.append((sizes, f"{c['us']:.4g}", after, str(c["measured"]), c["kernel"], c["schedule"], c["node"]))

@@ -15,6 +15,7 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 
 from llmc.artifact.amend import put_file
+from llmc.artifact.integrity import find_damage
 
 THREADS = 4
 
@@ -29,8 +30,8 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     begin = time.monotonic()
     folder = Folder(path)
     manifest = folder.manifest()
-    problems = check_files(folder, manifest)
-    found: dict[str, Any] = {
+    problems = find_damage(folder, manifest, THREADS)
+    result: dict[str, Any] = {
         "artifact": str(path),
         "digest": manifest.digest,
         "files": len(manifest.files) + len(manifest.weights.files),
@@ -39,30 +40,19 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     }
     if not problems:
         try:
-            found["canary"] |= _run(path, manifest, record, canary, problems)
+            result["canary"] |= _run(path, manifest, record, canary, problems)
         except LlmcError as error:
             if not error.of_environment:
                 problems.append(error)
             elif record or canary:
                 raise
             else:
-                found["not_opened"] = f"LLMC-{error.code}: {error.cause}"
-    found["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
-    found["ok"] = not problems
-    found["digest"] = Folder(path).manifest().digest if found["ok"] else manifest.digest
-    found["seconds"] = round(time.monotonic() - begin, 3)
-    return found
-
-
-def check_files(folder: Folder, manifest: Manifest) -> list[LlmcError]:
-    """Return the errors in names, sizes and hashes."""
-    problems = list(folder.sizes(manifest))
-    if problems:
-        return problems
-    problems += folder.check_small(manifest.files)
-    for file in manifest.weights.files:
-        problems += folder.check_weights(file, folder.map(file.file), THREADS)
-    return problems
+                result["not_opened"] = f"LLMC-{error.code}: {error.cause}"
+    result["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
+    result["ok"] = not problems
+    result["digest"] = Folder(path).manifest().digest if result["ok"] else manifest.digest
+    result["seconds"] = round(time.monotonic() - begin, 3)
+    return result
 
 
 def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:
@@ -72,7 +62,7 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
             raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
         return {}
     if canary and not record and canaries.NAME not in manifest.files:
-        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a machine that you trust")
+        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a trusted machine")
     executor = load_executor(path)
     try:
         if record:
@@ -85,8 +75,8 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
 def _record(path: Path, executor: Executor) -> dict[str, Any]:
     recorded = canaries.record(executor)
     put_file(path, canaries.NAME, recorded.dump())
-    told = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
-    return {"state": "recorded", **told, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
+    counts = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
+    return {"state": "recorded", **counts, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
 
 
 def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
@@ -99,20 +89,21 @@ def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
     return {"state": state, **vars(verdict), "problems": list(verdict.problems), **devices, **recorded_on}
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(result: Mapping[str, Any]) -> str:
     """Format the data of `verify_artifact` as text."""
-    canary, problems = found["canary"], found["problems"]
-    words = {"absent": "no canary", "recorded": "canary recorded", "passed": "canary passed", "failed": "canary failed"}
-    told = words[canary["state"]]
+    canary, problems = result["canary"], result["problems"]
+    state = "no canary" if canary["state"] == "absent" else f"canary {canary['state']}"
     if "checked" in canary:
-        told += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
-        told += f" of {canary['tolerance']:g} allowed)"
+        state += f" ({canary['checked']} tokens, {canary['ties']} near ties, worst {canary['worst']:.3g} nats"
+        state += f" of {canary['tolerance']:g} allowed)"
     elif "prompts" in canary:
-        told += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
-    lines = [f"{found['artifact']}: {found['files']} files, {found['bytes']} bytes, {told} ({found['seconds']:.2f} s)"]
+        state += f" ({canary['prompts']} prompts, {canary['tokens']} tokens, tolerance {canary['tolerance']:g} nats)"
+    lines = [
+        f"{result['artifact']}: {result['files']} files, {result['bytes']} bytes, {state} ({result['seconds']:.2f} s)"
+    ]
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
-    if "not_opened" in found:
-        lines.append(f"every hash is right; it was not opened on this machine: {found['not_opened']}")
+    if "not_opened" in result:
+        lines.append(f"all hashes are correct; it was not opened on this machine: {result['not_opened']}")
     many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines.append(f"ok, digest {found['digest']}" if found["ok"] else many)
+    lines.append(f"ok, digest {result['digest']}" if result["ok"] else many)
     return "\n".join(lines)

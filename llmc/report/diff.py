@@ -11,11 +11,11 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.cost_report import memory
-from llmc.artifact.inspect import size_text
-from llmc.report.formatting import us_text
+from llmc.report.formatting import size_text, us_text
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import Stage, stage
-from llmc.report.open_artifact import Opened, open_to_look
+from llmc.report.launch_costs import step_sizes
+from llmc.report.open_artifact import Opened, open_artifact
 from llmc.report.weights_diff import compare_weights
 
 Rows = list[dict[str, Any]]
@@ -47,15 +47,15 @@ def _open(name: str) -> Opened | Stage:
     if path.suffix == ".llir":
         return stage(path.read_text(), name)
     if path.is_dir() or ":" not in name:
-        return open_to_look(path)
-    folder, _, wanted = name.rpartition(":")
-    opened = open_to_look(Path(folder))
+        return open_artifact(path)
+    folder, _, stage_name = name.rpartition(":")
+    opened = open_artifact(Path(folder))
     stages = opened.stages
     numbered = {file.removeprefix("ir/").removesuffix(".llir"): file for file in stages.values()}
-    file = stages.get(wanted) or numbered.get(wanted)
+    file = stages.get(stage_name) or numbered.get(stage_name)
     if file is None:
         remedy = f"it has: {', '.join(stages)}" if stages else "compile the model again"
-        raise LlmcError("E129", f"{folder} has no stage {wanted!r}", remedy)
+        raise LlmcError("E129", f"{folder} has no stage {stage_name!r}", remedy)
     return stage(opened.text(file), f"{folder}/{file}")
 
 
@@ -75,11 +75,11 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
 def _about(a: Opened) -> dict[str, Any]:
     """The facts about an artifact that are compared by name."""
     m = a.manifest
-    told = a.reports.get("compile", {})
+    compiled = a.reports.get("compile", {})
     source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}
     files = {f"source file {n}": h[:16] for n, h in m.source.files.items()}
-    options = {f"option {k}": v for k, v in told.get("options", {}).items()}
-    versions = {f"version of {k}": v for k, v in told.get("versions", {}).items()}
+    options = {f"option {k}": v for k, v in compiled.get("options", {}).items()}
+    versions = {f"version of {k}": v for k, v in compiled.get("versions", {}).items()}
     target = {"target": m.target.name, "arch": m.target.arch, "features": " ".join(m.target.features)}
     limits = dict(vars(m.limits)) | {"page_size": m.kv.page_size, "vocab_size": m.vocab_size}
     tokens = {"eos_token_ids": list(m.eos_token_ids), **{f"generation {k}": v for k, v in m.generation.items()}}
@@ -97,12 +97,8 @@ def _memory(a: Opened) -> dict[str, int]:
 
 
 def _time(a: Opened) -> dict[str, float]:
-    told = a.predictions().get("programs", {})
-    return {f"{n} ({_at(p['sizes'])})": p["us"] for n, p in told.items()}
-
-
-def _at(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{s}={n}" for s, n in sizes.items() if s != "P")
+    predicted = a.predictions().get("programs", {})
+    return {f"{n} ({step_sizes(p['sizes'])})": p["us"] for n, p in predicted.items()}
 
 
 def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
@@ -121,8 +117,8 @@ def _kernels(a: Opened, b: Opened) -> Rows:
     ]
 
 
-def render(found: Mapping[str, Any], most: int = 60) -> str:
-    """Format the data of `diff`, at most `most` lines per section. Lines start with "-" for A and "+" for B."""
+def render(found: Mapping[str, Any], max_lines: int = 60) -> str:
+    """Format the data of `diff`, at most `max_lines` lines per section. Lines start with "-" for A and "+" for B."""
     if found["same"]:
         return f"{found['a']} and {found['b']} are the same"
     out = [f"--- {found['a']}", f"+++ {found['b']}"]
@@ -135,8 +131,8 @@ def render(found: Mapping[str, Any], most: int = 60) -> str:
         ("predicted time", _pairs(found.get("time", ()), lambda us: "none" if us is None else us_text(us))),
         ("weights", _weight_lines(found.get("weights", ()))),
     ):
-        out += [f"{name}:", *lines[:most]] if lines else []
-        out += [f"  ... and {len(lines) - most} lines more (--all, --json)"] if len(lines) > most else []
+        out += [f"{name}:", *lines[:max_lines]] if lines else []
+        out += [f"  ... and {len(lines) - max_lines} lines more (--all, --json)"] if len(lines) > max_lines else []
     return "\n".join(out)
 
 
@@ -147,12 +143,12 @@ def _pairs(rows: Sequence[Mapping[str, Any]], show: Any) -> list[str]:
 def _graph_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Graphs with equal changes are printed once."""
     alike: dict[str, list[str]] = {}
-    told: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for r in rows:
         key = json.dumps({k: v for k, v in r.items() if k != "graph"})
         alike.setdefault(key, []).append(r["graph"])
-        told[key] = _graph(r)
-    return [line for key, names in alike.items() for line in (f"  @{', @'.join(names)}", *told[key])]
+        texts[key] = _graph(r)
+    return [line for key, names in alike.items() for line in (f"  @{', @'.join(names)}", *texts[key])]
 
 
 def _graph(r: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
+from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.report_schema import read_reports
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
-from llmc.targets.target_names import parse as parse_target
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class Opened:
     manifest: Manifest
     programs: tuple[Program, ...]
     reports: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """The total bytes of the files."""
+        m = self.manifest
+        return sum(i.bytes for i in m.files.values()) + sum(w.bytes for w in m.weights.files)
 
     @property
     def stages(self) -> dict[str, str]:
@@ -53,17 +59,14 @@ class Opened:
         if "roofline" in self.reports:
             return dict(self.reports["roofline"])
         try:
-            return roofline(self.programs, parse_target(self.manifest.target.name, load().targets))
+            return roofline(self.programs, load().target(self.manifest.target.name))
         except Diagnostic:
             return {}
 
 
-def open_to_look(path: Path) -> Opened:
+def open_artifact(path: Path) -> Opened:
     """Open an artifact; raises LlmcError E101 to E108 if a size, or a hash of a small file, is wrong."""
     folder = Folder(path)
-    m = folder.manifest()
-    problems: Sequence[Any] = [*folder.sizes(m)] or [*folder.check_small(m.files)]
-    if problems:
-        raise problems[0]
+    m = open_undamaged(folder)
     programs = tuple(Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs)
     return Opened(folder, m, programs, read_reports(folder, m))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -76,8 +76,8 @@ def native() -> Target:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = detect(text, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    return replace(found, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    target = detect(text, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    return replace(target, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def detect(cpuinfo: str, threads: int) -> Target:
@@ -100,36 +100,18 @@ def _includes(arch: str, level: str) -> bool:
     return arch in levels and levels.index(arch) >= levels.index(level)
 
 
-def _extend(base: Target, extras: Iterable[str]) -> Target:
-    extras = list(extras)
+def _extend(base: Target, extras: Sequence[str]) -> Target:
     flags = (*base.flags, *(EXTRAS[f][1] for f in extras))
     t = _record(base.name, base.arch, base.features | frozenset(extras), base.vector, flags, base.limits.threads)
     return replace(t, name="+".join([base.name, *extras]))
 
 
-TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
-    {
-        "cpu:native": native,
-        "cpu:x86-64-v3": x86_64_v3,
-        "cpu:x86-64-v4": x86_64_v4,
-        "cpu:portable": portable,
-    }
-)
-
-
-def parse(name: str, targets: Mapping[str, Callable[[], Target]] = TARGETS) -> Target:
-    """Return the target of a name such as "cpu:native" or "cpu:x86-64-v4+avx512_bf16"; raises Diagnostic E510."""
-    base, *extras = name.split("+")
-    if base not in targets:
-        raise Diagnostic(
-            "E510",
-            f"unknown target {base!r}; known: {', '.join(targets)}",
-            f"choose one of them, for example --target {next(iter(targets))}",
-        )
-    target = targets[base]()
-    for f in extras:
-        if f not in EXTRAS or not _includes(target.arch, EXTRAS[f][0]):
-            fit = [e for e, (level, _) in EXTRAS.items() if _includes(target.arch, level)]
-            known = f"it takes {', '.join('+' + e for e in fit)}" if fit else "it takes no extra features"
-            raise Diagnostic("E510", f"target {base} has no extra feature {f!r}; {known}", f"use --target {base}")
-    return _extend(target, [f for f in EXTRAS if f in extras and f not in target.features]) if extras else target
+def with_features(target: Target, extras: Sequence[str]) -> Target:
+    """Return `target` with optional features, such as "avx512_bf16"; raises Diagnostic E510 if it cannot have one."""
+    possible = [f for f, (level, _) in EXTRAS.items() if _includes(target.arch, level)]
+    if unknown := next((f for f in extras if f not in possible), None):
+        known = f"it takes {', '.join('+' + f for f in possible)}" if possible else "it takes no extra features"
+        cause = f"target {target.name} has no extra feature {unknown!r}; {known}"
+        raise Diagnostic("E510", cause, f"use --target {target.name}")
+    added = [f for f in EXTRAS if f in extras and f not in target.features]
+    return _extend(target, added) if extras else target

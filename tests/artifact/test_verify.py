@@ -18,7 +18,6 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Program
 
-from llmc.artifact import inspect as inspection
 from llmc.artifact.amend import put_file
 from llmc.artifact.cost_report import typical
 from llmc.artifact.hard_link import pack_weights
@@ -26,6 +25,7 @@ from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
 from llmc.measure import verify_artifact as verifying
 from llmc.measure.verify_artifact import verify_artifact
+from llmc.report import inspect as inspection
 from llmc.targets.cpu_targets import portable
 
 
@@ -81,7 +81,7 @@ def test_a_machine_without_the_device_checks_the_files(tmp_path: Path, capsys: p
     path = tmp_path / "toy.llmc"
     write_artifact(path, there)
     found = verify_artifact(path)
-    assert found["ok"] and "E115" in found["not_opened"] and "every hash is right" in verifying.render(found)
+    assert found["ok"] and "E115" in found["not_opened"] and "all hashes are correct" in verifying.render(found)
     assert main(["verify", str(path), "--record"]) == 3 and "E115" in capsys.readouterr().err
     data = bytearray((path / "weights/00000.safetensors").read_bytes())
     data[-2] ^= 1

@@ -17,7 +17,8 @@ from llmc_runtime.format import expr
 from llmc_runtime.format.manifest import Limits, Source, State, TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
-from llmc.artifact.write import KernelBinary, PackedWeights, Parts
+from llmc.artifact.write import PackedWeights, Parts
+from llmc.codegen.binary import Binary
 from llmc.ir.graph import Graph
 from llmc.ir.types import tensor
 
@@ -99,8 +100,8 @@ def binary(text: str) -> bytes:
         return out.read_bytes()
 
 
-def _kernel(text: str, entry: str) -> KernelBinary:
-    return KernelBinary(hashlib.sha256(text.encode()).hexdigest()[:32], binary(text), text, entry)
+def _kernel(text: str, entry: str) -> Binary:
+    return Binary(hashlib.sha256(text.encode()).hexdigest()[:32], text, binary(text), entry)
 
 
 def _buffer(name: str, kind: str, dtype: str, *shape: object, alias: str | None = None) -> Buffer:

@@ -58,7 +58,7 @@ def test_equal_sources_are_compiled_once_and_give_equal_bytes(
 ) -> None:
     seen: list[tuple[int, int, str]] = []
     first = tool.compile([(GOOD, "a"), (GOOD, "b")], tmp_path / "a", progress=lambda *a: seen.append(a))
-    assert seen == [(1, 1, "twice")] and tool.cached(tool.key(GOOD), tmp_path / "a")
+    assert seen == [(1, 1, "toy: doubles")] and tool.cached(tool.key(GOOD), tmp_path / "a")
     assert not tool.cached(tool.key(GOOD), tmp_path / "b")
     assert tool.compile([(GOOD, "")], tmp_path / "b") == first
     monkeypatch.setattr(module, "compile_text", lambda *a: pytest.fail("it was compiled already"))

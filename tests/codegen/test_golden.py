@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.backends.cpp.cpp_kernel import without_headers
-from llmc.codegen.backends.cpp.step_text import LaunchTable, StepTable, step_unit
+from llmc.codegen.backends.cpp.step_unit import LaunchTable, StepTable, step_unit
 from llmc.codegen.select import Select
 from llmc.extension import load
 from llmc.ir.dim import D
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.passes.base import Ctx
-from llmc.targets.cpu_targets import parse as target
 
 GOLDEN = Path(__file__).parent / "golden"
 NODES = {
@@ -49,7 +48,7 @@ def source(name: str) -> str:
     inputs, node = NODES[name]
     symbols = "sym T in [1, 64]\nsym R in [1, 8]\nsym P in [1, 99]\n"
     m = parse(f"{symbols}graph @main({inputs}) {{\n  %out = {node}\n  return %out\n}}", OPS)
-    kernels, t = load().kernels, target("cpu:x86-64-v4")
+    kernels, t = load().kernels, load().target("cpu:x86-64-v4")
     Select().run(m, Ctx(OPS, t, kernels))
     (n,) = m.graphs["main"].nodes
     return kernels[n.choice["kernel"]].emit(n, {k: v for k, v in n.choice.items() if k != "kernel"}, t).text

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
-from llmc.codegen.backends.triton.gemm_splitk import PARTS, SUM
+from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
-from llmc.codegen.backends.triton.gemv import GEMV
+from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
 from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
-from llmc.codegen.backends.triton.norm_gemv import NORM_GEMV
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.shape import COPY, TAKE
@@ -57,9 +56,9 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         NORM_GEMV, f"%x: bf16[T, 4096], {WEIGHT}, %g: weight bf16[4096]",
         'norm_linear(%x, %w, %g) {eps=1e-06, parts=1, body="a0"} : bf16[T, 4096]',
     ),
-    "gemm_splitk": (PARTS, f"%x: bf16[T, 4096], {WEIGHT}", "linear_split(%x, %w) {splits=2} : f32[2, T, 4096]"),
+    "gemm_splitk": (GEMM_SPLITK, f"%x: bf16[T, 4096], {WEIGHT}", "linear_split(%x, %w) {splits=2} : f32[2, T, 4096]"),
     "splitk_combine": (
-        SUM, "%p: f32[2, T, 4096], %r: bf16[T, 4096]",
+        SPLITK_COMBINE, "%p: f32[2, T, 4096], %r: bf16[T, 4096]",
         'linear_combine(%p, %r) {body="add(a1, a0)", dtype="bf16"} : bf16[T, 4096]',
     ),
     "matmul": (MATMUL, "%x: bf16[8, T, 128], %y: bf16[8, 128, T]", "matmul(%x, %y) : bf16[8, T, T]"),

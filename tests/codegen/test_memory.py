@@ -17,7 +17,6 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.ir.types import tensor
 from llmc.passes.base import Ctx
-from llmc.targets.cpu_targets import parse as target
 
 
 def random_module(seed: int) -> Module:
@@ -69,7 +68,7 @@ def reads_what_was_written(g: Graph, slots: list[Slot]) -> None:
 @given(st.integers(0, 10**6))
 def test_live_values_never_share_bytes(seed: int) -> None:
     m = random_module(seed)
-    ctx = Ctx(OPS, target("cpu:portable"), load().kernels)
+    ctx = Ctx(OPS, load().target("cpu:portable"), load().kernels)
     Select().run(m, ctx)
     Memory().run(m, ctx)
     g = m.graphs["main"]
@@ -122,7 +121,7 @@ graph @main(%x: f32[T, 64], %s: state f32[4, 2, 1, 2, 64], %i: i32[T]) {
 
 def test_aliases_and_places_are_attributes() -> None:
     m = parse(PLAN, OPS)
-    ctx = Ctx(OPS, target("cpu:portable"), load().kernels)
+    ctx = Ctx(OPS, load().target("cpu:portable"), load().kernels)
     Select().run(m, ctx)
     assert Memory().run(m, ctx) == 2
     assert Memory().run(m, ctx) == 0, "a second run changes nothing"

@@ -20,7 +20,6 @@ from llmc.ir.graph import Graph, Module
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.passes.base import Ctx
-from llmc.targets.cpu_targets import parse
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
@@ -48,16 +47,16 @@ def test_the_documented_kernel_is_right(dtype: str, tmp_path: Path) -> None:
     scale, m = documented(), module(dtype)
     x = np.random.default_rng(1).standard_normal((7, 33)).astype(np.float32)
     case = Case("scale", m.graphs["main"], scale, {}, [x])
-    run_case(case, *compile_cases([case], parse("cpu:native"), tmp_path)["scale"])
+    run_case(case, *compile_cases([case], load().target("cpu:native"), tmp_path)["scale"])
 
 
 def test_select_finds_it_by_its_op() -> None:
     ops = {**OPS, "double_it": double_it}
     m, kernels = module(), {**load().kernels, "mine/scale": documented()}
-    Select().run(m, Ctx(ops, parse("cpu:native"), kernels))
+    Select().run(m, Ctx(ops, load().target("cpu:native"), kernels))
     assert [n.choice for n in m.graphs["main"].nodes] == [{"kernel": "mine/scale"}]
     with pytest.raises(Diagnostic, match="double_it"):
-        Select().run(module(), Ctx(ops, parse("cpu:native"), load().kernels))
+        Select().run(module(), Ctx(ops, load().target("cpu:native"), load().kernels))
 
 
 def test_measurements_decide(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_measurements_decide(tmp_path: Path) -> None:
     x = example_graph(OPS["exp"], [np.zeros((3, 5), np.float32)], {})
     g = m.graphs["main"] = x.graphs["main"]
     (node,) = g.nodes
-    target = parse("cpu:portable")
+    target = load().target("cpu:portable")
     path = tmp_path / "tuning.jsonl"
     lines = [record(node, "cpu/rows", {}, target, 9.0), record(node, "cpu/elements", {}, target, 1.0)]
     path.write_text("".join(f"{r.line()}\n" for r in lines))
@@ -76,7 +75,7 @@ def test_measurements_decide(tmp_path: Path) -> None:
     node.choice = {}
     Select().run(m, Ctx(OPS, target, load().kernels))
     assert node.choice == {"kernel": "cpu/rows"}
-    assert Tuning.load(path).lookup(node, "cpu/rows", {}, parse("cpu:x86-64-v3")) is None, "of another machine"
+    assert Tuning.load(path).lookup(node, "cpu/rows", {}, load().target("cpu:x86-64-v3")) is None, "of another machine"
     for bad in ("not json", json.dumps({"us": 1})):
         path.write_text(bad)
         with pytest.raises(Diagnostic, match="line 1"):

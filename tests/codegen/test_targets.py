@@ -8,16 +8,19 @@ import pytest
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.diagnostics import Diagnostic
-from llmc.targets.cpu_targets import EXTRAS, TARGETS, V2, V3, V4, detect, parse
+from llmc.extension import load
+from llmc.targets.cpu_targets import EXTRAS, V2, V3, V4, detect
+
+NAMES = [name for name in load().targets if name.startswith("cpu:")]
 
 
 def cpuinfo(flags: frozenset[str]) -> str:
     return f"processor\t: 0\nmodel name\t: x\nflags\t\t: fpu sse {' '.join(sorted(flags))}\n"
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_names_parse_to_records(name: str) -> None:
-    t = parse(name)
+    t = load().target(name)
     assert t.name == name and t.family == "cpu" and t.page_size == 16
     assert t.peaks["f32"] > 0 and t.bandwidth > 0
     hash(t.features), hash(t.flags)
@@ -25,18 +28,18 @@ def test_names_parse_to_records(name: str) -> None:
 
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(Diagnostic) as e:
-        parse("cpu:zen")
-    assert e.value.code == "E510" and all(name in str(e.value) for name in TARGETS)
+        load().target("cpu:zen")
+    assert e.value.code == "E510" and all(name in str(e.value) for name in load().targets)
     for bad in ("cpu:x86-64-v4+avx1024", "cpu:x86-64-v3+avx512_bf16", "cpu:portable+avx512_vnni"):
         with pytest.raises(Diagnostic, match="extra feature"):
-            parse(bad)
+            load().target(bad)
 
 
 def test_extra_features_are_asked_for_by_name() -> None:
-    t = parse("cpu:x86-64-v4+avx512_bf16+avx512_vnni")
+    t = load().target("cpu:x86-64-v4+avx512_bf16+avx512_vnni")
     assert t.features == V4 | {"avx512_bf16", "avx512_vnni"}
     assert set(t.flags) >= {"-mavx512bf16", "-mavx512vnni"} and t.has("avx512_bf16")
-    assert parse("cpu:x86-64-v4").features == V4
+    assert load().target("cpu:x86-64-v4").features == V4
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_the_machine_at_hand_is_read_from_cpuinfo(
 ) -> None:
     t = detect(cpuinfo(have), 4)
     assert t.name == "cpu:native" and t.features == features and t.limits.threads == 4
-    assert t.arch == (arch or parse("cpu:portable").arch)
+    assert t.arch == (arch or load().target("cpu:portable").arch)
 
 
 def test_detection_without_cpuinfo_is_portable() -> None:
@@ -63,7 +66,7 @@ def test_detection_without_cpuinfo_is_portable() -> None:
 @pytest.mark.parametrize("name", ["cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+avx512_bf16", "cpu:portable"])
 def test_flags_allow_the_recorded_features_and_no_more(name: str) -> None:
     """What the compiler may emit is what the artifact says that it needs."""
-    t = parse(name)
+    t = load().target(name)
     argv = [CppToolchain.find(t).compiler, *t.flags, "-dM", "-E", "-x", "c++", "/dev/null"]
     defined = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     macros = {"avx2": "__AVX2__", "fma": "__FMA__", "avx512f": "__AVX512F__", "avx512vl": "__AVX512VL__"}

@@ -14,8 +14,8 @@ import pytest
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.dim import D
-from llmc.targets.cpu_targets import parse
 
 GOOD = Source("answer", "cpp", 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
 BAD = Source("f", "cpp", "// cpu/bad\nint f() { return undeclared; }\nint g() { return also; }\n")
@@ -23,7 +23,7 @@ BAD = Source("f", "cpp", "// cpu/bad\nint f() { return undeclared; }\nint g() { 
 
 @pytest.fixture
 def toolchain() -> CppToolchain:
-    return CppToolchain.find(parse("cpu:portable"))
+    return CppToolchain.find(load().target("cpu:portable"))
 
 
 def counting(toolchain: CppToolchain, folder: Path) -> tuple[CppToolchain, Path]:
@@ -92,7 +92,7 @@ def test_the_first_error_is_shown_with_the_place(toolchain: CppToolchain, tmp_pa
 
 def test_a_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic) as e:
-        CppToolchain.find(parse("cpu:portable"), path=str(tmp_path))
+        CppToolchain.find(load().target("cpu:portable"), path=str(tmp_path))
     assert e.value.code == "E501" and "apt-get install g++" in str(e.value)
 
 

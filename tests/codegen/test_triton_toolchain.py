@@ -20,8 +20,9 @@ from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import write_entry
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, Trip
+from llmc.driver import Compilation
 from llmc.ir.graph import Module
+from llmc.options import Options
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 
 TEXT = """# toy: doubles
@@ -134,7 +135,7 @@ def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Pa
 
         monkeypatch.setattr(codegen, "build", build)
         with pytest.raises(Diagnostic, match=code):
-            Trip.build(trip, Module())
+            Compilation.build(trip, Module())
         assert len(list(tmp_path.iterdir())) == left
 
 

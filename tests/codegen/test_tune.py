@@ -17,12 +17,13 @@ from llmc.cli import main
 from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import Tuning, record, save
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.measure import tune as tuning
 from llmc.measure.timing import Candidate, Timer, _places
+from llmc.options import Options
 from llmc.passes.base import Ctx
 from llmc.targets.cpu_targets import native
 
@@ -40,18 +41,18 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     m = parse(TEXT, OPS)
     told = tuning.Tuned("")
     (work,) = tuning.works(m, registry, target, told)
-    assert work.launches == 2 and {o.kernel.name for o in work.ways} >= {"cpu/rows", "cpu/elements"}
+    assert work.launches == 2 and {o.kernel.name for o in work.candidates} >= {"cpu/rows", "cpu/elements"}
     (beside,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",))
-    assert {o.kernel.name for o in beside.ways} == {"cpu/elements", "cpu/rows"}
-    assert len([o for o in beside.ways if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
+    assert {o.kernel.name for o in beside.candidates} == {"cpu/elements", "cpu/rows"}
+    assert len([o for o in beside.candidates if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
     held = record(work.node, "cpu/rows", {}, target, 1.0, work.env)
     for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
         save(tmp_path / f"{len(kernels)}.jsonl", [at])
         known = Tuning.load(tmp_path / f"{len(kernels)}.jsonl")
-        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), held=known)
-        assert {o.kernel.name for o in added.ways} == kernels
+        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), measured=known)
+        assert {o.kernel.name for o in added.candidates} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
-    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.ways]
+    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
     times = timer.microseconds(found, m.symbols)
     assert all(0 < us < 1e5 for us in times)
     path = tmp_path / "t.jsonl"
@@ -114,7 +115,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
     m = parse(TEXT, OPS)
     told = tuning.Tuned("")
     (work,) = tuning.works(m, load(), native(), told)
-    good, bad = (Candidate(work.node, work.graph, work.env, work.ways[0].kernel, s) for s in ({}, {"broken": 1}))
+    good, bad = (Candidate(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
     assert tuning._times(Broken(), [good, good, bad, good], m, told) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
     assert len(told.failed) == 1 and "does not compile" in told.failed[0]
 

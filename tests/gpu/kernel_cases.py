@@ -29,9 +29,8 @@ from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
-from llmc.extension import resolve  # noqa: E402
+from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
-from llmc.targets.target_names import parse  # noqa: E402
 
 CACHE = ROOT / "build" / "gpu" / "kernels"
 HALF = 1e-2
@@ -106,7 +105,7 @@ def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> di
 
 def _one(work: tuple[Source, str, Path]) -> Compiled | str:
     source, target, cache = work
-    toolchain = TritonToolchain.find(parse(target))
+    toolchain = TritonToolchain.find(load().target(target))
     try:
         return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
     except Diagnostic as e:
@@ -117,7 +116,7 @@ def main() -> None:
     ap = argparse.ArgumentParser(description="compile the GPU tests' kernels, without a GPU")
     ap.add_argument("--target", default="cuda:sm_90")
     args = ap.parse_args()
-    target = parse(args.target)
+    target = load().target(args.target)
     jobs = all_jobs(target)
     found = compile_jobs(jobs, target)
     bad = {k: v for k, v in found.items() if isinstance(v, str)}

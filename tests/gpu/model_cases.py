@@ -70,7 +70,8 @@ def make(pair: Pair) -> str:
     from models.kit import save
 
     from llmc.diagnostics import Diagnostic
-    from llmc.driver import Options, compile_model
+    from llmc.driver import compile_model
+    from llmc.options import Options
 
     with tempfile.TemporaryDirectory() as scratch:
         model, length = DEMO, 256

@@ -14,7 +14,7 @@ from gpu.launcher import Card
 from gpu.test_kernels import failures
 from kernels.harness import Case
 
-from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.extension import resolve
@@ -41,7 +41,7 @@ graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
     rng = np.random.default_rng(m + n + k)
     inputs = [rng.standard_normal(s).astype(np.float32) for s in ((m, k), (n, k))]
     name = f"{m}x{n}x{k}-{schedule}"
-    return Case(name, parse(text, OPS).graphs["main"], LINEAR, schedule, inputs, atol=1e-2)
+    return Case(name, parse(text, OPS).graphs["main"], GEMM_WGMMA, schedule, inputs, atol=1e-2)
 
 
 def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) -> Case:
@@ -63,7 +63,7 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("schedule", LINEAR.ways(), ids=str)
+@pytest.mark.parametrize("schedule", GEMM_WGMMA.all_schedules(), ids=str)
 def test_linear(schedule: Schedule, card: Card, tmp_path: Path) -> None:
     check([product(*size, schedule) for size in SIZES], card, tmp_path)
 

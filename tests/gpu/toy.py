@@ -11,7 +11,8 @@ from llmc_runtime.format import expr
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
-from llmc.artifact.write import KernelBinary, Parts
+from llmc.artifact.write import Parts
+from llmc.codegen.binary import Binary
 
 SHARED = 100 << 10
 _BODY = tiny.KERNEL[tiny.KERNEL.index("  const int32_t *rows") : tiny.KERNEL.rindex("}")]
@@ -60,11 +61,11 @@ def nvrtc(text: str, arch: str) -> bytes:
     return cubin
 
 
-def kernel(text: str, entry: str, arch: str, shared: int = 0) -> KernelBinary:
+def kernel(text: str, entry: str, arch: str, shared: int = 0) -> Binary:
     """A text as a kernel of an artifact; WAIT in it becomes the wait for the launches before, where there is one."""
     text = text.replace("WAIT", _WAIT if int(arch[3:]) >= 90 else "")
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return KernelBinary(key, nvrtc(text, arch), text, entry, 128, shared, "cubin", "cu", "cuda-1")
+    return Binary(key, text, nvrtc(text, arch), entry, 128, shared, suffix="cubin", language="cu", abi="cuda-1")
 
 
 def parts(folder: Path, arch: str, weights: object = ...) -> Parts:
@@ -80,9 +81,7 @@ def parts(folder: Path, arch: str, weights: object = ...) -> Parts:
     )
 
 
-def _program(
-    name: str, uniform: bool, rows: tuple[int, int], toy: KernelBinary, stamp: KernelBinary, arch: str
-) -> Program:
+def _program(name: str, uniform: bool, rows: tuple[int, int], toy: Binary, stamp: Binary, arch: str) -> Program:
     old = tiny.program(name, "ab" * 16, "cd" * 16, uniform)
     arena = Buffer("scratch", "arena", "i32", (expr.of(2),), expr.of(8))
     pdl, args, end = int(arch[3:]) >= 90, old.launches[0].args, len(old.buffers)

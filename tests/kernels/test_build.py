@@ -23,7 +23,6 @@ from llmc.ir.text import parse, show
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx
 from llmc.passes.weights.lift_weights import LiftWeights
-from llmc.targets.cpu_targets import parse as target
 
 TEXT = """
 sym T in [1, 64]
@@ -53,11 +52,11 @@ def compiled(text: str, cache: Path, level: str = "cpu:native") -> tuple[Module,
     """(as written, after the passes, built)."""
     m = parse(text, OPS)
     written = m.clone()
-    ctx = Ctx(OPS, target(level), load().kernels)
+    ctx = Ctx(OPS, load().target(level), load().kernels)
     for p in (Select(), Pack(), LiftWeights(), Memory()):
         p.run(m, ctx)
         verify(m)
-    return written, m, build(m, target(level), cache, load().kernels, load().toolchains)
+    return written, m, build(m, load().target(level), cache, load().kernels, load().toolchains)
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +183,14 @@ def test_equal_nodes_share_a_binary(made: Any) -> None:
 def test_a_node_that_no_kernel_fits_names_every_reason() -> None:
     m = parse("graph @main(%x: f64[3]) {\n  %y = exp(%x) : f64[3]  // model.act\n  return %y\n}", OPS)
     with pytest.raises(Diagnostic) as e:
-        Select().run(m, Ctx(OPS, target("cpu:native"), load().kernels))
+        Select().run(m, Ctx(OPS, load().target("cpu:native"), load().kernels))
     text = str(e.value)
     assert "E430" in text and "model.act" in text and "cpu/rows: dtype f64" in text and "cpu/elements" in text
 
 
 def test_passes_out_of_order_say_which_is_missing(tmp_path: Path) -> None:
     m = parse("graph @main(%x: f32[3]) {\n  %y = exp(%x) : f32[3]\n  %z = neg(%y) : f32[3]\n  return %z\n}", OPS)
-    ctx = Ctx(OPS, target("cpu:native"), load().kernels)
+    ctx = Ctx(OPS, load().target("cpu:native"), load().kernels)
     with pytest.raises(Diagnostic, match="E433"):
         Memory().run(m, ctx)
     with pytest.raises(Diagnostic, match="E433"):
@@ -201,3 +200,19 @@ def test_passes_out_of_order_say_which_is_missing(tmp_path: Path) -> None:
         build(m, ctx.target, tmp_path, load().kernels, load().toolchains)
     with pytest.raises(Diagnostic, match="E431"):
         Pack().run(m, Ctx(OPS, None, load().kernels))
+
+
+def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection() -> None:
+    m = parse(
+        "sym T in [1, 64]\n"
+        "graph @step(%ids: i32[T], %w: weight f32[96, 64]) {\n"
+        "  %x = take(%w, %ids) : f32[T, 64]\n  %y = linear(%x, %w) : f32[T, 96]\n  return %y\n}\n",
+        OPS,
+    )
+    ctx = Ctx(OPS, target("cpu:native"), load().kernels)
+    for p in (Select(), Pack()):
+        p.run(m, ctx)
+        verify(m)
+    nodes = {n.op.name: n for n in m.graphs["step"].nodes}
+    assert nodes.keys() == {"pack_panel", "packed_take", "packed_linear"}
+    assert nodes["packed_take"].choice == {"kernel": "cpu/packed_take"}

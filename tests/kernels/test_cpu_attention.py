@@ -11,6 +11,7 @@ import pytest
 from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.backends.cpp.attention import ATTENTION
+from llmc.extension import load
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
@@ -99,7 +100,7 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
 
 @pytest.fixture(scope="module", params=LEVELS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = cpu_targets.parse(request.param)
+    target = load().target(request.param)
     if not cpu_targets.native().features >= target.features:
         pytest.skip(f"this machine cannot run {target.name}")
     cases = []
@@ -129,7 +130,7 @@ def test_attention_agrees_with_the_reference(
 
 
 def test_what_the_kernel_refuses() -> None:
-    target = cpu_targets.parse("cpu:x86-64-v3")
+    target = load().target("cpu:x86-64-v3")
     (node,) = build(replace(SHAPES[0], h=15)).nodes
     assert "evenly" in str(ATTENTION.reject(node, target))
     (node,) = build(replace(SHAPES[0], d=513)).nodes

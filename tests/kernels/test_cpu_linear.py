@@ -12,6 +12,7 @@ from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.backends.cpp.cpp_kernel import without_headers
 from llmc.codegen.backends.cpp.linear import LINEAR, pack_node
+from llmc.extension import load
 from llmc.ir.graph import Graph, Module
 from llmc.ir.ops import OPS
 from llmc.ir.ops.packed import pack_panel
@@ -90,7 +91,7 @@ def draw(s: Shape, g: Graph, rows: int, rng: np.random.Generator) -> list[np.nda
 
 @pytest.fixture(scope="module", params=LEVELS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = cpu_targets.parse(request.param)
+    target = load().target(request.param)
     if not runs_here(target):
         pytest.skip(f"this machine cannot run {target.name}")
     cases = []
@@ -121,7 +122,7 @@ def test_a_product_on_more_threads_than_panels(compiled: Sequence[tuple[Shape, C
 
 
 def test_packing_is_the_same_product() -> None:
-    s, target = SHAPES[2], cpu_targets.parse("cpu:x86-64-v3")
+    s, target = SHAPES[2], load().target("cpu:x86-64-v3")
     g = build(s, target)
     (node,) = g.nodes
     assert "packed_linear" in show(Module({"test": g}, {"T": (1, 512)}))
@@ -132,7 +133,7 @@ def test_packing_is_the_same_product() -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    target = cpu_targets.parse("cpu:x86-64-v3")
+    target = load().target("cpu:x86-64-v3")
     g = Graph("test")
     x, y = g.input("x", tensor("f32", "T", 4)), g.input("y", tensor("f32", 6, 4))
     assert "not known at compile time" in str(LINEAR.reject(g.add(OPS["linear"], [x, y]), target))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.backends.cuda.gemm_wgmma import LINEAR
+from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.build import build
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.memory import Memory
@@ -47,8 +47,8 @@ def product(m: Module) -> object:
 def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
     node, target = product(module()), sm_90()
     tool = load().toolchains["cuda"](target)
-    ways = LINEAR.schedules(node, target)
-    sources = [LINEAR.emit(node, s, target) for s in ways]
+    ways = GEMM_WGMMA.schedules(node, target)
+    sources = [GEMM_WGMMA.emit(node, s, target) for s in ways]
     made = tool.compile([(s, "") for s in sources], tmp_path, jobs=2)
     assert len(made) == len(ways) == 6
     for way, source in zip(ways, sources, strict=True):
@@ -68,14 +68,14 @@ def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_refuses(change: tuple[str, str], why: str) -> None:
-    assert why in str(LINEAR.reject(product(module(TEXT.replace(*change))), sm_90()))
+    assert why in str(GEMM_WGMMA.reject(product(module(TEXT.replace(*change))), sm_90()))
 
 
 def test_it_is_for_hopper_alone() -> None:
     node = product(module())
-    assert LINEAR.reject(node, sm_90()) is None
-    assert "not Hopper" in str(LINEAR.reject(node, sm_100()))
-    assert "not Hopper" in str(LINEAR.reject(node, replace(sm_90(), features=frozenset({"interpret"}))))
+    assert GEMM_WGMMA.reject(node, sm_90()) is None
+    assert "not Hopper" in str(GEMM_WGMMA.reject(node, sm_100()))
+    assert "not Hopper" in str(GEMM_WGMMA.reject(node, replace(sm_90(), features=frozenset({"interpret"}))))
 
 
 def chosen(**options: object) -> Module:
@@ -88,9 +88,12 @@ def chosen(**options: object) -> Module:
 
 def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     assert product(chosen()).choice["kernel"].startswith("triton/")
-    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {"kernel": "cuda/gemm_wgmma", **LINEAR.ways()[1]}
+    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {
+        "kernel": "cuda/gemm_wgmma",
+        **GEMM_WGMMA.all_schedules()[1],
+    }
     node, path = product(module()), tmp_path / "tuning.jsonl"
-    way = LINEAR.schedules(node, sm_90())[2]
+    way = GEMM_WGMMA.schedules(node, sm_90())[2]
     path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
     assert product(chosen(tuning=str(path))).choice == {"kernel": "cuda/gemm_wgmma", **way}
 
@@ -116,7 +119,7 @@ def test_tuning_measures_it_where_it_is_named() -> None:
         (work,) = [
             w for w in works(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
         ]
-        return {o.kernel.name for o in work.ways}
+        return {o.kernel.name for o in work.candidates}
 
     assert "cuda/gemm_wgmma" not in measured() and len(measured()) > 1
     assert (

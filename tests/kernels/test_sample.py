@@ -10,10 +10,10 @@ import pytest
 from kernels.harness import Case, Ctx, compile_cases
 
 from llmc.codegen.backends.cpp.state import SAMPLING
+from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import kept
-from llmc.targets.cpu_targets import parse
 
 V, ROWS = 997, 64
 
@@ -31,7 +31,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Any:
     rng = np.random.default_rng(0)
     drawn = operands(rng.random((ROWS, V)), np.zeros((ROWS, 8), np.float32), np.zeros((ROWS, 8), np.int32))
     g = example_graph(OPS["row_sample"], drawn, {}).graphs["main"]
-    case, target = Case("sample", g, SAMPLING, {}, drawn), parse("cpu:native")
+    case, target = Case("sample", g, SAMPLING, {}, drawn), load().target("cpu:native")
     source, function = compile_cases([case], target, tmp_path_factory.mktemp("sample"))["sample"]
     nbytes = source.scratch.const or 0
 

@@ -13,9 +13,9 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
-from llmc.codegen.backends.triton.decode_attention import COMBINE, DECODE
-from llmc.codegen.backends.triton.prefill_attention import PACKED, PREFILL
-from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN
+from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
+from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.codegen.kernel import SETTLED
 from llmc.ir.dim import D
@@ -85,17 +85,17 @@ class Paged:
         on: Target = INTERPRETED,
         least: int = 1,
     ) -> Case:
-        """The step on a kernel; with `splits`, one token a row, and no sinks; rows of one token on SINGLE_TOKEN."""
+        """The step on a kernel; with `splits`, one token a row and no sinks; SINGLE_TOKEN_ATTENTION gets such rows."""
         arrays = self.inputs(rng)
         attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
         if splits:
             rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
             arrays, attrs = [*arrays[:3], rows, arrays[5]], attrs | {"splits": splits}
-        if kernel is SINGLE_TOKEN:
+        if kernel is SINGLE_TOKEN_ATTENTION:
             arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
         elif least > 1:
             attrs["least"] = least
-        kind = "_split" if splits else "_single" if kernel is SINGLE_TOKEN else ""
+        kind = "_split" if splits else "_single" if kernel is SINGLE_TOKEN_ATTENTION else ""
         op = OPS[f"paged_attention{kind}"]
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
@@ -157,14 +157,14 @@ MIXED = (
 @pytest.mark.parametrize("splits", [0, 1, 3, 8])
 def test_single_tokens(i: int, splits: int) -> None:
     _, rng = fresh()
-    run_case(PINNED[i].case(DECODE, rng, schedule=i, splits=splits))
+    run_case(PINNED[i].case(DECODE_ATTENTION, rng, schedule=i, splits=splits))
 
 
-@pytest.mark.parametrize("kernel", [DECODE, PREFILL], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures(i: int, kernel: TritonKernel) -> None:
     _, rng = fresh()
-    for schedule in range(1 if kernel is DECODE else 3):
+    for schedule in range(1 if kernel is DECODE_ATTENTION else 3):
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
@@ -172,20 +172,20 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
 def test_rows_of_one_token_apart(i: int) -> None:
     """The others' attention leaves zeros; that of single tokens keeps what is not its own."""
     _, rng = fresh()
-    run_case(MIXED[i].case(PREFILL, rng, i, least=2))
+    run_case(MIXED[i].case(PREFILL_ATTENTION, rng, i, least=2))
     for schedule in range(2):
-        run_case(MIXED[i].case(SINGLE_TOKEN, rng, schedule))
+        run_case(MIXED[i].case(SINGLE_TOKEN_ATTENTION, rng, schedule))
 
 
 @pytest.mark.parametrize("_", range(5))
 def test_drawn(_: int) -> None:
     _, rng = fresh()
     at = int(rng.integers(8))
-    run_case(drawn(rng, False).case(SINGLE_TOKEN, rng, at))
-    run_case(drawn(rng, False).case(PREFILL, rng, at, least=int(rng.integers(2, 20))))
+    run_case(drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, at))
+    run_case(drawn(rng, False).case(PREFILL_ATTENTION, rng, at, least=int(rng.integers(2, 20))))
     for splits in (0, int(rng.integers(1, 9))):
-        run_case(drawn(rng, True).case(DECODE, rng, at, splits))
-    run_case(drawn(rng, False).case(PREFILL, rng, at))
+        run_case(drawn(rng, True).case(DECODE_ATTENTION, rng, at, splits))
+    run_case(drawn(rng, False).case(PREFILL_ATTENTION, rng, at))
 
 
 def prompt(
@@ -214,10 +214,16 @@ def prompt(
             ),
         )
     graph.outputs = list(graph.add(OPS["attention"], graph.inputs, {"layer": 0, "scale": d**-0.5, **attrs}).results)
-    plan = PACKED.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
+    plan = PACKED_ATTENTION.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
     plan = plan[at % len(plan)]
     return Case(
-        f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}", graph, PACKED, plan, arrays, rtol=2e-5, atol=ATOL[dtype]
+        f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}",
+        graph,
+        PACKED_ATTENTION,
+        plan,
+        arrays,
+        rtol=2e-5,
+        atol=ATOL[dtype],
     )
 
 
@@ -259,8 +265,8 @@ def combine(
     if sinks:
         g.input("sinks", Type(dtype, (D(h),)))
     g.outputs = list(g.add(OPS["attention_combine"], g.inputs, {"dtype": dtype}).results)
-    plan = COMBINE.schedules(g.nodes.head, on)  # type: ignore[arg-type]
-    return Case(f"combine-{shape}-{dtype}", g, COMBINE, plan[at % len(plan)], arrays, rtol=2e-5, atol=2e-5)
+    plan = ATTENTION_COMBINE.schedules(g.nodes.head, on)  # type: ignore[arg-type]
+    return Case(f"combine-{shape}-{dtype}", g, ATTENTION_COMBINE, plan[at % len(plan)], arrays, rtol=2e-5, atol=2e-5)
 
 
 def combines(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case]:
@@ -279,11 +285,11 @@ def test_combine() -> None:
 def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> None:
     """The queries never are, nor the pool: the previous launch has written them."""
     target = next(t for t in TARGETS if t.has("pdl"))
-    case = PINNED[0].case(DECODE, fresh()[1], 0, splits, target)
+    case = PINNED[0].case(DECODE_ATTENTION, fresh()[1], 0, splits, target)
     schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
-    order = memory_order(DECODE.emit(case.node, schedule, target), target)
+    order = memory_order(DECODE_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
-    tables = {f"load x{i}" for i in DECODE.early(case.node)}
+    tables = {f"load x{i}" for i in DECODE_ATTENTION.early(case.node)}
     assert set(order[:at]) == (tables if settled else set())
     assert {"launch_dependents", "load x0", "load x1", "store y0"} <= set(order[at:]) and order.count("wait") == 1
 
@@ -292,9 +298,9 @@ def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> 
 def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
     """The previous launch may be writing y; everything that is read except y may be there before it ends."""
     target = next(t for t in TARGETS if t.has("pdl"))
-    case = MIXED[0].case(SINGLE_TOKEN, fresh()[1], 0, on=target)
+    case = MIXED[0].case(SINGLE_TOKEN_ATTENTION, fresh()[1], 0, on=target)
     schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
-    order = memory_order(SINGLE_TOKEN.emit(case.node, schedule, target), target)
+    order = memory_order(SINGLE_TOKEN_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
     assert set(order[:at]) == ({f"load x{i}" for i in range(6)} if settled else set())
     assert {"load x6", "store y0"} <= set(order[at:]) and order.count("wait") == 1
@@ -305,18 +311,18 @@ def gpu_cases(target: Target) -> Iterator[Case]:
     rng = np.random.default_rng()
     for i, p in enumerate(PINNED):
         for splits in (0, 1, 3, 8):
-            yield p.case(DECODE, rng, i + splits, splits, target)
+            yield p.case(DECODE_ATTENTION, rng, i + splits, splits, target)
     for p in MIXED:
         for schedule in range(6):
-            yield p.case(PREFILL, rng, schedule, on=target)
-        yield p.case(DECODE, rng, 0, on=target)
-        yield p.case(PREFILL, rng, 1, on=target, least=2)
+            yield p.case(PREFILL_ATTENTION, rng, schedule, on=target)
+        yield p.case(DECODE_ATTENTION, rng, 0, on=target)
+        yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
-            yield p.case(SINGLE_TOKEN, rng, schedule, on=target)
+            yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
     for i in range(24):
-        yield drawn(rng, False).case(SINGLE_TOKEN, rng, i, on=target)
-        yield drawn(rng, True).case(DECODE, rng, i, i % 9, target)
-        yield drawn(rng, False).case(PREFILL, rng, i, on=target)
+        yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
+        yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
+        yield drawn(rng, False).case(PREFILL_ATTENTION, rng, i, on=target)
     yield from prompts(rng, target)
     yield from combines(rng, target)
 
@@ -326,11 +332,11 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
     """A few cases of other dtypes and attributes: a text that the interpreter takes may still not compile."""
     _, rng = fresh()
     cases = [
-        PINNED[0].case(DECODE, rng, int(rng.integers(6)), 4, target),
-        MIXED[1].case(PREFILL, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(PREFILL, rng, int(rng.integers(6)), on=target),
-        drawn(rng, True).case(DECODE, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(SINGLE_TOKEN, rng, int(rng.integers(6)), on=target),
+        PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
+        MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, True).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
         list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]

@@ -7,7 +7,7 @@ import pytest
 from kernels.harness import Case
 from kernels.triton_harness import run_case, some
 
-from llmc.codegen.backends.triton.norm_gemv import NORM_GEMV
+from llmc.codegen.backends.triton.gemv import NORM_GEMV
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor

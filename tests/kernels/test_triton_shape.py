@@ -16,13 +16,13 @@ from kernels.cases import SIZES, Text, of_ops, of_texts
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, compile_for, run_case
 
-from llmc.codegen.backends.triton.reduce import ARGMAX, CUMSUM, FOLD, SOFTMAX, TOPK
+from llmc.codegen.backends.triton.reduce import ARGMAX, CUMSUM, REDUCE, SOFTMAX, TOPK
 from llmc.codegen.backends.triton.shape import CONCAT, COPY, GATHER, IOTA, PACKED_TAKE, TAKE
 from llmc.codegen.kernel import Kernel
 from llmc.ir.dtype import DTYPES
 
 KERNELS: tuple[Kernel, ...] = (
-    COPY, CONCAT, TAKE, PACKED_TAKE, GATHER, IOTA, FOLD, ARGMAX, CUMSUM, SOFTMAX, TOPK,
+    COPY, CONCAT, TAKE, PACKED_TAKE, GATHER, IOTA, REDUCE, ARGMAX, CUMSUM, SOFTMAX, TOPK,
 )  # fmt: skip
 STORED = ("f32", "bf16", "f16", "f64", "i64", "i32", "i16", "i8", "u32", "u16", "u8", "bool")
 NUMBERS = ("f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u32", "u16", "u8")
@@ -108,7 +108,7 @@ def test_folds_of_every_dtype(dtype: str, axis: int) -> None:
     left = ", ".join(str(n) for i, n in enumerate(x.shape) if i != axis)
     ops = ["sum", "amax", "amin"] + ["mean"] * (DTYPES[dtype].kind == "f")
     for op in ops:
-        run_case(case(FOLD, Text(f"{dtype}[5, 37, 6]", f"{op} {{axis={axis}}}", f"{dtype}[{left}]"), [x]))
+        run_case(case(REDUCE, Text(f"{dtype}[5, 37, 6]", f"{op} {{axis={axis}}}", f"{dtype}[{left}]"), [x]))
     run_case(case(ARGMAX, Text(f"{dtype}[5, 37, 6]", f"argmax {{axis={axis}}}", f"i64[{left}]"), [x]))
     run_case(case(CUMSUM, Text(f"{dtype}[5, 37, 6]", f"cumsum {{axis={axis}}}", f"{dtype}[5, 37, 6]"), [x]))
 
@@ -120,7 +120,7 @@ def test_folds_beyond_a_tile() -> None:
         Text("f32[2, 700, 90]", "mean {axis=1}", "f32[2, 90]"),
         Text("i32[2, T, R]", "amin {axis=1}", "i32[2, R]", ints=99),
     ):
-        run_case(case(FOLD, t))
+        run_case(case(REDUCE, t))
     run_case(case(ARGMAX, Text("bf16[2, 5000]", "argmax {axis=1}", "i64[2]")))
     run_case(case(CUMSUM, Text("i64[2, 4500]", "cumsum {axis=1}", "i64[2, 4500]", ints=99)))
     run_case(case(SOFTMAX, Text("bf16[2, 300, 9]", "softmax {axis=1}", "bf16[2, 300, 9]")))
@@ -135,7 +135,7 @@ def test_ties_and_not_a_number() -> None:
     x[4] = np.where(np.arange(300) % 2, -0.0, 0.0)
     run_case(case(ARGMAX, Text("f32[6, 300]", "argmax {axis=1}", "i64[6]"), [x]))
     run_case(case(ARGMAX, Text("f32[300, 6]", "argmax {axis=0}", "i64[6]"), [x.T.copy()]))
-    run_case(case(FOLD, Text("f32[300, 6]", "amax {axis=0}", "f32[6]"), [x.T.copy()]))
+    run_case(case(REDUCE, Text("f32[300, 6]", "amax {axis=0}", "f32[6]"), [x.T.copy()]))
     run_case(case(TOPK, Text("f32[6, 300]", "topk {k=299}", "f32[6, 299], i64[6, 299]"), [x]))
 
 

@@ -10,7 +10,7 @@ from kernels.harness import Case
 from kernels.test_triton_linear import draw
 from kernels.triton_harness import run_case
 
-from llmc.codegen.backends.triton.gemm_splitk import PARTS, SUM
+from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA_SPLITK
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -43,8 +43,8 @@ def test_parts_agree_with_the_reference(which: int) -> None:
     g.outputs = [g.add(OPS["linear_split"], [x, w], {"splits": splits}).result]
     (node,) = g.nodes
     atol = 2e-5 if dtype == "f32" else 2e-3
-    name, plan = f"parts {PRODUCTS[which]}", PARTS.schedules(node, sm_90())[at]
-    run_case(Case(name, g, PARTS, plan, draw(g, rows), atol=atol, sizes={"T": rows}))
+    name, plan = f"parts {PRODUCTS[which]}", GEMM_SPLITK.schedules(node, sm_90())[at]
+    run_case(Case(name, g, GEMM_SPLITK, plan, draw(g, rows), atol=atol, sizes={"T": rows}))
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_sums_agree_with_the_reference(which: int) -> None:
     arrays = [
         rng.standard_normal([int(d.subs({"T": rows})) for d in v.type.shape]).astype(np.float32) for v in g.inputs
     ]
-    for plan in SUM.schedules(node, sm_90()):
-        run_case(Case(f"sum {SUMS[which]}", g, SUM, plan, arrays, atol=2e-5, sizes={"T": rows}))
+    for plan in SPLITK_COMBINE.schedules(node, sm_90()):
+        run_case(Case(f"sum {SUMS[which]}", g, SPLITK_COMBINE, plan, arrays, atol=2e-5, sizes={"T": rows}))

@@ -15,8 +15,9 @@ from models.cases import LISTED, SEED, Case, sample
 from models.hub_stand_in import COMMIT, HubStandIn, serving
 from models.kit import loaded, save
 
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.frontend.hub import Hub
+from llmc.options import Options
 
 pytestmark = pytest.mark.drawn
 STEPS = 10

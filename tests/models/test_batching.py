@@ -18,8 +18,9 @@ from models.cases import LISTED
 from models.kit import save
 
 from llmc.artifact.amend import put_file
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.measure.verify_artifact import verify_artifact
+from llmc.options import Options
 
 SEED = random.SystemRandom().randrange(1 << 30)
 

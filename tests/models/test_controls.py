@@ -13,7 +13,8 @@ from llmc_runtime.sched.request import Request
 from models.cases import LISTED
 from models.kit import save
 
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
+from llmc.options import Options
 
 SEED = random.SystemRandom().randrange(1 << 30)
 ROWS = 6

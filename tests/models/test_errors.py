@@ -175,14 +175,14 @@ VOCAB = {"vocab_size": 320}
 ODD = {
     "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "ALiBi"),
     "falcon": (SMALL | {"alibi": True}, "ALiBi"),
-    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "chunks"),
-    "xglm": (VOCAB, "written out"),
+    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "is chunked"),
+    "xglm": (VOCAB, "does not use transformers. AttentionInterface"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
     "axk2": (SMALL, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
     "bamba": (SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [0]}, "recurrent"),
-    "moshi": (SMALL | {"head_dim": 16}, "answers 2 tensors"),
+    "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip
 
 

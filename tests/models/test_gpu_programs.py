@@ -22,7 +22,8 @@ from models.kit import save
 
 from llmc import driver
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
+from llmc.options import Options
 from tests.runtime.interpret_device import InterpretDevice
 
 pytestmark = pytest.mark.drawn

@@ -16,7 +16,8 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.grammar import GrammarGuide
 
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
+from llmc.options import Options
 
 llguidance = pytest.importorskip("llguidance")
 pytest.importorskip("msgspec")

@@ -11,9 +11,10 @@ from models.kit import fails
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Options, compile_model
+from llmc.driver import compile_model
 from llmc.frontend.model_folder import open_source
 from llmc.frontend.tokenizer_files import without_tokenizer
+from llmc.options import Options
 
 
 def config(folder: Path) -> None:
@@ -26,8 +27,8 @@ def config(folder: Path) -> None:
         ("model.gguf", "a GGUF file"),
         ("model.onnx", "an ONNX file"),
         ("pytorch_model.bin", "a pickle"),
-        ("model.safetensors", "folder that holds it"),
-        ("config.json", "folder that holds it"),
+        ("model.safetensors", "folder that contains it"),
+        ("config.json", "folder that contains it"),
     ],
 )
 def test_a_file_is_named_by_what_it_is(name: str, words: str, tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_an_adapter_beside_a_config(tmp_path: Path) -> None:
         ("tf_model.h5", "TensorFlow"),
         ("adapter_model.safetensors", "adapter"),
         ("weights.safetensors", "rename it to model.safetensors"),
-        ("model-00001-of-00001.safetensors", "fetch model.safetensors.index.json"),
+        ("model-00001-of-00001.safetensors", "download model.safetensors.index.json"),
         ("consolidated.safetensors", "publisher's own layout"),
     ],
 )

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from look.conftest import Made
+from report.conftest import Made
 
 from llmc import console as consoles
 from llmc.cli import main

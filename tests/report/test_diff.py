@@ -13,10 +13,11 @@ import pytest
 from artifact import tiny
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Limits
-from look.conftest import Made
+from report.conftest import Made
 
-from llmc.artifact.write import KernelBinary, PackedWeights, write_artifact
+from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
+from llmc.codegen.binary import Binary
 from llmc.report.diff import diff, render
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import stage
@@ -152,7 +153,7 @@ def test_another_kernel_and_another_limit_are_told(tmp_path: Path) -> None:
     parts = tiny.parts(tmp_path)
     write_artifact(tmp_path / "a.llmc", parts)
     old = parts.kernels[0]
-    new = KernelBinary("f" * 32, old.binary, old.source + "// slower\n", old.entry)
+    new = Binary("f" * 32, old.source + "// slower\n", old.binary, old.entry)
     programs = tuple(
         replace(p, launches=tuple(replace(x, kernel=new.hash) for x in p.launches)) for p in parts.programs
     )

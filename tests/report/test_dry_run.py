@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from look.conftest import Made
+from report.conftest import Made
 
+from llmc.artifact.cost_report import weight_bytes
 from llmc.cli import main
 from llmc.dry_run import render
-from llmc.report.memory_tab import weight_bytes
-from llmc.report.open_artifact import open_to_look
+from llmc.report.open_artifact import open_artifact
 
 
 def planned(made: Made, *args: str, code: int = 0) -> dict[str, Any]:
@@ -27,14 +27,14 @@ def planned(made: Made, *args: str, code: int = 0) -> dict[str, Any]:
 def test_the_plan_is_the_artifact(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = planned(made, "--no-cache")
-    a = open_to_look(made.artifact)
+    a = open_artifact(made.artifact)
     assert plan["programs"] == [
         {"name": p.name, "serves": {s: list(r) for s, r in p.serves.items()}, "launches": len(p.launches),
          "arena_bytes": p.arena_bytes}
         for p in a.programs
     ]  # fmt: skip
     assert plan["compile"]["kernels"] == len(a.manifest.kernels) and plan["compile"]["cached"] == 0
-    assert plan["memory"]["weights"] == weight_bytes(a)
+    assert plan["memory"]["weights"] == weight_bytes(a.programs)
     told = a.predictions()["programs"]
     assert {r["program"]: r["us"] for r in plan["time"]} == {n: p["us"] for n, p in told.items()}
     assert all(r["roofline_us"] < r["us"] for r in plan["time"])
@@ -57,7 +57,7 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
     fitting = planned(made, "--memory", f"{need - 1}B", "--max-model-len", tokens)
     assert fitting["fits"] and fitting["kv"]["tokens"] >= int(tokens) == plan["model"]["max_model_len"] - 16
     hopeless = {**short, "memory": {**short["memory"], "left_for_kv": 0}}
-    assert "take a device with more memory" in render(hopeless, [])
+    assert "use a device with more memory" in render(hopeless, [])
     assert "give --memory" in render({**short, "fits": None}, [])
 
 

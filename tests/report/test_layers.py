@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmc_runtime.api.llm import LLM
-from look.conftest import Made
 from models.cases import LISTED, UNLISTED, Case
 from models.kit import eager_logits, ir_logits, prompts, save
+from report.conftest import Made
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from artifact import tiny
 from llmc_runtime.format.program import Program
-from look.conftest import Made
+from markupsafe import escape
+from report.conftest import Made
 
 from llmc.artifact.write import write_artifact
 from llmc.cli import main
 from llmc.passes.pass_report import pattern
-from llmc.report import html
 from llmc.report.formatting import count_text, many, runs, us_text
-from llmc.report.html_report import write_report
-from llmc.report.memory_tab import chart
-from llmc.report.module_tab import alike, tree
+from llmc.report.html_report import render, write_report
+from llmc.report.memory_chart import chart
+from llmc.report.module_tree import alike, tree
 from llmc.targets.cpu_targets import portable
 
 VOID = {"meta", "br"}
@@ -76,7 +76,7 @@ def test_a_compile_writes_its_report(made: Made) -> None:
     rows = re.findall(r"^ *\d+ +[\d.]+ +[\d.]+ +(?:memory|compute|launch) ", text, re.M)
     assert len(rows) == sum(len(p.launches) for p in programs)  # each of them, with its time and what bounds it
     sources = [p for p in (made.artifact / "kernels").iterdir() if p.suffix == ".cpp"]
-    assert all(html.text(p.read_text().rstrip("\n")) in text for p in sources)
+    assert all(escape(p.read_text().rstrip("\n")) in text for p in sources)
     assert page.tags["svg"] == len(programs)
     words = page.words
     for said in ("rms-norm", "model.layers.*.input_layernorm", "self_attn", "cost rule", "torch=", "KV cache"):
@@ -117,9 +117,7 @@ def test_what_nearly_matched_is_told_with_its_reason(made: Made, tmp_path: Path)
     first, second = record.data
     assert first["missed"] and not second["missed"]
     assert {r["why"] for r in first["missed"]} == {p.why for p in ctx.misses}
-    from llmc.report.pass_tab import section
-
-    words = Page(section(record.data)).words
+    words = Page(render("passes.html", passes=record.data)).words
     assert "nearly matched" in words and all(r["why"] in words for r in first["missed"])
 
 
@@ -194,8 +192,9 @@ def test_the_chart_draws_every_value_inside_the_arena() -> None:
         }
         for i in range(9)
     ]
-    page = Page(chart(slots, 768))
-    boxes = re.findall(r'y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', chart(slots, 768))
+    text = render("memory_chart.html", **chart(slots, 768))
+    page = Page(text)
+    boxes = re.findall(r'y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', text)
     assert page.tags["rect"] == page.tags["title"] == len(boxes) == 9
     assert all(0 <= float(y) and float(y) + float(h) <= 260.2 for y, _, h in boxes)
 

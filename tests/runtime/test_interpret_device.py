@@ -15,7 +15,8 @@ from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Launch
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
-from llmc.artifact.write import KernelBinary, write_artifact
+from llmc.artifact.write import write_artifact
+from llmc.codegen.binary import Binary
 
 pytest.importorskip("triton")
 
@@ -55,7 +56,7 @@ def test_steps_in_the_interpreter(tmp_path: Path) -> None:
     from tests.runtime.interpret_device import InterpretDevice
 
     key = hashlib.sha256(KERNEL.encode()).hexdigest()[:32]
-    kernel = KernelBinary(key, b"not for this device", KERNEL, "toy", 32, 0, "cubin", "py", "cuda-1")
+    kernel = Binary(key, KERNEL, b"not for this device", "toy", 32, suffix="cubin", language="py", abi="cuda-1")
     programs = []
     for name, uniform in (("decode", True), ("step", False)):
         p = tiny.program(name, key, key, uniform)

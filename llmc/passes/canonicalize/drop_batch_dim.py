@@ -10,9 +10,6 @@ from llmc.passes.analysis import is_pointwise
 from llmc.passes.base import Ctx
 from llmc.passes.rewrite import sweep
 
-FIRST_ONLY = ("cast", "rms_norm", "layer_norm", "linear", "topk")
-ALONG_AXIS = ("sum", "mean", "amax", "amin", "argmax", "softmax", "cumsum", "slice")
-
 
 def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
     """Rebuild the nodes whose results are [1, ...] without that axis; return the number of rebuilt nodes that compute.
@@ -65,13 +62,15 @@ class _Plan:
         name, rank = n.op.name, n.results[0].type.rank
         if is_pointwise(n):
             return [self.drop(v) if v.type.rank == rank else v for v in n.operands], n.attrs
-        if name in FIRST_ONLY:
-            if rank < 3 and name != "cast":
-                return None
-            return [self.drop(n.operands[0]), *n.operands[1:]], n.attrs
-        if name in ALONG_AXIS or name == "gather":
-            axis = n.attrs["axis"]
-            if n.operands[0].type.rank < 3 or axis % n.operands[0].type.rank == 0:
+        if n.op.elementwise:
+            return [self.drop(v) for v in n.operands], n.attrs
+        if n.op.row_wise:
+            leading = [n.op.leading(slot) for slot in n.op.operands]
+            dropped = [self.drop(v) if axes else v for v, axes in zip(n.operands, leading, strict=True)]
+            return (dropped, n.attrs) if rank >= 3 else None
+        if "axis" in n.op.attrs:
+            axis, x = n.attrs["axis"], n.operands[0].type
+            if axis % x.rank == 0 or (x.rank < 3 and name != "concat"):
                 return None
             return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - (axis > 0)}
         rule = getattr(self, f"of_{name}", None)
@@ -95,15 +94,6 @@ class _Plan:
         if perm[0] != 0:
             return None
         return [self.drop(n.operands[0])], {"perm": tuple(q - 1 for q in perm[1:])}
-
-    def of_concat(self, n: Node) -> Any:
-        axis = n.attrs["axis"]
-        if axis % n.result.type.rank == 0:
-            return None
-        return [self.drop(v) for v in n.operands], {"axis": axis - (axis > 0)}
-
-    def of_matmul(self, n: Node) -> Any:
-        return ([self.drop(v) for v in n.operands], n.attrs) if n.result.type.rank >= 3 else None
 
     def of_take(self, n: Node) -> Any:
         x, idx = n.operands

@@ -11,7 +11,8 @@ from llmc_runtime.format import expr
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
-from llmc.artifact.write import KernelBinary, Parts
+from llmc.artifact.write import Parts
+from llmc.codegen.binary import Binary
 
 _BODY = tiny.KERNEL[tiny.KERNEL.index("  const int32_t *rows") : tiny.KERNEL.rindex("}")]
 _ROW = "int32_t r = rows[i], len = length[r];"
@@ -40,10 +41,10 @@ extern "C" void stamp(void** params, const unsigned* grid) {
 """
 
 
-def kernel(text: str, entry: str, shared: int = 0) -> KernelBinary:
+def kernel(text: str, entry: str, shared: int = 0) -> Binary:
     """Return a source text as a kernel for the driver without a GPU."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return KernelBinary(key, tiny.binary(text), text, entry, 128, shared, "cubin", "cpp", "cuda-1")
+    return Binary(key, text, tiny.binary(text), entry, 128, shared, suffix="cubin", abi="cuda-1")
 
 
 def program(name: str, uniform: bool, rows: tuple[int, int] = (1, tiny.ROWS)) -> Program:

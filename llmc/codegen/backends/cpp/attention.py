@@ -26,7 +26,6 @@ class PagedAttention(CppKernel):
     headers = ("llmc_attention.h",)
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]
         if bad := next((t for t in floats if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
@@ -49,7 +48,6 @@ class PagedAttention(CppKernel):
         return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         s, d = schedule, heads(node)[3] or 1
         q, kv = node.operands[0].type, node.operands[1].type
         dp = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
@@ -62,7 +60,6 @@ class PagedAttention(CppKernel):
         return D(sum(-(-n // 64) * 64 for n in parts))
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        """Return the definitions that precede the kernel function."""
         h, g, page, d = heads(node)
         s, a = schedule, node.attrs
         q, kv, sinks = (_ctype(node, i) for i in (0, 1, 6))
@@ -78,7 +75,6 @@ class PagedAttention(CppKernel):
         )
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         types: list[Type] = [v.type for v in node.operands]
         sinks = "x6" if len(types) > 6 else "nullptr"
         tokens, count, table = sizes(types[0].shape[0]), sizes(types[3].shape[0]), sizes(types[2].shape[1])

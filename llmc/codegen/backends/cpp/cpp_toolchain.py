@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.kernel import Source
-from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
+from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -38,7 +38,7 @@ class CppToolchain:
     compiler: str
     version: str
     flags: tuple[str, ...]
-    output = Output("cpp", "so", "cpu-1")
+    output = Output("cpp", "so", "cpu-1", step_source)
 
     @staticmethod
     def find(target: Target, names: Sequence[str] = COMPILERS, path: str | None = None) -> CppToolchain:
@@ -71,22 +71,11 @@ class CppToolchain:
     ) -> dict[str, Compiled]:
         """key -> shared object of every (source, location), `jobs` compilers at a time. Raises Diagnostic E502 with the
         first error."""
-        todo = {self.key(s): (s, loc) for s, loc in sources}
-        out: dict[str, Compiled] = {}
-        cache.mkdir(parents=True, exist_ok=True)
-        sweep(cache)
-        with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-            futures = {k: pool.submit(self._one, k, s, loc, cache) for k, (s, loc) in todo.items()}
-            try:
-                for k, f in futures.items():
-                    source = todo[k][0]
-                    out[k] = Compiled(f.result(), source.threads, source.shared)
-                    if progress:
-                        progress(len(out), len(todo), _title(source))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return out
+
+        def one(key: str, source: Source, loc: str) -> Compiled:
+            return Compiled(self._one(key, source, loc, cache), source.threads, source.shared)
+
+        return compile_in_threads(sources, self.key, one, cache, jobs, progress)
 
     def _one(self, key: str, source: Source, loc: str, cache: Path) -> bytes:
         entry = cache / f"{key}.so"
@@ -104,26 +93,14 @@ class CppToolchain:
         return binary
 
     def _failed(self, stderr: str, code: int, source: Source, loc: str, kept: Path) -> Diagnostic:
-        kept.write_text(source.text)
         first = next((s for s in stderr.splitlines() if re.search(r"\b(fatal )?error\b", s)), "")
         why = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
-        return Diagnostic(
-            "E502",
-            f"{self.name} {self.version} could not compile {_title(source)}: {why}",
-            f"the source is kept at {kept}; report it, or choose another target",
-            loc=loc,
-        )
+        return compile_error(f"{self.name} {self.version}", source, why, kept, loc)
 
 
 def _extra(source: Source) -> list[str]:
     """The compiler's arguments for the options of a source."""
     return [f"-{name}{value}" for name, value in source.options]
-
-
-def _title(source: Source) -> str:
-    """The comment in the first line of a source, else its entry."""
-    first = source.text.partition("\n")[0]
-    return first.removeprefix("//").strip() if first.startswith("//") else source.entry
 
 
 def _read_entry(path: Path) -> bytes | None:

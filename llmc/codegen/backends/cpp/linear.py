@@ -16,6 +16,7 @@ from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
+from llmc.passes.analysis import depends_on_weights_alone
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
@@ -72,11 +73,6 @@ class Problem:
         return self.x.dtype == self.w.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
 
 
-def is_weight(v: Value) -> bool:
-    """Whether the value depends only on weights."""
-    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
-
-
 def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
     """Return whether (0 or 1) an extra has rows and columns of out [*b, n]; None if it broadcasts over some rows."""
     if not extra.rank:
@@ -94,7 +90,6 @@ class Linear(CppKernel):
     headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if why := unsupported(node, FLOATS):
             return why
         p = Problem.of(node)
@@ -105,7 +100,11 @@ class Linear(CppKernel):
         if any(extra_strides(e, p.out) is None for e in p.extras):
             return "an extra is broadcast over some of the leading axes only"
         if node.op.name != "packed_linear":
-            return None if is_weight(node.operands[1]) else "its second operand is not known at compile time"
+            return (
+                None
+                if depends_on_weights_alone(node.operands[1])
+                else "its second operand is not known at compile time"
+            )
         rows, pair = (d.const or 0 for d in p.w.shape[2:])
         lanes = target.vector // 4 * p.parts
         if rows % lanes or rows > 4 * lanes or pair != p.pair:
@@ -139,12 +138,10 @@ class Linear(CppKernel):
         pack_node(g, node, schedule, target, ops)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         p = Problem.of(node)
         return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         p, s = Problem.of(node), schedule
         k = p.k.const or 1
         padded = -(-k // p.pair) * p.pair
@@ -154,7 +151,6 @@ class Linear(CppKernel):
         return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        """Return the complete, self-contained C++ source."""
         if node.op.name != "packed_linear":
             raise Diagnostic(
                 "E430", f"{node.op.name} reached code generation with its weight not packed", PACK, loc=node.loc
@@ -162,7 +158,6 @@ class Linear(CppKernel):
         return super().emit(node, schedule, target)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        """Return the definitions that precede the kernel function."""
         p, s = Problem.of(node), schedule
         config = (
             f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.w.dtype]} W;\n"
@@ -175,7 +170,6 @@ class Linear(CppKernel):
         return config + epilogue(p, s["rows"] // p.parts) + check
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         p = Problem.of(node)
         members = ", ".join(["y0", *(f"x{i + 2}" for i in range(len(p.extras)))])
         rows = product_text(p.x.shape[:-1], sizes)

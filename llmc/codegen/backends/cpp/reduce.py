@@ -16,18 +16,15 @@ class Reduce(CppKernel):
     headers = ("llmc_abi.h", "llmc_reduce.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         floats_only = node.op.name in ("softmax", "topk", "mean")
         return unsupported(node, FLOATS if node.op.name == "softmax" else (*FLOATS, *INTS)) or (
             "its operand is not a float" if floats_only and node.operands[0].type.dtype not in FLOATS else None
         )
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         return D(node.attrs["k"] * 4) if node.op.name == "topk" else D(0)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         x = node.operands[0].type
         a = node.attrs.get("axis", -1) % x.rank
         outer, n, inner = sizes(product(x.shape[:a])), sizes(x.shape[a]), sizes(product(x.shape[a + 1 :]))

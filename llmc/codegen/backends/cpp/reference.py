@@ -15,14 +15,12 @@ from llmc.targets.target import Target
 class Matmul(CppKernel):
     """Batched products of activations."""
 
-    headers = ("llmc_abi.h", "llmc_plain.h")
+    headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         return unsupported(node, FLOATS)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         a, c = (v.type for v in node.operands)
         dims = [product(a.shape[:-2]), a.shape[-2], a.shape[-1], c.shape[-1]]
         return f"{pointers(node)}\nmatmul(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
@@ -31,20 +29,17 @@ class Matmul(CppKernel):
 class Attention(CppKernel):
     """Attention over packed prompts, one token and head at a time."""
 
-    headers = ("llmc_abi.h", "llmc_plain.h")
+    headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if node.operands[3].type.dtype not in INTS:
             return f"positions have dtype {node.operands[3].type.dtype}"
         return unsupported(node, (*FLOATS, *INTS))
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         return node.operands[0].type.shape[0] * 4
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         q, k, v = (o.type for o in node.operands[:3])
         at = node.attrs
         dims = ", ".join(sizes(d) for d in (*q.shape[:2], k.shape[1], q.shape[2], v.shape[2]))
@@ -60,7 +55,6 @@ class Moe(CppKernel):
     headers = ("llmc_abi.h", "llmc_moe.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         types = [v.type.dtype for v in node.operands]
         if types[3] != types[4]:
             return "gate_up and down have different dtypes"
@@ -69,12 +63,10 @@ class Moe(CppKernel):
         return unsupported(node, (*FLOATS, *INTS))
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         d, inner = node.operands[0].type.shape[1], node.operands[4].type.shape[2]
         return (d * 2 + inner + 48) * 32 + D(64)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         x, idx, _, _, down = (v.type for v in node.operands[:5])
         dims = (x.shape[0], idx.shape[1], x.shape[1], down.shape[2], down.shape[0])
         biases = "x5, x6" if len(node.operands) > 5 else "(const float*)nullptr, (const float*)nullptr"

@@ -1,4 +1,4 @@
-"""Generates C++ for row programs (see `rowspace`): pointwise groups, norms, softmax and `fused`.
+"""Generates C++ for row programs (see `llmc.codegen.row_program`): pointwise groups, norms, softmax and `fused`.
 
 Reductions split a row program into passes over the row; expensive values that two passes need are kept in scratch.
 """
@@ -24,24 +24,19 @@ class Rows(CppKernel):
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")
 
     def claims(self, node: Node) -> bool:
-        """Whether the node is a row program."""
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         return unsupported(node, (*FLOATS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         return same_layout(node)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         p = RowProgram(node, expressions(node) or [])
         return (p.space.row * 4 + 64) * len(p.cached)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.has[p.count :])
         return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
@@ -53,17 +48,14 @@ class Elements(CppKernel):
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h", "llmc_element.h")
 
     def claims(self, node: Node) -> bool:
-        """Whether the node is a row program."""
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if any(x.fn.startswith("row_") for e in expressions(node) or [] for x in walk(e)):
             return "it reduces rows, which this kernel computes for no dtype"
         return unsupported(node, (*FLOATS, *INTS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         return same_layout(node)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: object) -> float:
@@ -71,7 +63,6 @@ class Elements(CppKernel):
         return 4 * super().cost_us(node, schedule, target, env)  # type: ignore[arg-type]
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and all(h[-1] for h in p.space.has[p.count :])
         names: dict[int, tuple[str, str]] = {}

@@ -27,7 +27,6 @@ class Copy(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         n = sizes(node.operands[0].type.nbytes)
         return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
 
@@ -58,7 +57,6 @@ class Transpose(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         step = steps(node)
         return strided(node, [step[p] for p in node.attrs["perm"]], D(0), sizes)
 
@@ -69,7 +67,6 @@ class Slice(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         step = steps(node)
         axis = node.attrs["axis"] % len(step)
         start = node.attrs["start"] * step[axis]
@@ -83,7 +80,6 @@ class Concat(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         shape = node.result.type.shape
         axis = node.attrs["axis"] % len(shape)
         row = sizes(product(shape[axis:]) * item(node))
@@ -103,13 +99,11 @@ class Take(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if node.operands[1].type.dtype not in INTS:
             return f"the index has dtype {node.operands[1].type.dtype}"
         return unsupported(node)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         x, idx = (v.type for v in node.operands)
         count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
         i = ctype(idx)
@@ -120,7 +114,6 @@ class PackedTake(Take):
     """Rows by index of a packed weight."""
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         wp, idx = (v.type for v in node.operands)
         t, i = raw(node), ctype(idx)
         shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
@@ -134,7 +127,6 @@ class Gather(CppKernel):
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         x, idx = (v.type for v in node.operands)
         a = node.attrs["axis"] % x.rank
         outer, n, k, inner = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
@@ -149,7 +141,6 @@ class Iota(CppKernel):
     headers = ("llmc_abi.h", "llmc_store.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         n = sizes(node.result.type.shape[0])
         split = f"int64_t lo, hi;\nllmc_split(ctx, {n}, 64, &lo, &hi);"
         return f"{pointers(node)}\n{split}\nfor (int64_t i = lo; i < hi; i++) put(y0 + i, i);"

@@ -16,17 +16,14 @@ class Rope(CppKernel):
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if node.operands[1].type.dtype != node.operands[2].type.dtype:
             return "cos and sin have different dtypes"
         return unsupported(node, FLOATS)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         return ((0, 0),)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         t, heads, d = (sizes(s) for s in node.operands[0].type.shape)
         h = sizes(node.operands[1].type.shape[1])
         flag = "true" if node.attrs["interleaved"] else "false"
@@ -39,14 +36,12 @@ class RopeTables(CppKernel):
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         freq, pos = (v.type.dtype for v in node.operands)
         if freq not in FLOATS or pos not in INTS or node.attrs["dtype"] not in FLOATS:
             return f"dtypes {freq}, {pos}, {node.attrs['dtype']} are not float, integer, float"
         return None
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         t, h = (sizes(s) for s in node.results[0].type.shape)
         return f"{pointers(node)}\nrope_tables(ctx, y0, y1, x0, x1, {t}, {h}, {node.attrs['scaling']!r}f);"
 
@@ -57,11 +52,9 @@ class KvAppend(CppKernel):
     headers = ("llmc_abi.h", "llmc_kv.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         return unsupported(node, (*FLOATS, "i32"))
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         _, _, _, page, d = (sizes(s) for s in node.operands[0].type.shape)
         t, g, _ = (sizes(s) for s in node.operands[1].type.shape)
         return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
@@ -73,11 +66,9 @@ class States(CppKernel):
     headers = ("llmc_abi.h", "llmc_state.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         return unsupported(node, (*FLOATS, "i32"))
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
         shape = [[sizes(d) for d in v.type.shape] for v in node.operands]
         p = [f"({'float' if v.type.dtype == 'f32' else 'int32_t'}*)args[{i}]" for i, v in enumerate(node.operands)]
         n = len(p)
@@ -103,23 +94,19 @@ class Sampling(CppKernel):
     headers = ("llmc_abi.h", "llmc_sample.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """Return why this kernel cannot run the node, or None."""
         if node.op.name == "row_logprobs" and len(node.operands) == 3:
             return "rows without iparams"
         return unsupported(node, (*FLOATS, "i32"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """Return the (operand, result) pairs that may share memory."""
         writes = node.op.name in ("row_penalize", "row_mask") and node.operands[0].type.dtype == "f32"
         return ((0, 0),) if writes else ()
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        """Return the scratch memory that each thread needs, in bytes."""
         v = node.operands[0].type.shape[1]
         return v * 12 + (2048 * 16 + 256) if node.op.name == "row_sample" else D(0)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        """Return the statements of the kernel function."""
 
         def widths(*operands: int) -> str:
             return "".join(f", {sizes(node.operands[i].type.shape[1])}" for i in operands)

@@ -22,7 +22,7 @@ _SHARE = 0.75  # of the peak, guessed
 
 
 @dataclass(frozen=True)
-class Linear(CudaKernel):
+class GemmWgmma(CudaKernel):
     """linear of bf16 by a constant weight whose sizes are multiples of 8, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -37,9 +37,9 @@ class Linear(CudaKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return self.ways()
+        return self.all_schedules()
 
-    def ways(self) -> list[Schedule]:
+    def all_schedules(self) -> list[Schedule]:
         """All schedules; they fit every node."""
         return [{"bn": bn, "stages": stages, "group": g} for g in GROUPS for bn, stages in TILES]
 
@@ -68,7 +68,7 @@ class Linear(CudaKernel):
         )
 
 
-LINEAR = Linear(
+GEMM_WGMMA = GemmWgmma(
     "cuda/gemm_wgmma",
     ("linear",),
     crowds=True,

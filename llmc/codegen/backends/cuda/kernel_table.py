@@ -5,4 +5,4 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-KERNELS: Mapping[str, str] = MappingProxyType({"cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:LINEAR"})
+KERNELS: Mapping[str, str] = MappingProxyType({"cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA"})

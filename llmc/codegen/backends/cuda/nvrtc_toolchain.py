@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from llmc.codegen.cubin import check_launch
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
-from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
+from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -75,21 +74,11 @@ class NvrtcToolchain:
         Raises Diagnostic E502 with the first error of the first text that does not compile, and E505 if a binary takes
         other parameters than its launches pass.
         """
-        todo = {self.key(s): (s, loc) for s, loc in sources}
-        out: dict[str, Compiled] = {}
-        cache.mkdir(parents=True, exist_ok=True)
-        sweep(cache)
-        with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-            futures = {k: pool.submit(self._one, k, s, loc, cache) for k, (s, loc) in todo.items()}
-            try:
-                for k, f in futures.items():
-                    out[k] = f.result()
-                    if progress:
-                        progress(len(out), len(todo), todo[k][0].entry)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return out
+
+        def one(key: str, source: Source, loc: str) -> Compiled:
+            return self._one(key, source, loc, cache)
+
+        return compile_in_threads(sources, self.key, one, cache, jobs, progress)
 
     def _one(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
         path = entry_path(cache, key)
@@ -97,11 +86,7 @@ class NvrtcToolchain:
             return found
         binary, why = compile_text(source.text, self.options)
         if why:
-            kept = cache / f"{key}.failed.cu"
-            kept.write_text(source.text)
-            title = source.text.partition("\n")[0].removeprefix("//").strip()
-            cause = f"NVRTC {self.version} could not compile {title}: {why}"
-            raise Diagnostic("E502", cause, f"the source is kept at {kept}; report it, or choose another", loc=loc)
+            raise compile_error(f"NVRTC {self.version}", source, why, cache / f"{key}.failed.cu", loc)
         check_launch(source, binary, loc)
         boxes = tuple((m.box, m.swizzle) for m in source.maps)
         made = Compiled(binary, source.threads, source.shared, boxes)

@@ -89,7 +89,7 @@ def unfit(node: Node, floats: tuple[int, ...]) -> str | None:
     return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
 
 
-class Decode(TritonKernel):
+class DecodeAttention(TritonKernel):
     """Tokens one by one, each over the pages of its row, or over its part of them; right for any mixture of rows."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -132,16 +132,12 @@ class Decode(TritonKernel):
     def code(self, u: Unit) -> Code:
         n, p, splits = u.node, Problem.of(u.node), u.node.attrs.get("splits", 0)
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
-        template = Template("decode_attention", "paged_decode")
-        call = template.call(
-            query_ptr="x0",
-            kv_ptr="x1",
-            page_table_ptr="x2",
-            rows_ptr="x3",
+        return u.launch(
+            Template("decode_attention", "paged_decode"),
+            (tokens, p.g, max(1, splits)),
+            **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr - - sinks_ptr", "out_ptr"),
             starts_ptr=None if splits else "x4",
             positions_ptr="x4" if splits else "x5",
-            sinks_ptr="x6" if len(n.operands) > 6 else None,
-            out_ptr="y0",
             lse_ptr="y1" if splits else None,
             row_count=None if splits else u.sizes(count),
             table_width=u.sizes(n.operands[2].type.shape[1]),
@@ -150,13 +146,11 @@ class Decode(TritonKernel):
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
             TABLES_SETTLED=u.settled,
-            DEPENDENT_LAUNCH=u.pdl,
             INTERPRET=u.interpret,
         )
-        return Code(call, (tokens, p.g, max(1, splits)), template.text(), u.schedule["warps"], u.schedule["stages"])
 
 
-class Combine(TritonKernel):
+class AttentionCombine(TritonKernel):
     """The parts of one head of one token, weighed by their sums."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -180,21 +174,17 @@ class Combine(TritonKernel):
     def code(self, u: Unit) -> Code:
         shape = u.node.operands[0].type.shape
         h, parts, d = (int(s) for s in shape[1:])
-        template = Template("decode_attention", "combine_splits")
-        call = template.call(
-            partial_ptr="x0",
-            lse_ptr="x1",
-            sinks_ptr="x2" if len(u.node.operands) > 2 else None,
-            out_ptr="y0",
+        return u.launch(
+            Template("decode_attention", "combine_splits"),
+            (shape[0], h),
+            **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
             HEADS=h,
             HEAD_DIM=d,
             HEAD_DIM_PADDED=power(d),
             SPLITS=parts,
             SPLITS_PADDED=power(parts),
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (shape[0], h), template.text(), warps=u.schedule["warps"])
 
 
-DECODE = Decode("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-COMBINE = Combine("triton/attention_combine", ("attention_combine",))
+DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",))

@@ -69,7 +69,7 @@ _L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
 
 
 @dataclass(frozen=True)
-class Tiled(TritonKernel):
+class Gemm(TritonKernel):
     """linear and linear_map by tl.dot, any number of tokens. `swap`: the weight is the left factor."""
 
     swap: bool = False
@@ -108,12 +108,11 @@ class Tiled(TritonKernel):
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
         grid = (rows, D(columns)) if self.swap else (rows * columns,)
         template, arguments = self.bind(u, p)
-        call = template.call(**arguments)
-        return Code(call, grid, f"{template.text()}\n\n\n{epilogue(u, p)}", s["warps"], s["stages"])
+        return u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **arguments)
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
         """The template and its arguments."""
-        return (Template("gemm_small", "gemm_small"), tile_arguments(u, p)) if self.swap else gemm(u, p, 0)
+        return gemm_small_template(u, p) if self.swap else gemm_template(u, p, 0)
 
 
 def common(u: Unit, p: Product) -> dict[str, Argument]:
@@ -134,12 +133,11 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
         "FLOAT32_FACTORS": u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype),
         "LOAD_EXTRAS": "load_extras",
         "EPILOGUE": "epilogue",
-        "DEPENDENT_LAUNCH": u.pdl,
         "LATE_LAUNCH": u.late,
     }
 
 
-def gemm(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+def gemm_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
     """The template of large tiles and its arguments; `splits` parts of the depth, or 0."""
     return Template("gemm", "gemm"), {
         **common(u, p),
@@ -151,15 +149,15 @@ def gemm(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument
     }
 
 
-def tile_arguments(u: Unit, p: Product) -> dict[str, Argument]:
-    """The arguments of the template of few tokens.
+def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
+    """The template of few tokens and its arguments.
 
     With dependent launches it asks for the weights of its first step before the wait. Asking for more than that slowed
     down the kernels in front by what it gained here.
     """
     s, line = u.schedule, LINE * 8 // DTYPES[p.w.dtype].bits
     lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # a power of two, not above what the step has
-    return {
+    return Template("gemm_small", "gemm_small"), {
         **common(u, p),
         "x_ptr": "x0",
         "weight_ptr": "x1",
@@ -228,5 +226,5 @@ def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     return max(reading_us(p, s, target, env, swap) + 0.5 * best, best * (-(-blocks // units) * units / blocks) / share)
 
 
-GEMM_SMALL = Tiled("triton/gemm_small", ("linear", "linear_map"), swap=True)
-GEMM = Tiled("triton/gemm", ("linear", "linear_map"))
+GEMM_SMALL = Gemm("triton/gemm_small", ("linear", "linear_map"), swap=True)
+GEMM = Gemm("triton/gemm", ("linear", "linear_map"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import Tiled, gemm, product_us
+from llmc.codegen.backends.triton.gemm_small import Gemm, gemm_template, product_us
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
@@ -18,7 +18,7 @@ BLOCK = 1024  # columns of a sum that a program has at most
 _WARPS = 4
 
 
-class Parts(Tiled):
+class GemmSplitK(Gemm):
     """linear_split, by the large tiles."""
 
     def code(self, u: Unit) -> Code:
@@ -26,33 +26,33 @@ class Parts(Tiled):
         return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return gemm(u, p, int(u.node.attrs["splits"]))
+        return gemm_template(u, p, int(u.node.attrs["splits"]))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return parts_us(node, schedule, target, env) + target.launch_us
+        return splitk_us(node, schedule, target, env) + target.launch_us
 
 
-def parts_us(node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+def splitk_us(node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
     """Microseconds of a product in parts: of one, as if the others' blocks were more columns."""
     p, splits = Product.of(node), int(node.attrs["splits"])
     return product_us(replace(p, n=p.n * splits, k=p.k // splits), schedule, target, env, False)
 
 
 @dataclass(frozen=True)
-class Sum(Product):
+class PartialSums(Product):
     """The epilogue of a product whose accumulator is the sum of parts."""
 
     @staticmethod
-    def of(node: Node) -> Sum:
+    def of(node: Node) -> PartialSums:
         shape = node.operands[0].type.shape
-        return Sum(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
+        return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
 
     @property
     def first(self) -> int:
         return 1
 
 
-class Combine(TritonKernel):
+class SplitKCombine(TritonKernel):
     """splitk_combine: a program has a token's next `BLOCK` columns at most."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -65,7 +65,7 @@ class Combine(TritonKernel):
         return [{"block": b, "warps": w} for b, w in self._shapes(node)]
 
     def _shapes(self, node: Node) -> Iterator[tuple[int, int]]:
-        wide = 1 << (Sum.of(node).n - 1).bit_length()
+        wide = 1 << (PartialSums.of(node).n - 1).bit_length()
         for block in (BLOCK, BLOCK // 2, 2 * BLOCK):
             yield max(16, min(block, wide)), _WARPS
 
@@ -73,24 +73,25 @@ class Combine(TritonKernel):
         return roofline_us(node, target, env)
 
     def code(self, u: Unit) -> Code:
-        p, block = Sum.of(u.node), u.schedule["block"]
+        p, block = PartialSums.of(u.node), u.schedule["block"]
         tokens = product(p.out.shape[:-1])
-        template = Template("splitk_combine", "splitk_combine")
-        call = template.call(
-            partial_ptr="x0",
-            out_ptr="y0",
-            M=u.sizes(tokens),
+        count = u.sizes(tokens)
+        return u.launch(
+            Template("splitk_combine", "splitk_combine"),
+            (tokens, D(-(-p.n // block))),
+            u.schedule["warps"],
+            0,
+            (epilogue(u, p),),
+            **u.pointers("partial_ptr", "out_ptr"),
+            M=count,
             extra_ptrs=extra_operands(u, p),
             N=p.n,
             SPLITS=int(u.node.operands[0].type.shape[0]),
             BLOCK=block,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        helpers = f"{template.text()}\n\n\n{epilogue(u, p)}"
-        return Code(call, (tokens, D(-(-p.n // block))), helpers, u.schedule["warps"])
 
 
-PARTS = Parts("triton/gemm_splitk", ("linear_split",))
-SUM = Combine("triton/splitk_combine", ("linear_combine",))
+GEMM_SPLITK = GemmSplitK("triton/gemm_splitk", ("linear_split",))
+SPLITK_COMBINE = SplitKCombine("triton/splitk_combine", ("linear_combine",))

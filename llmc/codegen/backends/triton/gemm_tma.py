@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Shape, Tiled, common, product_us
-from llmc.codegen.backends.triton.gemm_splitk import parts_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, Shape, common, product_us
+from llmc.codegen.backends.triton.gemm_splitk import splitk_us
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
@@ -42,7 +42,7 @@ def gain(node: Node, env: Mapping[str, int]) -> float:
 
 
 @dataclass(frozen=True)
-class GemmTma(Tiled):
+class GemmTma(Gemm):
     """linear and linear_map of 16-bit factors, one part or two."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -77,10 +77,10 @@ class GemmTma(Tiled):
         return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return mapped(u, p, 0)
+        return gemm_tma_template(u, p, 0)
 
 
-def mapped(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
+def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
     """The template and its arguments; `splits` parts of the depth, or 0."""
     return Template("gemm_tma", "gemm_tma"), {
         "x_map": "x0",
@@ -102,14 +102,14 @@ class GemmTmaSplitK(GemmTma):
         )
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return parts_us(node, schedule, target, env) / gain(node, env) + target.launch_us
+        return splitk_us(node, schedule, target, env) / gain(node, env) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         code = super().code(u)
         return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return mapped(u, p, int(u.node.attrs["splits"]))
+        return gemm_tma_template(u, p, int(u.node.attrs["splits"]))
 
 
 GEMM_TMA = GemmTma("triton/gemm_tma", ("linear", "linear_map"))

@@ -39,6 +39,13 @@ MEASURED: tuple[Measured, ...] = (
     (6144, 1024, (4, 512, 4, 1)),
     (1024, 3072, (2, 1024, 4, 1)),
 )
+# The same of norm_linear.
+NORM_MEASURED: tuple[Measured, ...] = (
+    (28672, 4096, (4, 2048, 8, 2)),
+    (6144, 4096, (2, 1024, 4, 1)),
+    (16384, 2048, (2, 1024, 4, 2)),
+    (6144, 1024, (8, 1024, 2, 1)),
+)
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # of the bandwidth that the best of these schedules reach
 
@@ -52,7 +59,7 @@ class Gemv(TritonKernel):
         if why := refuse(node):
             return why
         m = Product.of(node).m.const
-        return f"{m} tokens; a stream takes at most {MOST}" if m is not None and m > MOST else None
+        return f"{m} tokens; gemv takes at most {MOST}" if m is not None and m > MOST else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
@@ -79,14 +86,17 @@ class Gemv(TritonKernel):
         p, s = Product.of(u.node), u.schedule
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
+        tokens = u.sizes(p.m)
         joint = sums > 1 and not u.interpret  # which would add such sums element by element
-        template = Template("gemv", "gemv")
-        call = template.call(
-            M=u.sizes(p.m),
-            x_ptr="x0",
-            weight_ptr="x1",
+        return u.launch(
+            Template("gemv", "gemv"),
+            (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)),
+            s["warps"],
+            1,
+            (joint_sum(sums) if joint else "", epilogue(u, p)),
+            **u.pointers("x_ptr weight_ptr", "out_ptr"),
+            M=tokens,
             gain_ptr="x2" if p.first == 3 else None,
-            out_ptr="y0",
             extra_ptrs=extra_operands(u, p),
             N=p.n,
             K=p.k,
@@ -102,10 +112,7 @@ class Gemv(TritonKernel):
             JOINT_SUM="joint_sum" if joint else None,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        texts = (template.text(), joint_sum(sums) if joint else "", epilogue(u, p))
-        return Code(call, (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)), "\n\n\n".join(filter(None, texts)), s["warps"], 1)
 
 
 def joint_sum(count: int) -> str:
@@ -151,4 +158,12 @@ def _holds(p: Product, s: Shape, rows: int) -> bool:
     return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
 
 
+class NormGemv(Gemv):
+    """norm_linear of 1 to about 4 tokens; any number is right. The norm takes no launch of its own: every program sums
+    the squares of its tokens while it reads weights, and divides its sums by the root at the end."""
+
+    measured: ClassVar[tuple[Measured, ...]] = NORM_MEASURED
+
+
 GEMV = Gemv("triton/gemv", ("linear", "linear_map"))
+NORM_GEMV = NormGemv("triton/norm_gemv", ("norm_linear",))

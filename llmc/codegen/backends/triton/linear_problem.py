@@ -10,9 +10,10 @@ from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Unit, unsupported
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Node, Value
+from llmc.ir.graph import Node
 from llmc.ir.scalar import parse_expr, walk
 from llmc.ir.types import Type
+from llmc.passes.analysis import depends_on_weights_alone
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
@@ -63,7 +64,7 @@ class Product:
     @property
     def early(self) -> bool:
         """True where the weight may be read before the launches in front of this one have ended."""
-        return is_weight(self.node.operands[1])
+        return depends_on_weights_alone(self.node.operands[1])
 
     def tokens(self, env: Mapping[str, int]) -> int:
         return int(self.m.subs(env))
@@ -80,11 +81,6 @@ class Product:
     def dot(self) -> str:
         """The dtype that both factors are multiplied in: theirs where they agree, else float32."""
         return self.x.dtype if self.x.dtype == self.w.dtype else "f32"
-
-
-def is_weight(v: Value) -> bool:
-    """True where the value depends on weights alone."""
-    return v.weight if v.node is None else all(map(is_weight, v.node.operands))
 
 
 def refuse(node: Node) -> str | None:

@@ -45,22 +45,14 @@ class Logprobs(TritonKernel):
         rows, columns = u.node.operands[0].type.shape
         v, k = int(columns), int(u.node.attrs["k"])
         tile = min(int(u.schedule.get("tile", 8192)), power(v))
-        chosen = len(u.node.operands) == 4
-        template = Template("logprobs", "row_logprobs")
-        call = template.call(
-            logits_ptr="x0",
-            drawn_ptr="x1",
-            rows_ptr="x2" if chosen else None,
-            ints_ptr="x3" if chosen else None,
-            logprob_ptr="y0",
-            rank_ptr="y1",
-            ids_ptr="y2",
-            logprobs_ptr="y3",
+        return u.launch(
+            Template("logprobs", "row_logprobs"),
+            (rows,),
+            u.schedule.get("warps", 16),
+            **u.pointers("logits_ptr drawn_ptr rows_ptr ints_ptr", "logprob_ptr rank_ptr ids_ptr logprobs_ptr"),
             VOCAB=v,
             **likeliest_arguments(v, k, tile),
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (rows,), template.text(), u.schedule.get("warps", 16))
 
 
 LOGPROBS = Logprobs("triton/row_logprobs", ("row_logprobs",), "triton")

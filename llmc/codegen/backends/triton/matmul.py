@@ -45,11 +45,10 @@ class Matmul(TritonKernel):
         b, m, k, n = sizes_of(u.node)
         rows, columns = m.ceildiv(s["bm"]), n.ceildiv(s["bn"])
         left, right = (v.type.dtype for v in u.node.operands)
-        template = Template("matmul", "matmul")
-        call = template.call(
-            left_ptr="x0",
-            right_ptr="x1",
-            out_ptr="y0",
+        return u.launch(
+            Template("matmul", "matmul"),
+            (columns * rows * b,),
+            **u.pointers("left_ptr right_ptr", "out_ptr"),
             M=u.sizes(m),
             K=u.sizes(k),
             N=u.sizes(n),
@@ -60,9 +59,7 @@ class Matmul(TritonKernel):
             BLOCK_K=s["bk"],
             STAGES=s["stages"],
             FLOAT32_FACTORS=u.interpret or left != right,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (columns * rows * b,), template.text(), s["warps"], s["stages"])
 
 
 def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:

@@ -6,7 +6,7 @@ any routing, and those without rows end at once. An expert that no token chose i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template, function
@@ -44,17 +44,16 @@ class Route(TritonKernel):
         experts, numel = u.node.attrs["experts"], u.node.operands[0].type.numel
         pairs = u.sizes(numel)
         chunk = CHUNK if numel.const is None else min(CHUNK, power(max(16, numel.const)))
-        template = Template("moe", "moe_route")
-        call = template.call(
-            experts_ptr="x0",
-            order_ptr="y0",
-            starts_ptr="y1",
+        return u.launch(
+            Template("moe", "moe_route"),
+            (experts,),
+            4,
+            1,
+            **u.pointers("experts_ptr", "order_ptr starts_ptr"),
             pairs=pairs,
             EXPERTS=experts,
             CHUNK=chunk,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (experts,), template.text(), 4, 1)
 
 
 @dataclass(frozen=True)
@@ -164,13 +163,14 @@ class Grouped(TritonKernel):
             "BLOCK_K": s["bk"],
             "STAGES": s["stages"],
             "FLOAT32_FACTORS": u.interpret or p.left.dtype != p.w.dtype,
-            "DEPENDENT_LAUNCH": u.pdl,
         }
 
-    def launch(self, u: Unit, p: Experts, call: str, helpers: str) -> Code:
-        """The code of a call of a template."""
-        s = u.schedule
-        return Code(call, (D(-(-p.n // s["bn"])), p.blocks(s["bm"])), helpers, s["warps"], s["stages"])
+    def grouped(
+        self, u: Unit, p: Experts, template: Template, generated: Sequence[str] = (), /, **arguments: Argument
+    ) -> Code:
+        """The code of a call of a template; see `Unit.launch`."""
+        grid = (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
+        return u.launch(template, grid, 0, 0, generated, **self.common(u, p), **arguments)
 
 
 def bias(p: Experts, operand: int) -> str | None:
@@ -193,17 +193,13 @@ class Up(Grouped):
 
     def code(self, u: Unit) -> Code:
         p, body = self.experts(u.node), gate(u.node.attrs["body"])
-        template = Template("moe", "moe_up")
-        call = template.call(
-            **self.common(u, p),
-            bias_ptr=bias(p, 4),
-            CHOICES=u.node.attrs["k"],
-            GATE="gate_up",
-        )
         lines, value = inline(body, ["gate", "up"])
         gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
-        texts = (template.text(), helpers(e.fn for e in walk(body)).strip(), gated)
-        return self.launch(u, p, call, "\n\n\n".join(filter(None, texts)))
+        called = helpers(e.fn for e in walk(body)).strip()
+        return self.grouped(
+            u, p, Template("moe", "moe_up"), (called, gated),
+            bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
+        )  # fmt: skip
 
 
 class Down(Grouped):
@@ -213,9 +209,8 @@ class Down(Grouped):
         return Experts(node, 1)
 
     def code(self, u: Unit) -> Code:
-        p, template = self.experts(u.node), Template("moe", "moe_down")
-        call = template.call(**self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
-        return self.launch(u, p, call, template.text())
+        p = self.experts(u.node)
+        return self.grouped(u, p, Template("moe", "moe_down"), scale_ptr="x4", bias_ptr=bias(p, 5))
 
 
 ROUTE = Route("triton/moe_route", ("moe_route",))

@@ -44,7 +44,7 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 
 
-class Prefill(TritonKernel):
+class PrefillAttention(TritonKernel):
     """Any mixture of rows and tokens; a tile belongs to one row."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -59,8 +59,8 @@ class Prefill(TritonKernel):
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        held = shared(rows, keys, schedule["stages"], p.width, p.item, target)
-        resident = max(1, min(target.limits.shared // held, 16 // schedule["warps"]))
+        block_bytes = shared(rows, keys, schedule["stages"], p.width, p.item, target)
+        resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
         peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
@@ -71,16 +71,11 @@ class Prefill(TritonKernel):
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, Problem.of(u.node), u.schedule
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
-        template = Template("prefill_attention", "paged_prefill")
-        call = template.call(
-            query_ptr="x0",
-            kv_ptr="x1",
-            page_table_ptr="x2",
-            rows_ptr="x3",
-            starts_ptr="x4",
-            positions_ptr="x5",
-            sinks_ptr="x6" if len(n.operands) > 6 else None,
-            out_ptr="y0",
+        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.g)
+        return u.launch(
+            Template("prefill_attention", "paged_prefill"),
+            grid,
+            **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr sinks_ptr", "out_ptr"),
             row_count=u.sizes(count),
             token_count=u.sizes(tokens),
             table_width=u.sizes(n.operands[2].type.shape[1]),
@@ -88,14 +83,11 @@ class Prefill(TritonKernel):
             MIN_TOKENS=n.attrs["least"],
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
-            DEPENDENT_LAUNCH=u.pdl,
             INTERPRET=u.interpret,
         )
-        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.g)
-        return Code(call, grid, template.text(), s["warps"], s["stages"])
 
 
-class Prompt(TritonKernel):
+class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -117,14 +109,10 @@ class Prompt(TritonKernel):
     def code(self, u: Unit) -> Code:
         n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
         q, k, v = (x.type.shape for x in n.operands[:3])
-        template = Template("packed_attention", "packed_attention")
-        call = template.call(
-            query_ptr="x0",
-            key_ptr="x1",
-            value_ptr="x2",
-            positions_ptr="x3",
-            sinks_ptr="x4" if len(n.operands) > 4 else None,
-            out_ptr="y0",
+        return u.launch(
+            Template("packed_attention", "packed_attention"),
+            (q[0].ceildiv(s["rows"]), q[1]),
+            **u.pointers("query_ptr key_ptr value_ptr positions_ptr sinks_ptr", "out_ptr"),
             token_count=u.sizes(q[0]),
             HEADS=int(q[1]),
             KV_HEADS=int(k[1]),
@@ -139,11 +127,9 @@ class Prompt(TritonKernel):
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             DOT_DTYPE=self.dot(n),
-            DEPENDENT_LAUNCH=u.pdl,
             INTERPRET=u.interpret,
         )
-        return Code(call, (q[0].ceildiv(s["rows"]), q[1]), template.text(), s["warps"], s["stages"])
 
 
-PREFILL = Prefill("triton/prefill_attention", ("paged_attention",))
-PACKED = Prompt("triton/packed_attention", ("attention",))
+PREFILL_ATTENTION = PrefillAttention("triton/prefill_attention", ("paged_attention",))
+PACKED_ATTENTION = PackedAttention("triton/packed_attention", ("attention",))

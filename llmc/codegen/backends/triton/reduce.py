@@ -18,31 +18,18 @@ from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-KEY = '''
+ORDERED = '''
 @triton.jit
 def ordered(x):
     """Integers in the order of finite and infinite floats, both zeros alike."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 '''
-NAN_FIRST = (
-    KEY
-    + """
 
-@triton.jit
-def key(x):
-    return tl.where(x == x, ordered(x), 0x7FFFFFFF)
-"""
-)
-NAN_LAST = (
-    KEY
-    + """
 
-@triton.jit
-def key(x):
-    return tl.where(x == x, ordered(x), -0x7FFFFFFF)
-"""
-)
+def key_function(nan: str) -> str:
+    """The generated functions from floats to integers in their order; NaN becomes `nan`."""
+    return f"{ORDERED}\n\n@triton.jit\ndef key(x):\n    return tl.where(x == x, ordered(x), {nan})\n"
 
 
 def split(node: Node) -> tuple[Dim, Dim, Dim]:
@@ -152,7 +139,7 @@ def least(dtype: str) -> str:
     return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
 
 
-class Fold(Lines):
+class Reduce(Lines):
     """sum, mean, amax, amin. The least is minus the largest of the negated (of integers: of the complement)."""
 
     def code(self, u: Unit) -> Code:
@@ -204,7 +191,7 @@ class Argmax(Lines):
             "which = tl.where((best == top) & (which >= 0), which, 2147483647)",
             w.result(0, f"tl.min(which, {w.axis}, keep_dims=True)", "tl.int64"),
         ]
-        return self.finish(u, lines, NAN_FIRST if t in FLOATS else "")
+        return self.finish(u, lines, key_function("0x7FFFFFFF") if t in FLOATS else "")
 
 
 class Cumsum(Lines):
@@ -297,10 +284,10 @@ class Topk(Lines):
             f"last = tl.full((), {2**63 - 1}, tl.int64)",
             f"for j in range({k}):\n{indent(chr(10).join(found), 4)}",
         ]
-        return self.finish(u, lines, NAN_LAST)
+        return self.finish(u, lines, key_function("-0x7FFFFFFF"))
 
 
-FOLD = Fold("triton/reduce", ("sum", "mean", "amax", "amin"))
+REDUCE = Reduce("triton/reduce", ("sum", "mean", "amax", "amin"))
 ARGMAX = Argmax("triton/argmax", ("argmax",))
 CUMSUM = Cumsum("triton/cumsum", ("cumsum",))
 SOFTMAX = Softmax("triton/softmax", ("softmax",))

@@ -90,17 +90,11 @@ class RopeAppend(HeadKernel):
 
     def code(self, u: Unit) -> Code:
         n, kv = u.node, u.node.operands[1].type
-        rope, norm = len(n.operands) > 3, len(n.operands) > 5
-        template = Template("rope", "rope_append")
-        call = template.call(
-            qkv_ptr="x0",
-            slots_ptr="x2",
-            cos_ptr="x3" if rope else None,
-            sin_ptr="x4" if rope else None,
-            query_gain_ptr="x5" if norm else None,
-            key_gain_ptr="x6" if norm else None,
-            query_out_ptr="y0",
-            kv_ptr="y1",
+        norm = len(n.operands) > 5
+        return u.launch(
+            Template("rope", "rope_append"),
+            self.grid(u),
+            **u.pointers("qkv_ptr - slots_ptr cos_ptr sin_ptr query_gain_ptr key_gain_ptr", "query_out_ptr kv_ptr"),
             token_count=u.sizes(n.operands[0].type.shape[0]),
             HEADS=n.attrs["heads"],
             KV_HEADS=int(kv.shape[2]),
@@ -110,9 +104,7 @@ class RopeAppend(HeadKernel):
             ROUND_DTYPE=ELEMENTS[n.attrs["dtype"]][0],
             ROWS=u.schedule["rows"],
             GAINS_SETTLED=norm and n.operands[5].weight and n.operands[6].weight,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
 
 class Rope(HeadKernel):
@@ -126,19 +118,15 @@ class Rope(HeadKernel):
 
     def code(self, u: Unit) -> Code:
         tokens, heads = self.heads(u.node)
-        template = Template("rope", "rope")
-        call = template.call(
-            x_ptr="x0",
-            cos_ptr="x1",
-            sin_ptr="x2",
-            out_ptr="y0",
+        return u.launch(
+            Template("rope", "rope"),
+            self.grid(u),
+            **u.pointers("x_ptr cos_ptr sin_ptr", "out_ptr"),
             token_count=u.sizes(tokens),
             HEADS=heads,
             **self.head(u.node).constants(),
             ROWS=u.schedule["rows"],
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         """A program has read its heads before it writes them."""
@@ -157,21 +145,17 @@ class KvAppend(HeadKernel):
     def code(self, u: Unit) -> Code:
         tokens, heads = self.heads(u.node)
         page, d = (int(s) for s in u.node.operands[0].type.shape[3:])
-        template = Template("rope", "kv_append")
-        call = template.call(
-            key_ptr="x1",
-            value_ptr="x2",
-            slots_ptr="x3",
-            kv_ptr="y0",
+        return u.launch(
+            Template("rope", "kv_append"),
+            self.grid(u),
+            **u.pointers("- key_ptr value_ptr slots_ptr", "kv_ptr"),
             token_count=u.sizes(tokens),
             KV_HEADS=heads,
             PAGE=page,
             HEAD_DIM=d,
             HEAD_DIM_PADDED=power(d),
             ROWS=u.schedule["rows"],
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, self.grid(u), template.text(), warps=u.schedule["warps"])
 
 
 class RopeTables(TritonKernel):
@@ -183,19 +167,15 @@ class RopeTables(TritonKernel):
     def code(self, u: Unit) -> Code:
         cos = u.node.results[0].type
         total = cos.shape[0] * cos.shape[1]
-        template = Template("rope", "rope_tables")
-        call = template.call(
-            frequencies_ptr="x0",
-            positions_ptr="x1",
-            cos_ptr="y0",
-            sin_ptr="y1",
+        return u.launch(
+            Template("rope", "rope_tables"),
+            (total.ceildiv(TILE),),
+            **u.pointers("frequencies_ptr positions_ptr", "cos_ptr sin_ptr"),
             pairs=u.sizes(cos.shape[1]),
             elements=u.sizes(total),
             SCALING=u.node.attrs["scaling"],
             TILE=TILE,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (total.ceildiv(TILE),), template.text(), warps=u.schedule["warps"])
 
 
 ROPE_APPEND = RopeAppend("triton/rope_append", ("rope_append",))

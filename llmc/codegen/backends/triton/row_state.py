@@ -40,22 +40,16 @@ class Spans(Integers):
     def code(self, u: Unit) -> Code:
         entries, tokens = u.node.operands[0].type.shape[0], u.node.results[1].type.shape[0]
         count = entries.const
-        template = Template("row_state", self.function)
-        call = template.call(
-            rows_ptr="x0",
-            counts_ptr="x1",
-            length_ptr="x2",
-            starts_ptr="y0",
-            token_row_ptr="y1",
-            positions_ptr="y2",
+        return u.launch(
+            Template("row_state", self.function),
+            (tokens.ceildiv(TOKENS),),
+            **u.pointers("rows_ptr counts_ptr length_ptr", "starts_ptr token_row_ptr positions_ptr"),
             entry_count=u.sizes(entries),
             token_count=u.sizes(tokens),
             **self.lookups(u),
             TOKENS_PER_PROGRAM=TOKENS,
             ENTRIES_PER_STEP=ENTRIES if count is None else min(ENTRIES, max(16, power(count))),
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (tokens.ceildiv(TOKENS),), template.text())
 
     def lookups(self, u: Unit) -> dict[str, Argument]:
         """Arguments that look up more than the axis."""
@@ -84,17 +78,14 @@ class OfToken(Integers):
         table: dict[str, Argument] = {"token_ids_ptr": "x0", "max_length": width}
         if u.node.op.name == "row_slots":
             table = {"page_table_ptr": "x0", "table_width": width, "PAGE": u.node.attrs["page"]}
-        template = Template("row_state", u.node.op.name)
-        call = template.call(
-            token_row_ptr="x1",
-            positions_ptr="x2",
-            out_ptr="y0",
+        return u.launch(
+            Template("row_state", u.node.op.name),
+            (tokens.ceildiv(LANES),),
+            **u.pointers("- token_row_ptr positions_ptr", "out_ptr"),
             token_count=u.sizes(tokens),
             **table,
             LANES=LANES,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (tokens.ceildiv(LANES),), template.text())
 
 
 class Last(Integers):
@@ -104,15 +95,13 @@ class Last(Integers):
 
     def code(self, u: Unit) -> Code:
         entries = u.node.result.type.shape[0]
-        template = Template("row_state", "row_last")
-        call = template.call(
-            starts_ptr="x0",
-            out_ptr="y0",
+        return u.launch(
+            Template("row_state", "row_last"),
+            (entries.ceildiv(LANES),),
+            **u.pointers("starts_ptr", "out_ptr"),
             entry_count=u.sizes(entries),
             LANES=LANES,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (entries.ceildiv(LANES),), template.text())
 
 
 class Commit(Integers):
@@ -120,23 +109,17 @@ class Commit(Integers):
 
     def code(self, u: Unit) -> Code:
         history, _, counts, rows = (v.type.shape for v in u.node.operands[:4])
-        template = Template("row_state", "row_commit")
-        call = template.call(
-            token_ids_ptr="y0",
-            length_ptr="y1",
-            counts_ptr="y2",
-            rows_ptr="x3",
-            starts_ptr="x4",
-            positions_ptr="x5",
-            emit_ptr="x6",
-            sampled_ptr="x7",
+        return u.launch(
+            Template("row_state", "row_commit"),
+            (rows[0].ceildiv(LANES),),
+            **u.pointers(
+                "- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr", "token_ids_ptr length_ptr counts_ptr"
+            ),
             entry_count=u.sizes(rows[0]),
             max_length=u.sizes(history[1]),
             vocab=u.sizes(counts[1]),
             LANES=LANES,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (rows[0].ceildiv(LANES),), template.text())
 
 
 SPANS = Spans("triton/row_spans", ("row_spans",), "triton")

@@ -73,25 +73,18 @@ class Penalize(Sampling):
     def code(self, u: Unit) -> Code:
         n, block = u.node, u.schedule.get("block", 1024)
         rows, v = n.operands[0].type.shape
-        template = Template("row_logits", "row_penalize")
-        call = template.call(
-            logits_ptr="x0",
-            rows_ptr="x1",
-            floats_ptr="x2",
-            ints_ptr="x3",
-            seen_ptr="x4",
-            counts_ptr="x5",
-            bias_ids_ptr="x6",
-            biases_ptr="x7",
-            out_ptr="y0",
+        return u.launch(
+            Template("row_logits", "row_penalize"),
+            (v.ceildiv(block), rows),
+            **u.pointers(
+                "logits_ptr rows_ptr floats_ptr ints_ptr seen_ptr counts_ptr bias_ids_ptr biases_ptr", "out_ptr"
+            ),
             VOCAB=int(v),
             WORDS=width(n, 4),
             BIASES=width(n, 6),
             BLOCK=block,
             MAY_BE_IN_PLACE=bool(self.inplace(n, u.schedule)),
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (v.ceildiv(block), rows), template.text(), u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, schedule["block"], 1, target, env)
@@ -105,24 +98,17 @@ class Mask(Sampling):
 
     def code(self, u: Unit) -> Code:
         n, stops = u.node, width(u.node, 5)
-        template = Template("row_logits", "row_mask")
-        call = template.call(
-            logits_ptr="x0",
-            rows_ptr="x1",
-            starts_ptr="x2",
-            positions_ptr="x3",
-            ints_ptr="x4",
-            stops_ptr="x5",
-            allowed_ptr="x6",
-            out_ptr="y0",
+        return u.launch(
+            Template("row_logits", "row_mask"),
+            (n.operands[0].type.shape[0],),
+            4,
+            **u.pointers("logits_ptr rows_ptr starts_ptr positions_ptr ints_ptr stops_ptr allowed_ptr", "out_ptr"),
             VOCAB=vocabulary(n),
             WORDS=width(n, 6),
             STOPS=stops,
             STOPS_PADDED=power(stops),
             TILE=4096,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (n.operands[0].type.shape[0],), template.text(), warps=4)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return target.launch_us + BLOCK_US
@@ -141,17 +127,14 @@ class BlockMax(Sampling):
     def code(self, u: Unit) -> Code:
         n, per = u.node, u.schedule.get("per", 1)
         rows, blocks = n.results[0].type.shape
-        template = Template("sample", "row_block_max")
-        call = template.call(
+        return u.launch(
+            Template("sample", "row_block_max"),
+            (blocks.ceildiv(per), rows),
+            **u.pointers("", "best_ptr best_ids_ptr masses_ptr"),
             **row_arguments(n),
-            best_ptr="y0",
-            best_ids_ptr="y1",
-            masses_ptr="y2",
             BLOCKS=int(blocks),
             BLOCKS_PER_PROGRAM=per,
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (blocks.ceildiv(per), rows), template.text(), u.schedule.get("warps", 4))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return _programs_us(node, node.attrs["block"], schedule["per"], target, env)
@@ -182,9 +165,10 @@ class SampleBlocks(Draws):
     """row_sample_blocks: greedy rows look at the blocks' largest, plain temperatures at one block of logits."""
 
     def code(self, u: Unit) -> Code:
-        template = Template("sample", "row_sample_blocks")
-        call = template.call(**self.arguments(u), token_ids_ptr="x12", DEPENDENT_LAUNCH=u.pdl)
-        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+        return u.launch(
+            Template("sample", "row_sample_blocks"), (u.node.operands[0].type.shape[0],), u.schedule.get("warps", 16),
+            **self.arguments(u), token_ids_ptr="x12",
+        )  # fmt: skip
 
     def arguments(self, u: Unit) -> dict[str, Argument]:
         """The template arguments that both kernels have."""
@@ -205,24 +189,18 @@ class Finish(SampleBlocks):
 
     def code(self, u: Unit) -> Code:
         n, tile = u.node, min(8192, power(vocabulary(u.node)))
-        template = Template("sample", "row_finish")
-        states = {"token_ids_ptr": "y5", "length_ptr": "y6", "counts_ptr": "y7"}  # their next versions, in place
+        results = "- logprob_ptr rank_ptr top_ids_ptr top_logprobs_ptr token_ids_ptr length_ptr counts_ptr"
         likeliest = likeliest_arguments(vocabulary(n), n.attrs["k"], tile)
-        call = template.call(
-            **{**self.arguments(u), **states},
+        return u.launch(
+            Template("sample", "row_finish"), (n.operands[0].type.shape[0],), u.schedule.get("warps", 16),
+            **{**self.arguments(u), **u.pointers("", results)},  # counts: the next version, in place
             emit_ptr="x17",
-            logprob_ptr="y1",
-            rank_ptr="y2",
-            top_ids_ptr="y3",
-            top_logprobs_ptr="y4",
             entry_count=u.sizes(n.operands[1].type.shape[0]),
             COUNT=likeliest["COUNT"],
             COUNT_PADDED=likeliest["COUNT_PADDED"],
             LOGPROBS_TILE=likeliest["TILE"],
             LOGPROBS_TILES_PADDED=likeliest["TILES_PADDED"],
-            DEPENDENT_LAUNCH=u.pdl,
-        )
-        return Code(call, (n.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
+        )  # fmt: skip
 
 
 class Sample(Draws):
@@ -231,22 +209,15 @@ class Sample(Draws):
     ends_us = 12.0
 
     def code(self, u: Unit) -> Code:
-        template = Template("sample", "row_sample")
-        call = template.call(
-            logits_ptr="x0",
-            rows_ptr="x1",
-            starts_ptr="x2",
-            positions_ptr="x3",
-            token_ids_ptr="x4",
-            floats_ptr="x5",
-            ints_ptr="x6",
-            out_ptr="y0",
+        return u.launch(
+            Template("sample", "row_sample"),
+            (u.node.operands[0].type.shape[0],),
+            u.schedule.get("warps", 16),
+            **u.pointers("logits_ptr rows_ptr starts_ptr positions_ptr token_ids_ptr floats_ptr ints_ptr", "out_ptr"),
             max_length=u.sizes(u.node.operands[4].type.shape[1]),
             VOCAB=vocabulary(u.node),
             **self.tiles(u),
-            DEPENDENT_LAUNCH=u.pdl,
         )
-        return Code(call, (u.node.operands[0].type.shape[0],), template.text(), u.schedule.get("warps", 16))
 
 
 PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")

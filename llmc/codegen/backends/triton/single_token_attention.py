@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import Decode, Problem, unfit
+from llmc.codegen.backends.triton.decode_attention import DecodeAttention, Problem, unfit
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
@@ -15,7 +15,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 
-class Single(Decode):
+class SingleTokenAttention(DecodeAttention):
     """Writes the outputs of rows of one token into y, which holds those of the other rows; copies these if the result
     has its own memory."""
 
@@ -37,17 +37,12 @@ class Single(Decode):
     def code(self, u: Unit) -> Code:
         n, p = u.node, Problem.of(u.node)
         count = n.operands[3].type.shape[0]
-        template = Template("single_token_attention", "single_token_attention")
-        call = template.call(
-            query_ptr="x0",
-            kv_ptr="x1",
-            page_table_ptr="x2",
-            rows_ptr="x3",
-            starts_ptr="x4",
-            positions_ptr="x5",
-            longer_ptr="x6",
-            sinks_ptr="x7" if len(n.operands) > 7 else None,
-            out_ptr="y0",
+        return u.launch(
+            Template("single_token_attention", "single_token_attention"),
+            (count, p.g),
+            **u.pointers(
+                "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr sinks_ptr", "out_ptr"
+            ),
             row_count=u.sizes(count),
             token_count=u.sizes(n.operands[0].type.shape[0]),
             table_width=u.sizes(n.operands[2].type.shape[1]),
@@ -55,10 +50,8 @@ class Single(Decode):
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
             INPUTS_SETTLED=u.settled,
-            DEPENDENT_LAUNCH=u.pdl,
             INTERPRET=u.interpret,
         )
-        return Code(call, (count, p.g), template.text(), u.schedule["warps"], u.schedule["stages"])
 
 
-SINGLE_TOKEN = Single("triton/single_token_attention", ("paged_attention_single",))
+SINGLE_TOKEN_ATTENTION = SingleTokenAttention("triton/single_token_attention", ("paged_attention_single",))

@@ -91,7 +91,7 @@ def loaded(text: str, dtype: str) -> str:
     return f"{text}.to(tl.float32)" if dtype in FLOATS and dtype != "f32" else text
 
 
-def held(dtype: str) -> str:
+def compute_dtype(dtype: str) -> str:
     """The dtype that an element of `dtype` has while it is computed with."""
     return "f32" if dtype in FLOATS else dtype
 
@@ -157,7 +157,7 @@ def dtypes(dag: Dag, args: Sequence[str]) -> list[str]:
     for i, (fn, given) in enumerate(dag.nodes):
         below = [out[o] for o in dag.operands(i)]
         if fn == "arg":
-            out.append(held(args[int(given[0])]))
+            out.append(compute_dtype(args[int(given[0])]))
         elif fn in COMPARE or fn in LOGIC:
             out.append("bool")
         elif fn == "const" or fn in FLOAT or fn.startswith("row_"):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.emit import Sizes, describe, indent, refused
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
@@ -82,6 +83,29 @@ class Unit:
     def late(self) -> bool:
         """The next launch begins behind this kernel's last load, not at its wait."""
         return bool(self.schedule.get(LATE))
+
+    def pointers(self, operands: str, results: str) -> dict[str, Argument]:
+        """Template parameters -> pointers of the node's operands and results, from the parameters' names in order.
+
+        A parameter is None if the node lacks its operand; "-" stands for an operand that has no parameter.
+        """
+        count = len(self.node.operands)
+        inputs = {name: f"x{i}" if i < count else None for i, name in enumerate(operands.split()) if name != "-"}
+        return {**inputs, **{name: f"y{i}" for i, name in enumerate(results.split()) if name != "-"}}
+
+    def launch(
+        self, template: Template, grid: tuple[Dim | int, ...], warps: int = 0, stages: int = 0,
+        generated: Sequence[str] = (), /, **arguments: Argument,
+    ) -> Code:  # fmt: skip
+        """One call of a template, with DEPENDENT_LAUNCH added to its arguments.
+
+        warps, stages: default to the schedule's, else 4 and 2. generated: texts of functions that `arguments` name;
+        empty texts are left out.
+        """
+        warps = warps or self.schedule.get("warps", 4)
+        stages = stages or self.schedule.get("stages", 2)
+        call = template.call(**arguments, DEPENDENT_LAUNCH=self.pdl)
+        return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
 
     def dot_operand(self, text: str) -> str:
         """An operand of tl.dot: float32 where the interpreter runs the text (it cannot multiply bfloat16)."""

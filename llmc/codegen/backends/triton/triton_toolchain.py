@@ -22,7 +22,7 @@ from llmc.codegen.cubin import check_launch
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.toolchain import Compiled, Output, Progress, sweep
+from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, sweep
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -87,11 +87,7 @@ class TritonToolchain:
         for key, found in self._compile_all(missing, max(1, jobs)):
             source, loc = todo[key]
             if isinstance(found, str):
-                kept = cache / f"{key}.failed.py"
-                kept.write_text(source.text)
-                remedy = f"the source is kept at {kept}; report it, or choose another target"
-                cause = f"Triton {self.version} could not compile {source.text.splitlines()[0][2:]}: {found}"
-                raise Diagnostic("E502", cause, remedy, loc=loc)
+                raise compile_error(f"Triton {self.version}", source, found, cache / f"{key}.failed.py", loc)
             if self.target.family == "cuda":
                 check_launch(source, found.binary, loc, scratch=2)
             out[key] = found

@@ -1,4 +1,4 @@
-// Reductions, cumulative sums and top-k along one axis of x [outer, n, inner], as plain loops; `rows.py` vectorizes
+// Reductions, cumulative sums and top-k along one axis of x [outer, n, inner], as plain loops; `row_kernels.py` vectorizes
 // float reductions of the last axis. Accumulators are double for floats and int64 for integers.
 #ifndef LLMC_REDUCE_H
 #define LLMC_REDUCE_H

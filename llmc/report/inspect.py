@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
-from llmc.artifact.cost_report import memory, roofline
-from llmc.artifact.report_schema import read_reports
-from llmc.diagnostics import Diagnostic
-from llmc.targets.target_names import parse as parse_target
+from llmc.artifact.cost_report import memory
+from llmc.report.formatting import size_text
+from llmc.report.launch_costs import step_sizes
+from llmc.report.open_artifact import open_artifact
 
 
 def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) -> dict[str, Any]:
@@ -23,16 +22,10 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
     `kv_bytes` sizes the KV pool (None: every row at full length). `kernels` is the number of kernels per program to
     list, by predicted time. Raises LlmcError E101 to E108.
     """
-    folder = Folder(path)
-    m = folder.manifest()
-    for error in folder.sizes(m):
-        raise error
-    for error in folder.check_small(m.files):
-        raise error
-    programs = [Program.load(folder.read(p, m.files[p].bytes), p, True) for p in m.programs]
+    a = open_artifact(path)
+    m = a.manifest
     weights = sum(w.bytes for w in m.weights.files)
-    reports = read_reports(folder, m)
-    predicted = _predictions(reports, m, programs)
+    predicted = a.predictions().get("programs", {})
     return {
         "artifact": str(path),
         "digest": m.digest,
@@ -44,12 +37,12 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "canary": "canary.json" in m.files,
-        "compile": reports.get("compile", {}),
+        "compile": a.reports.get("compile", {}),
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
-        "bytes": weights + sum(i.bytes for i in m.files.values()),
+        "bytes": a.nbytes,
         "folders": _folders(m),
-        "programs": [_program(p) for p in programs],
-        "memory": memory(programs, m.states, weights),
+        "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
+        "memory": memory(a.programs, m.states, weights),
         "kv": kv_capacity(m, kv_bytes),
         "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels)},
         "predicted_us": {n: {"sizes": p["sizes"], "us": p["us"]} for n, p in predicted.items()},
@@ -80,7 +73,7 @@ def facts_of(m: Manifest) -> dict[str, Any]:
     """Return the facts about a finished artifact that a compile prints."""
     size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
-    part = {"quick_build": f"{m.source.part} alone, not the model"} if m.source.part else {}
+    part = {"quick_build": f"{m.source.part} only, not the model"} if m.source.part else {}
     return {
         **part,
         "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
@@ -102,28 +95,17 @@ def _folders(m: Manifest) -> dict[str, Any]:
     return dict(out)
 
 
-def _program(p: Program) -> dict[str, Any]:
+def program_facts(p: Program) -> dict[str, Any]:
+    """Return a program's name, sizes, number of launches and arena as data."""
     serves = {s: list(r) for s, r in p.serves.items()}
-    kinds = [x.op for x in p.launches]
-    return {"name": p.name, "serves": serves, "launches": len(kinds), "arena_bytes": p.arena_bytes, "ranks": p.ranks}
-
-
-def _predictions(reports: Mapping[str, Any], m: Manifest, programs: Sequence[Program]) -> dict[str, Any]:
-    """Predictions per program: from the report, else computed from the target's peaks; empty for unknown targets."""
-    if "roofline" in reports:
-        return dict(reports["roofline"]["programs"])
-    try:
-        target = parse_target(m.target.name)
-    except Diagnostic:
-        return {}
-    return dict(roofline(programs, target)["programs"])
+    return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Every program's `count` largest kernels, by predicted microseconds summed over their launches."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for program, told in predicted.items():
-        for x in told["launches"]:
+    for program, prediction in predicted.items():
+        for x in prediction["launches"]:
             row = found.setdefault(
                 (program, x["kernel"]),
                 {"program": program, "op": x["op"], "kernel": x["kernel"], "loc": x["loc"], "launches": 0, "us": 0.0},
@@ -161,8 +143,8 @@ def render(found: Mapping[str, Any]) -> str:
     lines += ["  made with " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
     lines += [f"  note      {n}" for n in found["compile"].get("notes", ())]
     largest = found["kernels"]["largest"]
-    told = ", of every program the largest by predicted time" if largest else ""
-    lines.append(f"  kernels   {found['kernels']['count']}{told}")
+    order = ", of every program the largest by predicted time" if largest else ""
+    lines.append(f"  kernels   {found['kernels']['count']}{order}")
     for p in found["programs"]:
         lines.append(_program_line(p, found["predicted_us"].get(p["name"])))
         lines += [
@@ -177,15 +159,5 @@ def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> 
     serves = ", ".join(f"{s} {lo}..{hi}" for s, (lo, hi) in p["serves"].items())
     line = f"  program   {p['name']} for {serves}: {p['launches']} launches, arena {size_text(p['arena_bytes'])}"
     if predicted:
-        at = ", ".join(f"{s}={n}" for s, n in predicted["sizes"].items() if s != "P")
-        line += f"; predicted {predicted['us'] / 1000:.3f} ms at {at}"
+        line += f"; predicted {predicted['us'] / 1000:.3f} ms at {step_sizes(predicted['sizes'])}"
     return line
-
-
-def size_text(n: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.2f} GiB"

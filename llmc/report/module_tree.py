@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from llmc.report.formatting import count_text, many, runs
-from llmc.report.html import Html, code, dim, fold, join, table
 
 _WEIGHT = re.compile(r"%([^\s:%]+): weight ([\w.]+)\[([\d, ]*)\]")
 _NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
@@ -34,7 +34,7 @@ class Part:
 
     def params(self) -> int:
         """Return the number of parameters in the module and below."""
-        return sum(_numel(s) for _, _, s in self.weights) + sum(p.params() for p in self.parts.values())
+        return sum(prod(s) for _, _, s in self.weights) + sum(p.params() for p in self.parts.values())
 
     def total(self, column: str) -> tuple[int, float]:
         """Return (launches, microseconds) of the module and below."""
@@ -48,13 +48,6 @@ class Part:
         time = {k: (n, round(us, 2)) for k, (n, us) in self.time.items()}
         parts = [(name, p.form()) for name, p in self.parts.items()]
         return repr((sorted(self.weights), sorted(self.ops.items()), sorted(time.items()), parts))
-
-
-def _numel(shape: Iterable[int]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def tree(traced: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> Part:
@@ -83,38 +76,18 @@ def alike(parts: Iterable[Part]) -> list[list[Part]]:
     return list(groups.values())
 
 
-def section(root: Part, columns: Sequence[str]) -> Html:
-    """Return the tree as HTML; `columns` are the programs whose launches are shown."""
-    own = _own(root, columns)
-    inner = [_part(group, columns, 0) for group in alike(root.parts.values())]
-    rest = [fold(join(["outside the modules", dim(_facts([root], columns, own=True))], " "), own)] if own else []
-    return join([*inner, *rest])
+def group_name(group: Sequence[Part]) -> str:
+    """Return the name of a group of equal modules, such as "0-31 (32 alike)"."""
+    first = group[0].name
+    return first if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} alike)"
 
 
-def _part(group: Sequence[Part], columns: Sequence[str], depth: int) -> Html:
-    first = group[0]
-    name = first.name if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} alike)"
-    summary = join([code(name), dim(_facts(group, columns))], " ")
-    inner = [_part(g, columns, depth + 1) for g in alike(first.parts.values())]
-    return fold(summary, _own(first, columns), *inner, open_=depth < 2 and bool(first.parts))
-
-
-def _facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> str:
+def module_facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> str:
+    """Format parameters, launches and time of a group; `own` leaves out the parameters and the submodules."""
     params = 0 if own else sum(p.params() for p in group)
-    words = [f"{count_text(params)} parameters"] if params else []
+    facts = [f"{count_text(params)} parameters"] if params else []
     for c in columns:
-        found = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
-        n, us = sum(n for n, _ in found), sum(us for _, us in found)
-        words += [f"{c}: {many(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
-    return " · ".join(words)
-
-
-def _own(p: Part, columns: Sequence[str]) -> Html:
-    """The contents of the module itself, without its submodules."""
-    rows: list[tuple[Any, Any]] = [
-        (code(name), f"{dtype}[{', '.join(map(str, shape))}]") for name, dtype, shape in p.weights
-    ]
-    if p.ops:
-        rows.append(("traced", ", ".join(f"{n} x {op}" if n > 1 else op for op, n in sorted(p.ops.items()))))
-    rows += [(f"launched in {c}", f"{p.time[c][0]}, {p.time[c][1]:,.1f} us predicted") for c in columns if c in p.time]
-    return table(("", ""), rows)
+        totals = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
+        n, us = sum(n for n, _ in totals), sum(us for _, us in totals)
+        facts += [f"{c}: {many(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
+    return " · ".join(facts)

@@ -1,6 +1,6 @@
 // Simple products and prompt attention. The fast versions use packed weights and pages.
-#ifndef LLMC_PLAIN_H
-#define LLMC_PLAIN_H
+#ifndef LLMC_REFERENCE_H
+#define LLMC_REFERENCE_H
 #include "llmc_abi.h"
 #include "llmc_math.h"
 #include "llmc_store.h"

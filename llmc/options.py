@@ -1,0 +1,100 @@
+"""The options of a compile, declared once: the Python keyword, the flag, its help, and what an artifact records."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.option_type import of_command, option, options_of, positive
+
+from llmc.builtin import EXTENSION
+from llmc.frontend.hub import PUBLIC, Hub
+from llmc.frontend.unsupported import refuse_code
+
+BOTH = ("compile", "tune")
+FILES = "files and caches"  # heading of the options that do not change what an artifact contains
+
+
+def _artifact(default: Any, text: str, read: Any = positive, metavar: str | None = "N", **more: Any) -> Any:
+    """Declare an option that determines the contents of an artifact."""
+    more = {"commands": BOTH, "group": "artifact", **more}
+    return option(default, text, read=read, metavar=metavar, **more)
+
+
+def _path(text: str, metavar: str) -> Any:
+    return option(None, text, read=Path, metavar=metavar, commands=BOTH, group=FILES)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a compile. A limit of None means the target's default, or the model's own limit, at most 32768.
+
+    `weights` is "packed", "none" (pack later) or "random:SEED" (filled in by the runtime). `cache` is a folder for
+    kernels and, if `reuse`, whole artifacts (None: no cache). `hub` is where model ids are looked up.
+    """
+
+    target: str = _artifact("cpu:native", "machine to compile for (cpu:native)", str, "NAME")
+    dtype: str = _artifact(
+        "auto", "dtype of weights and activations (auto: the checkpoint's)", str, None,
+        choices=("auto", "float32", "bfloat16"),
+    )  # fmt: skip
+    max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
+    max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
+    max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
+    pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
+    weights: str = _artifact(
+        "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)
+    )
+    layers: int | None = _artifact(None, "number of layers of a quick build: the model's first N only (all)")
+    tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
+    cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
+    reuse: bool = option(
+        True, "use cached kernels only: neither read nor write whole artifacts in the cache", read=None,
+        flags=("--no-reuse",), commands=BOTH, group=FILES,
+    )  # fmt: skip
+    hub: Hub = field(default=PUBLIC)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options that determine the contents of the artifact, as its report records them."""
+        return {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
+
+
+def add_options(p: argparse.ArgumentParser, command: str) -> None:
+    """Add the flags of the options of `command` ("compile" or "tune"), and those of the hub."""
+    groups: dict[str, Any] = {}
+    for declared in of_command(options_of(Options).values(), command):
+        group = groups.get(declared.group) or p.add_argument_group(declared.group)
+        groups[declared.group] = group
+        if declared.name == "target":
+            declared = replace(declared, text=f"{declared.text}: {', '.join(EXTENSION.targets)}, or an extension's")
+        declared.add_to(group)
+    groups[FILES].add_argument("--no-cache", action="store_true", help="build everything anew, and keep nothing")
+    add_hub_options(p)
+
+
+def add_hub_options(p: argparse.ArgumentParser) -> None:
+    """Add the flags that say where a model id is looked up and downloaded to."""
+    group = p.add_argument_group("models by hub id (owner/name@revision)")
+    for declared in options_of(Hub).values():
+        declared.add_to(group)
+    group.add_argument("--trust-remote-code", action="store_true", help="refused: code of a model is never run")
+
+
+def read_hub(args: argparse.Namespace) -> Hub:
+    """Return the Hub of parsed flags; raises Diagnostic E304 for --trust-remote-code."""
+    if args.trust_remote_code:
+        raise refuse_code("--trust-remote-code")
+    return Hub(**_values(Hub, args))
+
+
+def read_options(args: argparse.Namespace, default_cache: Path) -> Options:
+    """Return the Options of parsed flags; `default_cache` is used unless --cache or --no-cache is given."""
+    options = Options(**_values(Options, args), hub=read_hub(args))
+    return replace(options, cache=None if args.no_cache else options.cache or default_cache)
+
+
+def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the declared options; those that the command has no flag for keep their defaults."""
+    return {name: o.value(args) for name, o in options_of(owner).items() if o.dest in args}

@@ -1,0 +1,66 @@
+"""The kernels of an artifact and the decisions of the pass `select`, as data for the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmc_runtime.format.manifest import KernelFile
+from llmc_runtime.format.program import Program
+
+from llmc.artifact.cost_report import predict
+from llmc.passes.pass_report import pattern
+from llmc.report.formatting import many, sizes_text
+from llmc.report.open_artifact import Opened
+
+
+def kernels(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all kernels in the order of their first launch; kernels without launches (step units) come last."""
+    first: dict[str, int] = {}
+    for i, x in enumerate(x for p in a.programs for x in p.launches):
+        first.setdefault(x.kernel, i)
+    times: Counter[tuple[str, str]] = Counter()  # predicted microseconds of (program, kernel)
+    for name, prediction in predictions.get("programs", {}).items():
+        for x in prediction["launches"]:
+            times[name, x["kernel"]] += x["us"]
+    ordered = sorted(a.manifest.kernels, key=lambda k: first.get(k.hash, len(first) + 10**6))
+    return [_kernel(a, k, times) for k in ordered]
+
+
+def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    counts = {p.name: Counter((x.op, pattern(x.loc)) for x in p.launches if x.kernel == k.hash) for p in a.programs}
+    uses = [
+        {
+            "program": program,
+            "us": times[program, k.hash] if (program, k.hash) in times else None,
+            "places": "; ".join(f"{n} x {op} at {loc or 'no module'}" for (op, loc), n in count.items()),
+        }
+        for program, count in counts.items()
+        if count
+    ]
+    launches = sum(count.total() for count in counts.values())
+    where = f"{many(launches, 'launch', 'launches')} in {many(len(uses), 'program')}" if uses else "runs the launches"
+    source = a.kernel_source(k.hash)
+    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": where, "uses": uses, "source": source}
+
+
+def choices(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the decisions of `select` per program: chosen kernel and schedule, roofline, and alternatives."""
+    by_program = ((p, [r for r in a.reports["choices"] if r["graph"] == p.name]) for p in a.programs)
+    return [_choices(p, rows, predictions.get("machine")) for p, rows in by_program if rows]
+
+
+def _choices(p: Program, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any] | None) -> dict[str, Any]:
+    sizes = rows[0]["sizes"]
+    floors: dict[tuple[str, str], float] = {}  # roofline microseconds of the first launch of (op, place)
+    if machine:
+        for x in predict(p, machine, sizes)["launches"]:
+            floors.setdefault((x["op"], x["loc"]), x["us"] - machine["launch_us"])
+    return {
+        "program": p.name,
+        "nodes": sum(r["count"] for r in rows),
+        "measured": sum(r["count"] for r in rows if r["measured"]),
+        "at": sizes_text({s: n for s, n in sizes.items() if s in (("R",) if p.uniform else ("T", "R"))}),
+        "rows": [{**r, "floor": floors.get((r["node"].split("(")[0], r["loc"]))} for r in rows],
+    }

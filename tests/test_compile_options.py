@@ -1,0 +1,59 @@
+"""The options of a compile: one declaration gives the keyword, the flag, its help, and what the artifact records."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from llmc_runtime.option_type import options_of
+
+from llmc.builtin import EXTENSION
+from llmc.frontend.hub import Hub
+from llmc.options import FILES, Options, add_options, read_options
+
+
+def parse(*argv: str, command: str = "compile") -> Options:
+    p = ArgumentParser()
+    add_options(p, command)
+    return read_options(p.parse_args(argv), Path("users/cache"))
+
+
+def test_every_field_is_declared() -> None:
+    assert {f.name for f in fields(Options)} == {*options_of(Options), "hub"}
+    assert {f.name for f in fields(Hub)} == set(options_of(Hub))
+
+
+def test_without_flags_the_defaults_of_python_hold() -> None:
+    assert parse() == Options(cache=Path("users/cache"))
+    assert parse(command="tune") == Options(cache=Path("users/cache"))
+
+
+def test_flags_give_the_keywords() -> None:
+    given = parse(
+        "--target", "cuda:sm_90", "--dtype", "bfloat16", "--max-model-len", "64", "--max-num-seqs", "4",
+        "--layers", "2", "--max-num-batched-tokens", "32", "--pipeline", "serve", "--weights", "random:7",
+        "--tuning", "t.jsonl", "--cache", "c", "--no-reuse", "--hub-endpoint", "http://hub", "--download-dir", "d",
+        "--offline",
+    )  # fmt: skip
+    assert given == Options(
+        target="cuda:sm_90", dtype="bfloat16", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, layers=2,
+        pipeline="serve", weights="random:7", tuning=Path("t.jsonl"), cache=Path("c"), reuse=False,
+        hub=Hub("http://hub", Path("d"), True),
+    )  # fmt: skip
+    assert parse("--cache", "c", "--no-cache").cache is None
+
+
+def test_an_artifact_records_what_determines_its_contents() -> None:
+    recorded = Options(tuning=Path("t"), cache=Path("c"), reuse=False, hub=Hub(offline=True)).recorded()
+    assert recorded == Options().recorded()
+    assert set(recorded) == {n for n, o in options_of(Options).items() if o.group != FILES}
+    assert {"target", "dtype", "weights", "layers", "pipeline"} <= set(recorded)
+
+
+def test_help_names_the_targets_of_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = "".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in EXTENSION.targets)
