@@ -16,8 +16,9 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.server_options import serve_options
-from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, xml_formats
+from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, registry, xml_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
 from llmc_runtime.server.tool_calls.python_literals import python_json
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
@@ -117,9 +118,7 @@ def dumped(name: str, arguments: Any, draw: random.Random) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=draw.random() < 0.5)
 
 
-def section(
-    form: type[marked_formats.Sectioned], head: str, tail: str
-) -> Callable[[list[tuple[str, Any]], random.Random], str]:
+def section(form: type[JsonShape], head: str, tail: str) -> Callable[[list[tuple[str, Any]], random.Random], str]:
     """Calls within a section."""
     begin, end, call, middle, call_end = form.markers
 
@@ -136,18 +135,18 @@ def section(
 def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.Random) -> str:
     """The calls as a model of the family writes them."""
     sections = {
-        marked_formats.DeepSeekV3: section(marked_formats.DeepSeekV3, "function{sep}{name}\n```json\n", "\n```"),
-        marked_formats.DeepSeekV31: section(marked_formats.DeepSeekV31, "{name}{sep}", ""),
-        marked_formats.KimiK2: section(marked_formats.KimiK2, "functions.{name}:{i}{sep}", ""),
+        registry.DeepSeekV3: section(registry.DeepSeekV3, "function{sep}{name}\n```json\n", "\n```"),
+        registry.DeepSeekV31: section(registry.DeepSeekV31, "{name}{sep}", ""),
+        registry.KimiK2: section(registry.KimiK2, "functions.{name}:{i}{sep}", ""),
     }
     if form in sections:
         return sections[form](calls, draw)
     if issubclass(form, xml_formats.Glm45):
         return "\n".join(glm(*call, draw) for call in calls)
     tags = {
-        xml_formats.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
-        xml_formats.SeedOss: named("<function={}>", "<parameter={}>", line=""),
-        xml_formats.MiniMaxM2: named('<invoke name="{}">', '<parameter name="{}">', line=""),
+        registry.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
+        registry.SeedOss: named("<function={}>", "<parameter={}>", line=""),
+        registry.MiniMaxM2: named('<invoke name="{}">', '<parameter name="{}">', line=""),
     }
     if form in tags:
         begin, end = form.markers[:2]
@@ -157,17 +156,17 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     if issubclass(form, pythonic_formats.Pythonic):
         begin, end = draw.choice([("", ""), form.markers])
         return f"{begin}[{', '.join(python(*call, draw) for call in calls)}]{end}"
-    if form is marked_formats.Granite20b:
+    if form is registry.Granite20b:
         return "\n".join(f"<function_call> {dumped(*call, draw)}" for call in calls)
     mark = draw.choice(form.markers).removesuffix("[")
     return f"{mark}[{', '.join(dumped(*call, draw) for call in calls)}]"
 
 
-XMLS = (xml_formats.Qwen3Coder, xml_formats.SeedOss, xml_formats.MiniMaxM2, xml_formats.Glm45)
+XMLS = (registry.Qwen3Coder, registry.SeedOss, registry.MiniMaxM2, xml_formats.Glm45)
 PYTHONS = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
 FORMS = (
-    *XMLS, *PYTHONS, marked_formats.DeepSeekV3, marked_formats.DeepSeekV31, marked_formats.KimiK2,
-    marked_formats.Granite, marked_formats.Granite20b, marked_formats.Phi4Mini,
+    *XMLS, *PYTHONS, registry.DeepSeekV3, registry.DeepSeekV31, registry.KimiK2,
+    registry.Granite, registry.Granite20b, registry.Phi4Mini,
 )  # fmt: skip
 ENDS = ("</parameter>", "</arg_value>")
 
@@ -203,6 +202,7 @@ def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[Ca
 @pytest.mark.parametrize("form", FORMS)
 def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> None:
     marks = [*form.markers, *form.openers(), *getattr(form, "call", ()), *getattr(form, "field", ())]
+    marks = [mark for mark in marks if isinstance(mark, str)]
     parts = (
         *marks, *(mark[: len(mark) // 2] for mark in marks), "f", "get_weather", "text", "city", "size", "=", "(",
         ")", "[", "]",
@@ -220,7 +220,7 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
 
 
 @pytest.mark.parametrize(
-    "form", [*FORMS, json_formats.Hermes, json_formats.Llama3Json, json_formats.Mistral, json_formats.OpenAI]
+    "form", [*FORMS, registry.Hermes, json_formats.Llama3Json, registry.Mistral, json_formats.OpenAI]
 )
 def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallFormat]) -> None:
     draw = random.Random(form.name)
@@ -230,7 +230,7 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
     if form is json_formats.OpenAI:
         end = f"<|constrain|>json<|message|>{json.dumps(calls[0][1])}"
         text = f"{said}<|start|>assistant<|channel|>commentary to=functions.f {end}"
-    elif form in (json_formats.Hermes, json_formats.Llama3Json, json_formats.Mistral):
+    elif form in (registry.Hermes, json_formats.Llama3Json, registry.Mistral):
         text = said + text_written(form, calls, draw)
     else:
         text = said + written(form, calls, draw)
@@ -249,12 +249,12 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
 def test_what_a_cut_output_says_besides_calls_stays() -> None:
     for form, text in (
         (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (json_formats.Llama3Json, '{"city": "Bo'),
-        (json_formats.Hermes, "no <b>call</b>"), (marked_formats.Phi4Mini, "functools are [fine"),
+        (registry.Hermes, "no <b>call</b>"), (registry.Phi4Mini, "functools are [fine"),
     ):  # fmt: skip
         assert parsed(form, [text], TOOLS, cut_off=True) == (text, []), text
 
 
-CODER, GLM, PY, V31 = xml_formats.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic, marked_formats.DeepSeekV31
+CODER, GLM, PY, V31 = registry.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic, registry.DeepSeekV31
 ALL = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -271,10 +271,10 @@ def test_what_looks_like_calls_and_is_none_is_content() -> None:
         (PY, "[f]"), (PY, "[f(1)]"), (PY, "[f(a=g())]"), (PY, "[unknown(a=1)]"), (PY, "see [f(text='x')]"), (PY,
         "[1, 2]"),
         (PY, "[f(__import__('os'))]"), (PY, "[f(size=__import__('os'))]"), (PY, "[f(size=1+1)]"), (PY, "[f(size=1"),
-        (marked_formats.Phi4Mini, "functools are [fine]"), (marked_formats.Phi4Mini, "functools[1]"),
-        (marked_formats.Granite, "<|tool_call|>[]"),
+        (registry.Phi4Mini, "functools are [fine]"), (registry.Phi4Mini, "functools[1]"),
+        (registry.Granite, "<|tool_call|>[]"),
         (V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no"), (V31, "<｜tool▁calls▁begin｜>"),
-        (marked_formats.DeepSeekV3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        (registry.DeepSeekV3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
     ):  # fmt: skip
         assert read(form, [text]) == read(form, list(text)) == (text, []), text
 

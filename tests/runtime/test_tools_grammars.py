@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, tagged_args, xml_formats
+from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, registry, tagged_args, xml_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
@@ -135,17 +135,17 @@ def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) ->
         return whole if form is not pythonic_formats.Lfm2 else marks[0] + whole + marks[1]
     said = dumped({"name": name, "arguments": arguments})
     arguments = dumped(arguments)  # type: ignore[assignment]
-    if issubclass(form, marked_formats.Sectioned):
+    if form.name in ("deepseek_v3", "deepseek_v31", "kimi_k2"):
         head = {"kimi_k2": f"functions.{name}:0{marks[3]}", "deepseek_v31": f"{name}{marks[3]}"}.get(form.name)
         inner = f"function{marks[3]}{name}\n```json\n{arguments}\n```" if head is None else f"{head}{arguments}"
         return f"{marks[0]}{marks[2]}{inner}{marks[4]}{marks[1]}"
     return {
-        json_formats.Hermes: f"<tool_call>\n{said}\n</tool_call>", json_formats.Mistral: f"[TOOL_CALLS] [{said}]",
-        json_formats.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+        registry.Hermes: f"<tool_call>\n{said}\n</tool_call>", registry.Mistral: f"[TOOL_CALLS] [{said}]",
+        registry.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
         json_formats.Llama3Json: said.replace('"arguments"', '"parameters"', 1),
-        marked_formats.Granite: f"<|tool_call|>[{said}]",
+        registry.Granite: f"<|tool_call|>[{said}]",
         json_formats.OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
-        marked_formats.Phi4Mini: f"functools[{said}]", marked_formats.Granite20b: f"<function_call> {said}",
+        registry.Phi4Mini: f"functools[{said}]", registry.Granite20b: f"<function_call> {said}",
     }[form]  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
 
 
 @pytest.mark.parametrize(
-    "form", [xml_formats.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic], ids=lambda form: form.__name__
+    "form", [registry.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic], ids=lambda form: form.__name__
 )
 def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Grammars, form: type[CallFormat]) -> None:
     made, draw = guide(grammars, form, free=False), random.Random(form.name)
@@ -228,9 +228,9 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
         ({"properties": {"x": {"type": "string", "anyOf": [{"pattern": "a"}]}}}, "anyOf for the property 'x'"),
     ):  # fmt: skip
         with pytest.raises(ApiError, match="Try: ") as told:
-            xml_formats.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
+            registry.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
         assert told.value.param == "tools" and words in told.value.message and "qwen3_coder" in told.value.message
-        assert xml_formats.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
+        assert registry.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
     one = {"allOf": [{"$ref": "#/$defs/one"}]}
     assert tagged_args.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]
     with pytest.raises(ApiError, match="'a b'"):
@@ -250,11 +250,11 @@ PART = st.recursive(
 def test_any_schema_has_a_grammar_or_is_refused_and_types_its_values(schema: Any, one: Any, other: Any) -> None:
     circle = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, other]}
     schema = {**schema, "$defs": {"a": circle}, "properties": {"a": one, "b": {"$ref": "#/$defs/a"}}}
-    for form in (xml_formats.Qwen3Coder, pythonic_formats.Pythonic):
+    for form in (registry.Qwen3Coder, pythonic_formats.Pythonic):
         try:
             assert form.arguments("r", schema, json.dumps, True)
         except ApiError as e:
             assert e.param == "tools"
     text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter></function></tool_call>"
-    content, [(name, arguments)] = parsed(xml_formats.Qwen3Coder, [text], {"f": schema})
+    content, [(name, arguments)] = parsed(registry.Qwen3Coder, [text], {"f": schema})
     assert (content, name) == ("", "f") and json.loads(arguments).keys() == {"a", "b"}

@@ -16,17 +16,13 @@ from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
+from llmc_runtime.server.call_format_names import OURS, FormatNames
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# The names in tool_calls.registry and tool_calls.reasoning, which need packages of the extra `serve`.
-_TOOL_CALL_PARSERS = (
-    "auto", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2",
-    "glm45", "glm47", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite-20b-fc", "phi4_mini_json",
-    "pythonic", "llama4_pythonic", "llama4_json", "lfm2", "granite4", "mimo", "none",
-)  # fmt: skip
+# The names in tool_calls.reasoning, which needs packages of the extra `serve`.
 _REASONING_PARSERS = (
     "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
     "kimi_k2", "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3",
@@ -163,7 +159,7 @@ class Options:
         None, "chat template to use, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
     )
     tool_call_parser: str = _chats(
-        "auto", "format of the model's tool calls (auto: from its template)", choices=_TOOL_CALL_PARSERS
+        "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames(OURS)
     )
     reasoning_parser: str = _chats(
         "auto", "format of the model's reasoning (auto: from its template)", choices=_REASONING_PARSERS

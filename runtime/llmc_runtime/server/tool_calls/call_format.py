@@ -9,6 +9,7 @@ unfinished call at the end of an output that was cut off.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -37,7 +38,7 @@ class CallPiece:
 
 
 class Scan(Protocol):
-    """An incremental scanner of one value, which converts it to JSON (see scan.JsonText)."""
+    """An incremental scanner of one value, which converts it to JSON (see json_stream.JsonText)."""
 
     done: bool
     failed: bool
@@ -65,6 +66,10 @@ class CallFormat(ABC):
     - `several`: a response may have more than one call.
     - `between`: the text between the marks of several calls; None if all calls follow one mark.
     - `channels`: there are marks around answers as well.
+    - `shown`, `hidden`, `pattern`: a chat template shows calls in this format if it contains all of `shown`, none of
+      `hidden`, and a match of `pattern`.
+    - `token`: a special token that tells the format if the template shows no calls.
+    - `id_format`: the ids of calls, with {name} and {index}; random ids if "".
     """
 
     name: ClassVar[str]
@@ -73,6 +78,11 @@ class CallFormat(ABC):
     several: ClassVar[bool] = True
     between: ClassVar[str | None] = "\n"
     channels: ClassVar[bool] = False
+    shown: ClassVar[Sequence[str]] = ()
+    hidden: ClassVar[Sequence[str]] = ()
+    pattern: ClassVar[re.Pattern[str] | None] = None
+    token: ClassVar[str | None] = None
+    id_format: ClassVar[str] = ""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
@@ -87,9 +97,10 @@ class CallFormat(ABC):
         next(self._work)
 
     @classmethod
-    @abstractmethod
     def fits(cls, template: str) -> bool:
-        """Return whether a chat template shows calls in this format."""
+        """Return whether a chat template shows calls in this format; an empty one never does."""
+        shown = all(text in template for text in cls.shown) and not any(text in template for text in cls.hidden)
+        return bool(template) and shown and (cls.pattern is None or cls.pattern.search(template) is not None)
 
     @classmethod
     def openers(cls) -> Sequence[str]:
@@ -99,7 +110,10 @@ class CallFormat(ABC):
     @classmethod
     def call_id(cls, name: str, index: int) -> str:
         """Return a new id for a call, the index-th of its conversation."""
-        return f"call_{uuid.uuid4().hex[:24]}"
+        if cls.id_format:
+            return cls.id_format.format(name=name, index=index)
+        random = uuid.uuid4().hex
+        return random[:9] if cls.short_ids else f"call_{random[:24]}"
 
     @classmethod
     @abstractmethod
@@ -318,15 +332,6 @@ class CallFormat(ABC):
             if scan.failed or self._ended:
                 raise Malformed
             yield
-
-    def _list(self) -> Steps[None]:
-        """Parse the calls in a JSON list."""
-        yield from self._symbol("[")
-        end = ","
-        while end == ",":
-            yield from self._object()
-            self._mark = self._at  # the text after this is valid, or becomes content
-            end = yield from self._symbol(",]")
 
     def _string(self) -> Steps[str]:
         if (yield from self._next()) != '"':

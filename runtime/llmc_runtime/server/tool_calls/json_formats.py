@@ -1,40 +1,14 @@
-"""Call formats as JSON with simple marks: Hermes, Llama 3, Mistral and gpt-oss. See calls.CallFormat."""
+"""JSON call formats that are no JsonShape: Llama 3's without a required mark, and gpt-oss's messages."""
 
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
-from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, choice_of, lark, led, regex, repeated
+from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, choice_of, lark, led, regex
 
 _HEADER = 256  # maximum characters of a message header
-
-
-class Hermes(CallFormat):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, used by Hermes and Qwen."""
-
-    name = "hermes"
-    markers = ("<tool_call>", "</tool_call>")
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """Return whether the template matches; other families use the same mark with XML inside."""
-        others = ("<function=", "<arg_key>", "<parameter=")
-        return "<tool_call>" in template and "arguments" in template and not any(one in template for one in others)
-
-    @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat."""
-        calls = choice_of(tools, '{"name": "', '", "arguments": ', "}")
-        return f'behind: "\\n" call "\\n" {marker(cls.markers[1])}\ncall: {calls}'
-
-    def _reading(self) -> Steps[None]:
-        while (yield from self._until("<tool_call>")) is not None:
-            if (yield from self._attempt(self._object())):
-                yield from self._optional("</tool_call>")
 
 
 class Llama3Json(CallFormat):
@@ -45,13 +19,11 @@ class Llama3Json(CallFormat):
 
     name = "llama3_json"
     markers = ("<|python_tag|>",)
+    shown = ("parameters",)
+    pattern = re.compile(r"<\|python_tag\|>|ipython")
+    token = "<|python_tag|>"
     several = False
     between = None
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "parameters" in template and any(one in template for one in ("<|python_tag|>", "ipython"))
 
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
@@ -97,68 +69,6 @@ class Llama3Json(CallFormat):
         return name in self._tools
 
 
-class Mistral(CallFormat):
-    """[TOOL_CALLS] with a list of {"name": ..., "arguments": {...}}, or NAME[ARGS]{...} for each call, used by
-    Mistral.
-    """
-
-    name = "mistral"
-    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    short_ids = True
-    between: ClassVar[str | None] = None
-
-    @classmethod
-    def call_id(cls, name: str, index: int) -> str:
-        """See CallFormat."""
-        return uuid.uuid4().hex[:9]
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "[TOOL_CALLS]" in template
-
-    @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat."""
-        call = choice_of(tools, '{"name": "', '", "arguments": ', "}")
-        return f'behind: " "? "[" {repeated("call", lark(", "), most)} "]"\ncall: {call}'
-
-    def _reading(self) -> Steps[None]:
-        while (yield from self._until("[TOOL_CALLS]")) is not None:
-            first = yield from self._next()
-            readers = {"[": self._list, "{": self._object}
-            yield from self._attempt(readers.get(first, self._named)())
-
-    def _named(self) -> Steps[None]:
-        name = yield from self._word()
-        if not self._is_name(name):
-            raise Malformed
-        if (yield from self._optional("[CALL_ID]")):
-            yield from self._word()
-        yield from self._optional("[ARGS]")
-        if (yield from self._next()) != "{":
-            raise Malformed
-        yield from self._arguments(name)
-
-
-class MistralArgs(Mistral):
-    """Mistral with the newer of its two formats in grammars; the parser accepts both."""
-
-    between = ""
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "[TOOL_CALLS]" in template and "[ARGS]" in template
-
-    @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat."""
-        args, call_id = map(marker, cls.markers[1:])
-        middle = f"({call_id} /[A-Za-z0-9]{{9}}/)? {args}"
-        return "behind: " + " | ".join(f"{lark(name)} {middle} {rule}" for name, rule in tools.items())
-
-
 class OpenAI(CallFormat):
     """Harmony messages, used by gpt-oss.
 
@@ -169,14 +79,10 @@ class OpenAI(CallFormat):
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+    shown = ("<|channel|>", "<|message|>")
     several = False
     between = None
     channels = True
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "<|channel|>" in template and "<|message|>" in template
 
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, reasoning
+from llmc_runtime.server.tool_calls import reasoning
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.lark_text import lark
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
-from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS
+from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS, installed
 from llmc_runtime.text.chat_template import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -25,11 +25,6 @@ _SHOWN = (
     (reasoning.THINK, ("</think>",)), (reasoning.BRACKETS, ("[/THINK]",)),
 )  # fmt: skip
 _MARKS = (reasoning.THINK, reasoning.BRACKETS, reasoning.SEED)
-_TOKENS = (
-    ("[ARGS]", json_formats.MistralArgs), ("[TOOL_CALLS]", json_formats.Mistral), ("<tool_call>", json_formats.Hermes),
-    ("<|python_tag|>", json_formats.Llama3Json), ("<|tool_calls_section_begin|>", marked_formats.KimiK2),
-    ("<|tool_call_start|>", pythonic_formats.Lfm2),
-)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -76,11 +71,12 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     text, calls = _text(tokenizer, template), ALIASES.get(calls, calls)
     fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
     if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # the template shows none
-        fitting = next((one for token, one in _TOKENS if _has(tokenizer, token)), None)
-    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
-    marked_formats = [form for form, words in _SHOWN if all(word in text for word in words)]
-    marked_formats += [one for one in _MARKS if _has(tokenizer, one.end)]
-    thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked_formats), None))
+        fitting = next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
+    known = {one.name: one for one in FORMATS}
+    named = fitting or installed(calls) or _named("tool_call_parser", calls, known, None)
+    marked = [form for form, words in _SHOWN if all(word in text for word in words)]
+    marked += [one for one in _MARKS if _has(tokenizer, one.end)]
+    thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     lines = list(_lines(named, thought, calls, thoughts))
     if named is None and calls == AUTO and "tools" in text:
         lines.append("tool calls: in which form is not known; --tool-call-parser NAME says it")

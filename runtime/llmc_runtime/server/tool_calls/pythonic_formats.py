@@ -1,6 +1,6 @@
 """Calls as a list of Python calls with keyword arguments and literals as values; nothing is evaluated.
 
-See argued.ArguedFormat. As the format has no required mark, the name has to be that of a tool.
+See tagged_args.ArguedFormat. As the format has no required mark, the name has to be that of a tool.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ class Pythonic(ArguedFormat):
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     between = None
-    shown: ClassVar[re.Pattern[str]] = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return cls.shown.search(template) is not None and cls.markers[0] not in template
+    hidden: ClassVar[Sequence[str]] = ("<|python_start|>",)
+    pattern: ClassVar[re.Pattern[str] | None] = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
 
     def _reading(self) -> Steps[None]:
         while (opener := (yield from self._until(self.markers[0], "["))) is not None:
@@ -147,11 +143,8 @@ class Llama4Pythonic(Pythonic):
     """The same between <|python_start|> and <|python_end|>, or without them, used by Llama 4."""
 
     name = "llama4_pythonic"
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return cls.shown.search(template) is not None and "<|header_start|>" in template
+    shown = ("<|header_start|>",)
+    hidden = ()
 
 
 class Lfm2(Pythonic):
@@ -159,11 +152,10 @@ class Lfm2(Pythonic):
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return cls.markers[0] in template
+    shown = ("<|tool_call_start|>",)
+    hidden = ()
+    pattern = None
+    token = "<|tool_call_start|>"
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:

@@ -1,21 +1,193 @@
-"""All call formats, by the names of vLLM's parsers."""
+"""All call formats, by the names of vLLM's parsers. A new one is one class here: a declaration.
+
+Installed packages add formats by name under the entry-point group `llmc_runtime.call_formats`; each value names a
+subclass of CallFormat. The group is read only when a name is not one of ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from llmc_runtime.server.tool_calls import json_formats, marked_formats, pythonic_formats, xml_formats
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.call_format_names import entry_points_of
+from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, xml_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
 
-# The first that matches is used, by name or by template.
+
+class Hermes(JsonShape):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, used by Hermes and Qwen."""
+
+    name = "hermes"
+    markers = ("<tool_call>", "</tool_call>")
+    shown = ("<tool_call>", "arguments")
+    hidden = ("<function=", "<arg_key>", "<parameter=")  # other families write XML behind the same mark
+    token = "<tool_call>"
+    call = ("\n", Json.OBJECT, "\n")
+    end = "</tool_call>"
+
+
+_MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_LISTED = (Optional((" ",), enforced=False), Json.LIST)
+_NAMED = (Json.NAME, Optional(("[CALL_ID]", Word.ID), enforced=False), Optional(("[ARGS]",)), Json.ARGUMENTS)
+
+
+class Mistral(JsonShape):
+    """[TOOL_CALLS] with a list of {"name": ..., "arguments": {...}}, or MistralArgs' notation."""
+
+    name = "mistral"
+    markers = _MISTRAL
+    short_ids = True
+    between = None
+    shown = ("[TOOL_CALLS]",)
+    token = "[TOOL_CALLS]"
+    call = _LISTED
+    other_calls = (_NAMED, (Json.OBJECT,))
+
+
+class MistralArgs(JsonShape):
+    """[TOOL_CALLS]NAME[ARGS]{...} for each call, used by newer models of Mistral; it reads the older notation too."""
+
+    name = "mistral"
+    markers = _MISTRAL
+    short_ids = True
+    between = ""
+    shown = ("[TOOL_CALLS]", "[ARGS]")
+    token = "[ARGS]"
+    call = _NAMED
+    other_calls = (_LISTED, (Json.OBJECT,))
+
+
+class Granite(JsonShape):
+    """A JSON list after <|tool_call|> or <tool_call>, used by Granite 3."""
+
+    name = "granite"
+    markers = ("<|tool_call|>", "<tool_call>")
+    others = ("<tool_call>",)
+    between = None
+    shown = ("<|tool_call|>",)
+    hidden = ("<|tool|>",)  # Phi-4-mini writes the same mark around tools
+    call = (Json.LIST,)
+
+
+class Phi4Mini(JsonShape):
+    """A JSON list after the word functools, used by Phi-4-mini."""
+
+    name = "phi4_mini_json"
+    markers = ("functools[",)
+    between = None
+    shown = ("functools[",)
+    call = (Json.LIST,)
+
+
+class Granite20b(JsonShape):
+    """<function_call> {"name": ..., "arguments": {...}}, used by Granite 20B."""
+
+    name = "granite-20b-fc"
+    markers = ("<function_call>",)
+    shown = ("<function_call>",)
+    call = (" ", Json.OBJECT)
+
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)  # fmt: skip
+
+
+class DeepSeekV31(JsonShape):
+    """<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜> in a section, used by DeepSeek V3.1."""
+
+    name = "deepseek_v31"
+    markers = _DEEPSEEK
+    between = None
+    shown = ("<｜tool▁call▁begin｜>",)
+    hidden = ("```json",)
+    call = ("<｜tool▁call▁begin｜>", Json.NAME, "<｜tool▁sep｜>", Json.ARGUMENTS, "<｜tool▁call▁end｜>")
+    end = "<｜tool▁calls▁end｜>"
+
+
+class DeepSeekV3(JsonShape):
+    """The same with the word function, the name after <｜tool▁sep｜>, and the arguments in a Markdown code block.
+
+    Used by DeepSeek V3 and R1.
+    """
+
+    name = "deepseek_v3"
+    markers = _DEEPSEEK
+    between = None
+    shown = ("<｜tool▁call▁begin｜>", "```json")
+    call = (
+        "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", Json.NAME, "\n```json\n", Json.ARGUMENTS, "\n```",
+        "<｜tool▁call▁end｜>",
+    )  # fmt: skip
+    end = "<｜tool▁calls▁end｜>"
+    line = "\n"
+
+
+class KimiK2(JsonShape):
+    """<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>, used by Kimi K2.
+
+    The template writes a call's id in place of its name.
+    """
+
+    name = "kimi_k2"
+    markers = (
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    )  # fmt: skip
+    between = None
+    id_format = "functions.{name}:{index}"
+    shown = ("<|tool_calls_section_begin|>",)
+    token = "<|tool_calls_section_begin|>"
+    call = (
+        "<|tool_call_begin|>", Optional(("functions.",)), Json.NAME, Optional((":", Word.INDEX)),
+        "<|tool_call_argument_begin|>", Json.ARGUMENTS, "<|tool_call_end|>",
+    )  # fmt: skip
+    end = "<|tool_calls_section_end|>"
+
+
+class Qwen3Coder(xml_formats.Xml):
+    """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, used by Qwen3-Coder."""
+
+    name = "qwen3_coder"
+    markers = ("<tool_call>", "</tool_call>")
+    shown = ("<tool_call>", "<function=", "<parameter=")
+    call = ("<function=", ">", "</function>")
+    field = ("<parameter=", ">", "</parameter>")
+    framed = True
+
+
+class SeedOss(xml_formats.Xml):
+    """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, used by Seed-OSS."""
+
+    name = "seed_oss"
+    markers = ("<seed:tool_call>", "</seed:tool_call>")
+    shown = ("seed:tool_call",)
+    call = ("<function=", ">", "</function>")
+    field = ("<parameter=", ">", "</parameter>")
+
+
+class MiniMaxM2(xml_formats.Xml):
+    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, used
+    by MiniMax-M2.
+    """
+
+    name = "minimax_m2"
+    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+    shown = ("minimax:tool_call", "<invoke name=")
+    call = ('<invoke name="', '">', "</invoke>")
+    field = ('<parameter name="', '">', "</parameter>")
+    between = None
+
+
+# The first that matches is used, by name, by template, or by token.
 FORMATS: Sequence[type[CallFormat]] = (
-    json_formats.MistralArgs, json_formats.Mistral, json_formats.OpenAI,
-    xml_formats.Qwen3Coder, xml_formats.SeedOss, xml_formats.MiniMaxM2, xml_formats.Glm45,
-    marked_formats.DeepSeekV3, marked_formats.DeepSeekV31, marked_formats.KimiK2,
-    marked_formats.Granite, marked_formats.Granite20b, marked_formats.Phi4Mini,
+    MistralArgs, Mistral, json_formats.OpenAI, Qwen3Coder, SeedOss, MiniMaxM2, xml_formats.Glm45,
+    DeepSeekV3, DeepSeekV31, KimiK2, Granite, Granite20b, Phi4Mini,
     pythonic_formats.Lfm2, pythonic_formats.Llama4Pythonic, pythonic_formats.Pythonic,
-    json_formats.Hermes, json_formats.Llama3Json,
+    Hermes, json_formats.Llama3Json,
 )  # fmt: skip
 # Aliases.
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -27,3 +199,23 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "glm47": "glm45",
     }
 )
+
+
+def installed(name: str) -> type[CallFormat] | None:
+    """Return the call format that an installed package offers under this name, or None.
+
+    Raises LlmcError E601 if two packages offer it, or if it cannot be loaded.
+    """
+    entries = entry_points_of(name)
+    if not entries:
+        return None
+    form: object = None
+    cause = "more than one package offers it" if len(entries) > 1 else ""
+    try:
+        form = None if cause else entries[0].load()
+    except (ImportError, AttributeError) as e:
+        cause = f"it cannot be loaded: {e}"
+    if isinstance(form, type) and issubclass(form, CallFormat):
+        return form
+    cause = cause or f"{entries[0].value} is not a CallFormat"
+    raise LlmcError("E601", f"tool_call_parser = {name[:60]!r}: {cause}", "uninstall or correct the package")

@@ -1,4 +1,4 @@
-"""Calls in XML-like elements, one element per argument, with values as plain text. See argued.ArguedFormat.
+"""Calls in XML-like elements, one element per argument, with values as plain text. See tagged_args.ArguedFormat.
 
 As nothing is escaped, a value ends where its element's end tag first occurs. Strings are emitted as they arrive; values
 of other types (by the tool's schema) are emitted once they are complete.
@@ -214,52 +214,6 @@ def _sayable(key: str) -> bool:
     return 0 < len(key) <= _LONGEST_KEY and not set(key) & set('<>"\n') and key == key.strip()
 
 
-class Qwen3Coder(Xml):
-    """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, used by Qwen3-Coder."""
-
-    name = "qwen3_coder"
-    markers = ("<tool_call>", "</tool_call>")
-    call = ("<function=", ">", "</function>")
-    field = ("<parameter=", ">", "</parameter>")
-    framed = True
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "<tool_call>" in template and "<function=" in template and "<parameter=" in template
-
-
-class SeedOss(Xml):
-    """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, used by Seed-OSS."""
-
-    name = "seed_oss"
-    markers = ("<seed:tool_call>", "</seed:tool_call>")
-    call = ("<function=", ">", "</function>")
-    field = ("<parameter=", ">", "</parameter>")
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "<seed:tool_call>" in template or "seed:tool_call" in template
-
-
-class MiniMaxM2(Xml):
-    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, used
-    by MiniMax-M2.
-    """
-
-    name = "minimax_m2"
-    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
-    call = ('<invoke name="', '">', "</invoke>")
-    field = ('<parameter name="', '">', "</parameter>")
-    between = None
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "minimax:tool_call" in template and "<invoke name=" in template
-
-
 class Glm45(Xml):
     """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, and </tool_call>.
 
@@ -268,12 +222,8 @@ class Glm45(Xml):
 
     name = "glm45"
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    shown = ("<tool_call>", "<arg_key>")
     between = ""
-
-    @classmethod
-    def fits(cls, template: str) -> bool:
-        """See CallFormat."""
-        return "<tool_call>" in template and "<arg_key>" in template
 
     @classmethod
     def _ends(cls) -> Sequence[str]:

@@ -1,0 +1,201 @@
+"""Call formats with JSON arguments, declared as a sequence of parts from which the reader and the grammar derive.
+
+A part is a text, or one of the parts below. In a grammar, a text stands as it is (one of the format's `markers` may be
+a special token). A reader allows white space before every text, and skips texts that are white space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
+from llmc_runtime.server.tool_calls.lark_text import Marker, lark, repeated
+
+
+class Json(Enum):
+    """Parts that depend on the tool: a name followed by arguments, or both in JSON objects."""
+
+    NAME = "name"
+    ARGUMENTS = "arguments"
+    OBJECT = '{"name": NAME, "arguments": ARGUMENTS}'
+    LIST = "[OBJECT, ...]"
+
+
+class Word(Enum):
+    """Parts of letters and digits, by the regular expression of what a grammar allows."""
+
+    ID = "[A-Za-z0-9]{9}"
+    INDEX = "[0-9]{1,3}"
+
+
+@dataclass(frozen=True)
+class Optional:
+    """Parts that a reader does not require. A grammar does with `enforced`."""
+
+    parts: Sequence[str | Word]
+    enforced: bool = True
+
+
+Part = str | Json | Word | Optional
+
+
+class JsonShape(CallFormat):
+    """Calls after the mark `markers[0]`, up to the text `end`. A subclass is a declaration.
+
+    - `call`: the parts of one call. If they start with one of `markers`, this mark precedes each further call, and the
+      first call even if `markers[0]` was left out.
+    - `other_calls`: the parts of other notations, which are read as well; one starts with a name, one
+      is a LIST, one an OBJECT.
+    - `others`: other texts that may stand in place of the first mark.
+    - `line`: the text between calls, if all follow one mark (`between` is None).
+    """
+
+    call: ClassVar[Sequence[Part]]
+    other_calls: ClassVar[Sequence[Sequence[Part]]] = ()
+    end: ClassVar[str] = ""
+    others: ClassVar[Sequence[str]] = ()
+    line: ClassVar[str] = ""
+
+    @classmethod
+    def openers(cls) -> Sequence[str]:
+        """See CallFormat."""
+        return *cls.markers[:1], *cls.others, *cls._call_mark()
+
+    @classmethod
+    def _call_mark(cls) -> Sequence[str]:
+        """Return the mark at the start of each call, if there is one."""
+        return [part for part in cls.call[:1] if isinstance(part, str) and part in cls.markers]
+
+    # --- grammar
+
+    @classmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        uses = [i for i, part in enumerate(cls.call) if isinstance(part, Json)]
+        before, after = cls.call[: uses[0]], cls.call[uses[-1] + 1 :]
+        calls = [cls._lark(cls._named(cls.call[uses[0] : uses[-1] + 1], *tool), marker) for tool in tools.items()]
+        listed = cls.call[uses[0]] is Json.LIST
+        middle = "(call)"
+        if listed:
+            bracket = "" if cls.markers[0].endswith("[") else '"[" '
+            middle = f'{bracket}{repeated("call", lark(", "), most)} "]"'
+        one = " ".join(filter(None, [cls._lark(before, marker), middle, cls._lark(after, marker)]))
+        times = 1 if listed or cls.between is not None else most
+        ends = cls._lark([cls.end] if cls.end else [], marker)
+        whole = f"behind: {repeated('one_call', lark(cls.line), times)} {ends}".rstrip()
+        return "\n".join([whole, f"one_call: {one}", f"call: {' | '.join(calls)}"])
+
+    @classmethod
+    def _named(cls, parts: Sequence[Part], name: str, rule: str) -> Iterator[Part | tuple[str]]:
+        """Replace the parts that depend on the tool: by texts, and by (rule,) for its arguments."""
+        for part in parts:
+            if part is Json.ARGUMENTS:
+                yield (rule,)
+            elif part is Json.NAME:
+                yield name
+            elif isinstance(part, Json):
+                yield from (f'{{"name": "{name}", "arguments": ', (rule,), "}")
+            else:
+                yield part
+
+    @classmethod
+    def _lark(cls, parts: Iterable[Part | tuple[str]], marker: Marker) -> str:
+        """Return the Lark expression of parts in sequence."""
+        out, text = list[str](), ""
+        for part in (*_enforced(parts), ""):
+            if isinstance(part, str) and part not in (*cls.markers, ""):
+                text += part
+                continue
+            if text:
+                out.append(lark(text))
+                text = ""
+            if isinstance(part, Optional):
+                out.append(f"({cls._lark(part.parts, marker)})?")
+            elif isinstance(part, Word):
+                out.append(f"/{part.value}/")
+            elif isinstance(part, tuple):
+                out.append(part[0])
+            elif isinstance(part, str) and part:
+                out.append(marker(part))
+        return " ".join(out)
+
+    # --- reader
+
+    def _reading(self) -> Steps[None]:
+        while (opener := (yield from self._until(*self.openers()))) is not None:
+            self._at -= opener.endswith("[")
+            if (yield from self._attempt(self._calls(opener))) and self.end:
+                yield from self._optional(self.end)
+
+    def _calls(self, opener: str) -> Steps[None]:
+        """Parse the calls behind `opener`."""
+        mark = self._call_mark()
+        if not mark:
+            yield from self._parts((yield from self._notation()))
+            return
+        if opener not in mark:
+            yield from self._expect(mark[0])
+        yield from self._parts(self.call[1:])
+        while (yield from self._optional(mark[0])):
+            yield from self._parts(self.call[1:])
+
+    def _notation(self) -> Steps[Sequence[Part]]:
+        """Return the parts of the notation that follows."""
+        if not self.other_calls:
+            return self.call
+        notations = {
+            next(part for part in parts if isinstance(part, Json)): parts for parts in (self.call, *self.other_calls)
+        }
+        wanted = {"[": Json.LIST, "{": Json.OBJECT}.get((yield from self._next()), Json.NAME)
+        return notations.get(wanted, self.call)
+
+    def _parts(self, parts: Sequence[Part]) -> Steps[None]:
+        """Parse one call."""
+        name, emitted = "", False
+        for part in parts:
+            if part is Json.NAME:
+                yield from self._next()
+                name = yield from self._word()
+            elif part is Json.OBJECT or part is Json.LIST:
+                yield from self._object() if part is Json.OBJECT else self._list()
+            elif part is Json.ARGUMENTS:
+                if not self._is_name(name):
+                    raise Malformed
+                yield from self._arguments(name)
+                emitted, self._mark = True, self._at  # the text after this is valid, or becomes content
+            elif isinstance(part, Optional):
+                yield from self._optional_parts(part.parts)
+            elif isinstance(part, str) and part.strip():
+                yield from self._expect(part.strip())
+        if emitted:
+            self._mark = self._at
+
+    def _list(self) -> Steps[None]:
+        """Parse the calls in a JSON list."""
+        yield from self._symbol("[")
+        end = ","
+        while end == ",":
+            yield from self._object()
+            self._mark = self._at  # the text after this is valid, or becomes content
+            end = yield from self._symbol(",]")
+
+    def _optional_parts(self, parts: Sequence[str | Word]) -> Steps[None]:
+        """Consume the parts if the first one follows; then the words have to be valid."""
+        for i, part in enumerate(parts):
+            if isinstance(part, Word):
+                word = yield from self._word()
+                if part is Word.INDEX and not word.isdigit():
+                    raise Malformed
+            elif part.strip() and not (yield from self._optional(part.strip())):
+                if i:
+                    raise Malformed
+                return
+
+
+def _enforced(parts: Iterable[Part | tuple[str]]) -> Iterator[Part | tuple[str]]:
+    """Replace the optional parts that a grammar requires by what they contain."""
+    for part in parts:
+        yield from part.parts if isinstance(part, Optional) and part.enforced else (part,)
