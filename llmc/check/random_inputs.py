@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module, Node, Value
@@ -130,23 +132,26 @@ class _Maker:
         return self.indices(shape, self.size(reader.operands[0]) if reader and role == "take.idx" else 3)
 
     def fparams(self, n: Node, shape: tuple[int, ...]) -> Array:
-        f = np.zeros(shape, np.float32)
-        f[:, 0] = np.arange(shape[0]) % 2 * 0.7
-        f[:, 1], f[:, 3], f[:, 5] = 0.9, 1.2, 0.1
-        return f
+        columns = {"temperature": np.arange(shape[0]) % 2 * 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
+        return _columns(shape, np.float32, FLOAT_COLUMNS, {**columns, "frequency_penalty": 0.1})
 
     def iparams(self, n: Node, shape: tuple[int, ...]) -> Array:
-        i = np.zeros(shape, np.int32)
-        i[:, 1] = np.arange(shape[0]) + 11
-        i[:, 4] = 5
-        i[:, 5] = np.arange(shape[0]) % 2
-        i[:, 6], i[:, 7] = shape[0] % 2, np.arange(shape[0]) % 2
-        return i
+        odd = np.arange(shape[0]) % 2
+        columns = {"seed_lo": np.arange(shape[0]) + 11, "min_len": 5, "want_logprobs": odd, "masked": odd}
+        return _columns(shape, np.int32, INT_COLUMNS, {**columns, "num_biases": shape[0] % 2})
 
     def stops(self, n: Node, shape: tuple[int, ...]) -> Array:
         s = np.full(shape, -1, np.int32)
         s[:, 0] = 1
         return s
+
+
+def _columns(shape: tuple[int, ...], dtype: type, names: tuple[str, ...], values: Mapping[str, Any]) -> Array:
+    """Parameters of rows: zeros but for the named columns."""
+    out: Array = np.zeros(shape, dtype)
+    for name, value in values.items():
+        out[:, names.index(name)] = value
+    return out
 
 
 def _positions(k: _Maker, n: Node, shape: tuple[int, ...]) -> Array:

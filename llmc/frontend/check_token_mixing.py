@@ -34,9 +34,9 @@ def _mixes(n: Node) -> str:
             return f"handles {v.type}, a value for each pair of tokens"
     if name == "iota" and _axes(n.result.type):
         return f"counts the {n.result.type.shape[0]} packed tokens"
-    if (axis := n.op.axis(n.attrs)) is not None:
+    if axes := n.op.axes(n.attrs):
         x = n.operands[0].type
-        if axis % x.rank in _axes(x):
+        if any(axis % x.rank in _axes(x) for axis in axes):
             return f"works along the tokens of {x}"
     if name == "take" and 0 in _axes(n.operands[0].type) and TOKENS in _symbols(n.operands[1].type):
         return f"looks tokens of {n.operands[0].type} up by number"

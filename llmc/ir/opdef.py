@@ -66,6 +66,7 @@ class OpDef:
     flops: str = "0"
     bytes: str | None = None
     commutes: bool = False
+    elementwise: bool = False
     writes: tuple[str, ...] = ()
     scalar: Callable[[Mapping[str, Any]], E] | None = None
     oracle: str | None = None
@@ -75,14 +76,11 @@ class OpDef:
     signature: str = field(default="", compare=False)
 
     @property
-    def elementwise(self) -> bool:
-        """Whether every result has the shape of the first operand, and elements at different places do not mix."""
-        shape = self.operands[0].dims if self.operands else ()
-        return shape == ("*s",) and all(r.dims == shape for r in self.results) and "axis" not in self.attrs
-
-    @property
     def row_wise(self) -> bool:
-        """Whether the op works on the last axes of its first operand, for each index of the leading axes `*b` alone."""
+        """Whether the op works on the last axes of its first operand, for each index of the leading axes `*b` alone.
+
+        `*b` in a signature says so: `(x: f[*b, k], w: f[n, k]) -> x[*b, n]`.
+        """
         leading = self.leading(self.operands[0]) if self.operands else None
         return leading is not None and all(self.leading(r) == leading for r in self.results)
 
@@ -91,11 +89,18 @@ class OpDef:
         """The name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
         return slot.dims[0] if len(slot.dims) > 1 and slot.dims[0].startswith("*") else None
 
-    def axis(self, attrs: Mapping[str, Any]) -> int | None:
-        """The axis of the first operand along which the op works: that of its attribute `axis`,
-        the last one of a row-wise op, or None.
+    def axes(self, attrs: Mapping[str, Any]) -> tuple[int, ...]:
+        """The axes of the first operand along which elements are combined, selected or numbered.
+
+        These are the attribute `axis`, or the last axes of a row-wise op: those that no result has, if there are any.
         """
-        return attrs["axis"] if "axis" in self.attrs else -1 if self.row_wise else None
+        if "axis" in self.attrs:
+            return (attrs["axis"],)
+        if not self.row_wise:
+            return ()
+        last = self.operands[0].dims[1:]
+        gone = [d for d in last if not any(d in r.dims for r in self.results)]
+        return tuple(i - len(last) for i, d in enumerate(last) if d in (gone or last))
 
     def normal_attrs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all attributes in declaration order with defaults; raises Mismatch for an unknown or missing one."""
@@ -159,10 +164,11 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
 
     flops, bytes: size text over the signature's names ("*b" is named b, "out" is the element count of the first result,
     "bytes_x" the element size of operand x); bytes=None counts every operand and result once, except states. commutes:
-    the first two operands may be swapped. writes: the state operands that the op updates, in the order of the results
-    that are their next versions. scalar: attributes -> the expression per element (or row). oracle: a torch function to
-    test against. infer: the type rule, if a signature cannot express it. example: rng -> (operand arrays, attributes),
-    needed if valid operands cannot be drawn from the signature alone.
+    the first two operands may be swapped. elementwise: operands and results have one shape, and elements at different
+    places do not mix (ops with `scalar` need not say so). writes: the state operands that the op updates, in the order
+    of the results that are their next versions. scalar: attributes -> the expression per element (or row). oracle: a
+    torch function to test against. infer: the type rule, if a signature cannot express it. example: rng -> (operand
+    arrays, attributes), needed if valid operands cannot be drawn from the signature alone.
     """
     operands, results = parse_signature(signature)
 

@@ -11,6 +11,7 @@ import pytest
 from llmc.ir.cost import node_cost
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.interp import run
+from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.text import parse, show
@@ -135,3 +136,32 @@ def test_interpreter_rounds_at_op_boundaries() -> None:
     m = parse("graph @g(%x: bf16[3]) {\n %y = add(%x, %x) : bf16[3]\n return %y\n}\n", OPS)
     (y,) = run(m.graphs["g"], [np.array([1.001, 1 / 3, 3.14159])])
     assert np.array_equal(y, np.float32([2.0, 0.66796875, 6.28125]))
+
+
+def test_traits_follow_from_declarations() -> None:
+    """Which axes an op works along, and whether it is row-wise or elementwise, also for ops of other packages."""
+
+    @op("(x: f[*b, m, k], w: f[k]) -> x[*b, m, k]")
+    def both(x: Any, w: Any) -> Any:
+        """Mix the last two axes."""
+        return x
+
+    @op("(x: f[*s], w: f[d]) -> x[*s]")
+    def flip(x: Any, w: Any) -> Any:
+        """Mix elements without saying along which axis."""
+        return x
+
+    @op("(x: f[*s], y: f[*s]) -> x[*s]", elementwise=True)
+    def joined(x: Any, y: Any) -> Any:
+        """Combine elements at the same place."""
+        return x + y
+
+    assert both.row_wise and both.axes({}) == (-2, -1)
+    assert [both.leading(slot) for slot in both.operands] == ["*b", None]
+    assert not flip.row_wise and not flip.elementwise and flip.axes({}) == ()
+    assert joined.elementwise and not joined.row_wise
+    assert (
+        OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
+    )
+    assert {name for name, one in OPS.items() if one.row_wise} == {"topk", "linear", "matmul", "rms_norm", "layer_norm"}
+    assert {name for name, one in OPS.items() if one.elementwise} == {"cast"}

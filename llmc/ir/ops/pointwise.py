@@ -153,7 +153,12 @@ def constant(*, value: float, dtype: str) -> Any:
     return np.asarray(value)
 
 
-@op("(x: t[*s]) -> dtype[*s]", infer=_cast_type, example=lambda rng: ([rng.standard_normal((3, 5))], {"dtype": "i32"}))
+@op(
+    "(x: t[*s]) -> dtype[*s]",
+    infer=_cast_type,
+    elementwise=True,
+    example=lambda rng: ([rng.standard_normal((3, 5))], {"dtype": "i32"}),
+)
 def cast(x: Any, *, dtype: str) -> Any:
     """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
     kind = DTYPES[dtype].kind
