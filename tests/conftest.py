@@ -20,7 +20,7 @@ from filecheck.parser import Parser
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
 
 
-SHARE = 1 / 4  # of the tests marked `drawn` that a run takes, unless it takes --every one
+SHARE = 1 / 8  # of the tests marked `drawn` that a run takes, unless it takes --every one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

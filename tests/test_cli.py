@@ -215,6 +215,7 @@ def test_help_imports_nothing_heavy(flag: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.drawn
 def test_weights_may_come_later(
     model: Path, compiled: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return folder
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("page", DRAWN, ids=lambda p: p.stem)
 def test_a_page_does_as_it_says(page: Path, tmp_path: Path, cache: Path) -> None:
     print(f"seed {SEED}")

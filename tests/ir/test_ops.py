@@ -160,8 +160,6 @@ def test_traits_follow_from_declarations() -> None:
     assert [both.leading(slot) for slot in both.operands] == ["*b", None]
     assert not flip.row_wise and not flip.elementwise and flip.axes({}) == ()
     assert joined.elementwise and not joined.row_wise
-    assert (
-        OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
-    )
+    assert OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
     assert {name for name, one in OPS.items() if one.row_wise} == {"topk", "linear", "matmul", "rms_norm", "layer_norm"}
     assert {name for name, one in OPS.items() if one.elementwise} == {"cast"}

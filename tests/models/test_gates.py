@@ -66,7 +66,7 @@ def test_the_expression_is_the_code(fn: Fn, interleaved: bool) -> None:
     [
         (halves(lambda x: x.softmax(-1)), "row_max"),
         (lambda x: x[..., 1:4] * x[..., 3:], "are neither gate nor up"),
-        (lambda x: x[..., ::2] * x[..., 3:], "no known order"),
+        (lambda x: x[..., ::2] * x[..., 3:], "the order of gate and up is unknown"),
         (halves(torch.special.bessel_j0), "special_bessel_j0"),
     ],
 )

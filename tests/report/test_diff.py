@@ -125,7 +125,7 @@ def test_two_compiles(made: Made, tmp_path: Path) -> None:
     out = io.StringIO()
     assert main(["diff", str(made.artifact), str(other), "--json"], out) == 1
     assert json.loads(out.getvalue()) == json.loads(json.dumps(found))
-    text = render(found, most=3)
+    text = render(found, max_lines=3)
     assert "max_num_seqs: 4 -> 6" in text and "lines more (--all, --json)" in text
     copy = tmp_path / "copy.llmc"
     shutil.copytree(made.artifact, copy)
