@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import textkit
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -275,6 +276,38 @@ def test_structured_outputs_are_compiled_by_the_engine_process() -> None:
     one = LLM.over(build(0.0, depth=1), TOK)
     for params, output in zip(work, got):
         assert output.outputs == one.generate("abc", params, use_tqdm=False)[0].outputs
+
+
+def test_an_idle_engine_takes_no_processor_whatever_grammar_processes_say() -> None:
+    """They end, and a compilation nobody waits for any more comes to its end."""
+    pytest.importorskip("llguidance")
+
+    async def seconds(pid: int) -> float:
+        before = psutil.Process(pid).cpu_times()
+        await asyncio.sleep(1)
+        after = psutil.Process(pid).cpu_times()
+        return float(after.user + after.system - before.user - before.system)
+
+    async def main() -> None:
+        async with fake(tok=TOK) as llm:
+            form = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[ab]{3}c"))
+            await last(llm, "abc", form)
+            pid = llm.engine_pid
+            assert pid is not None
+            left = asyncio.create_task(
+                last(llm, "abc", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a?){300}b")))
+            )
+            await asyncio.sleep(0.02)
+            left.cancel()
+            await asyncio.sleep(2)
+            assert await seconds(pid) < 0.5
+            for child in psutil.Process(pid).children(recursive=True):
+                child.kill()
+            await asyncio.sleep(2)
+            assert await seconds(pid) < 0.5
+            await last(llm, "abc", form)
+
+    run(main())
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

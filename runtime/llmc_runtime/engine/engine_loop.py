@@ -104,6 +104,10 @@ class EngineLoop:
         """See EngineCore.grammars_fd."""
         return self._core.grammars_fd
 
+    def take_grammar_messages(self) -> None:
+        """Process the messages of grammar processes, which may arrive when no request waits for them."""
+        self._core.grammars().pump()
+
     def close(self) -> None:
         """End the grammar processes."""
         self._core.close()

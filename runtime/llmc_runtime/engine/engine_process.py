@@ -245,14 +245,16 @@ class EngineProcess:
                 self._began = 0.0
                 if grammars is None and (grammars := loop.grammars_fd) is not None:
                     poller.register(grammars, zmq.POLLIN)
-                self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
+                if grammars in self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms):
+                    loop.take_grammar_messages()  # otherwise the next wait would end at once
 
-    def _wait(self, poller: Any, timeout_ms: float | None) -> None:
-        """Wait for messages, at most `timeout_ms`."""
+    def _wait(self, poller: Any, timeout_ms: float | None) -> set[Any]:
+        """Wait for messages, at most `timeout_ms`. Return what can be read."""
         began, total = time.monotonic(), self._idle[0]
         self._idle = (total, began)
-        poller.poll(timeout_ms)
+        ready = poller.poll(timeout_ms)
         self._idle = (total + time.monotonic() - began, 0.0)
+        return {source for source, _ in ready}
 
     def _take_control(self, loop: EngineLoop, control: ControlServer) -> bool:
         """Handle the control messages that have arrived. Return True for Stop."""
