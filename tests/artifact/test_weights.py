@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from artifact.tiny import Checkpoint
 
-from llmc.artifact import weight_eval as blocks_module
+from llmc.ir import weight_eval as blocks_module
 from llmc.artifact import weights as weights_module
 from llmc.artifact.files import Files
-from llmc.artifact.weight_eval import Blocks, narrow, widen
+from llmc.ir.weight_eval import Blocks, narrow, widen
 from llmc.artifact.weights import write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
