@@ -1,4 +1,5 @@
 # What a person types in a checkout. Everything is set up in .venv; a stamp file says what is there already.
+#   make setup   the compiler, Triton and the test tools in .venv
 #   make demo    compile the demonstration model for this CPU and let it write
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
@@ -27,7 +28,9 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: setup demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+setup: $(VENV)/.stamp-dev
+
 demo: $(DEMO)/manifest.json
 	@echo "make: $(DEMO) writes" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
