@@ -17,7 +17,7 @@ class TakeNorm(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         x = node.operands[0].type
         if x.dtype not in FLOATS:
-            return f"it norms {', '.join(FLOATS)}, not {x.dtype}"
+            return f"the dtype {x.dtype} is not one of {', '.join(FLOATS)}"
         width = x.shape[1].const
         return None if width and width <= WIDEST else f"a row has {x.shape[1]} elements, at most {WIDEST} fit"
 
