@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _exit_code(work: Callable[[], int], interrupted: str = "") -> int:
         _discard_output()
         return OK
     except Exception as e:
-        error = as_told(e)
+        error = as_llmc_error(e)
         print(error, file=sys.stderr)
         if error.code == "E644":
             _discard_output()

@@ -122,7 +122,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             " or pass token ids instead of text",
         )
     try:
-        data = files.plain_bytes(path, files.MOST_BYTES)  # the library's own open rejects paths that are not UTF-8
+        data = files.plain_bytes(path, files.MAX_BYTES)  # the library's own open rejects paths that are not UTF-8
         files.check_charsmaps(data)
         backend = Backend.from_buffer(data)
         backend.no_truncation()
