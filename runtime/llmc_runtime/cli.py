@@ -73,7 +73,7 @@ def _exit_code(work: Callable[[], int], interrupted: str = "") -> int:
         if interrupted:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
         return OK
     except Exception as e:
@@ -131,7 +131,7 @@ def _serve(argv: Sequence[str], prog: str) -> int:
 
 def collect_env_parser() -> argparse.ArgumentParser:
     """The parser of `llmc collect-env`."""
-    description = "Print facts about this machine and installation for a bug report, without secrets and paths."
+    description = "Print information about this machine and installation for a bug report, without secrets and paths."
     result = argparse.ArgumentParser(prog="llmc collect-env", description=description)
     result.add_argument("--json", action="store_true", help="print JSON")
     return result

@@ -1,7 +1,7 @@
 """The engine process's loop without its sockets: Add messages become engine requests, steps become deltas to send.
 
-A request that fails here fails alone: its parameters are checked, its grammar is compiled in another process, and the
-error is sent to its client only.
+A failure here affects only its own request: parameters are checked, the grammar is compiled in another process, and the
+error is sent only to the request's client.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         raise LlmcError(
             "E606",
-            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {vocab_size - 1}",
+            f"the prompt contains token id {low if low < 0 else high}; valid ids are 0 to {vocab_size - 1}",
             "tokenize the prompt with the artifact's own tokenizer",
         )
 

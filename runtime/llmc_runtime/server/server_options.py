@@ -1,6 +1,6 @@
 """The options of llmc-serve, each declared once; those of the engine are in llmc_runtime.engine_options.
 
-Flags are spelled as vLLM's where they mean the same.
+Flags have vLLM's names if their meaning is the same.
 """
 
 from __future__ import annotations
