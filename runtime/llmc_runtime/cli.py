@@ -225,12 +225,12 @@ def _prompt(args: argparse.Namespace) -> str | None:
     """The prompt, read from standard input if it is piped. None: an interactive chat. Raises LlmcError E643."""
     if sys.stdout is None or (args.prompt is None and sys.stdin is None):
         name = "output" if sys.stdout is None else "input"
-        raise LlmcError("E643", f"standard {name} is closed", "give --prompt TEXT, and leave standard output open")
+        raise LlmcError("E643", f"standard {name} is closed", "pass --prompt TEXT, and keep standard output open")
     if args.prompt is not None:
         return str(args.prompt)
     if sys.stdin.isatty():
         if args.json:
-            raise LlmcError("E643", "--json needs a prompt", "give --prompt TEXT, or pipe one in")
+            raise LlmcError("E643", "--json needs a prompt", "pass --prompt TEXT, or pipe a prompt in")
         return None
     try:
         return sys.stdin.buffer.read().decode("utf-8")

@@ -52,9 +52,7 @@ class Cuda:
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
             cause = f"no NVIDIA driver found ({str(error)[:120]})"
-            raise LlmcError(
-                "E115", cause, f"install the driver (give containers the GPU: --gpus all), {_CPU}"
-            ) from None
+            raise LlmcError("E115", cause, f"install the driver (for containers: --gpus all), {_CPU}") from None
         if status:
             name = self.name(status)
             cause = f"the NVIDIA driver does not start: {name}"
