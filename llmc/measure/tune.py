@@ -23,8 +23,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse as parse_text
-from llmc.measure.operands import unknown_operand
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Candidate, Timer, unknown_operand
 from llmc.passes.analysis import weight_only
 from llmc.targets.target import Target
 
@@ -162,7 +161,7 @@ def works(
     some = [w for w in distinct.values() if w.candidates]
     for w in some:
         if name := unknown_operand(w.node):
-            tuned.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+            tuned.skipped.append(f"{w.node.op.name}: `holds` does not declare the operand {name!r}")
     some = [w for w in some if unknown_operand(w.node) is None]
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
 
