@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -83,9 +84,8 @@ def _pages(g: Graph) -> int:
 def _step(g: Graph, sizes: dict[str, int], rng: np.random.Generator) -> Step:
     """Draw the step that the graph computes; the prompts of a prompt graph are two rows without earlier tokens."""
     tables = [_shape(n.operands[i], sizes)[0] for n in g.nodes for i in _table_operands(n)]
-    more = {"pages": _pages(g), "vocabulary": min(tables, default=3)}
-    if found := _holding(g, contents.qlens):
-        n, qlens = found[0]
+    more: dict[str, Any] = {"pages": _pages(g), "vocabulary": min(tables, default=3)}
+    for n, qlens in _holding(g, contents.qlens)[:1]:
         entries, tokens = _shape(qlens, sizes)[0], int(n.attrs["tokens"].subs(sizes).const or 1)
         device_rows = [_shape(v, sizes)[0] for _, v in _holding(g, contents.length)]
         limit = max(MAX_TOKENS, -(-tokens // entries)) + MAX_BEFORE
@@ -118,8 +118,8 @@ def _reader(v: Value) -> tuple[str, Node | None]:
             if slot == "t" and DTYPES[v.type.dtype].kind == "i" and DTYPES[n.results[0].type.dtype].kind == "i":
                 inner, reader = _reader(n.results[0])
                 found += [(inner, reader)] if reader else []
-    known = [(name, n) for name, n in found if name in n.op.holds]
-    return (known or found or [("", None)])[0]
+    known = [(name, n) for name, n in found if name in n.op.holds] or found
+    return known[0] if known else ("", None)
 
 
 def _slots(n: Node) -> list[str]:

@@ -61,7 +61,7 @@ class Step:
         rows: int,
         limit: int,
         padding: bool = False,
-        **more: int,
+        **more: Any,
     ) -> Step:
         """Draw a step of `entries` entries over `rows` device rows, each of at most `limit` tokens.
 
@@ -207,6 +207,11 @@ class Index:
 def index(of: str, *axes: int | str, distinct: bool = False, padding: bool = False) -> Index:
     """Declare indices into the operand `of` along `axes` (the first if none is named), or below the attribute `of`."""
     return Index(of, axes or (0,), distinct, padding)
+
+
+def integers(low: int, high: int) -> Content:
+    """Declare integers from `low` to below `high`."""
+    return lambda d, shape: d.rng.integers(low, high, shape)
 
 
 def rows(d: Drawing, shape: Shape) -> Array:

@@ -25,7 +25,7 @@ def named_operands(n: Node) -> list[tuple[str, Value]]:
 
 
 def node_drawing(
-    n: Node, sizes: Mapping[str, int], step: Step | None, rng: np.random.Generator, **options: bool
+    n: Node, sizes: Mapping[str, int], step: Step | None, rng: np.random.Generator, **options: Any
 ) -> Drawing:
     """Return the drawing of a node's operands at the given sizes of symbols; None: on a random step that fits."""
     operands = dict(reversed(named_operands(n)))

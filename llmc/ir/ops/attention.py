@@ -87,7 +87,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], sinks?: f[h]) -> q[t, h, d]",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", holds=_HOLDS,
-    example=_SIZES | {"scale": 0.35, "window": 6, "softcap": 3.0},
+    example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
@@ -127,7 +127,7 @@ def _over_pages(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], y: q[t, h, d], sinks?: f[h]) -> q[t, h, d]",
     flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", holds=_HOLDS,
-    example=_SIZES | {"scale": 0.35, "window": 6, "softcap": 3.0},
+    example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_single(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, *, scale: float,
@@ -146,7 +146,7 @@ def paged_attention_single(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t])"
     " -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
-    holds=_HOLDS, example=_SIZES | {"t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
+    holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_split(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, *, scale: float, splits: int, window: int = 0,

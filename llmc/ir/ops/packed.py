@@ -104,7 +104,7 @@ def _packed_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     "(x: f[*b, k], wp: f[panels, depth, rows, pair], extras*: f[...]) -> x[...]", infer=_packed_type,
     flops="2*b*k*n*parts",
     holds={"wp": _packed},
-    example=_PANEL | {"extras": [(7,)], "n": 7, "parts": 2, "body": "add(mul(sigmoid(a0), a1), a2)"},
+    example={**_PANEL, "extras": [(7,)], "n": 7, "parts": 2, "body": "add(mul(sigmoid(a0), a1), a2)"},
 )  # fmt: skip
 def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: str = "a0", dtype: str = "") -> Any:
     """linear_map over a packed weight (see pack_panel) with n outputs.

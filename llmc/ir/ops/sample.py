@@ -179,7 +179,7 @@ def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w])"
     " -> (best: f32[r, n], ids: i32[r, n], sums: f32[r, n])",
     flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, holds=_HOLDS,
-    example=_SIZES | {"block": 16},
+    example={**_SIZES, "block": 16},
 )  # fmt: skip
 def row_block_max(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
@@ -210,7 +210,7 @@ def row_block_max(
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
     " best: f32[r, n], ids: i32[r, n], sums: f32[r, n]) -> i32[r]",
     flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
-    example=_SIZES | {"block": 16},
+    example={**_SIZES, "block": 16},
 )  # fmt: skip
 def row_sample_blocks(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
@@ -229,7 +229,7 @@ def row_sample_blocks(
     "(logits: f[r, v], ids: i32[r], rows?: i32[r], iparams?: state i32[m, 8])"
     " -> (logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k])",
     flops="4*r*v", bytes="r*v*bytes_logits", holds=_HOLDS,
-    example=_SIZES | {"r": 4, "k": 5},
+    example={**_SIZES, "r": 4, "k": 5},
 )  # fmt: skip
 def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *, k: int = 20) -> Any:
     """Log-probabilities of the raw logits: of the sampled id with its rank (1: the largest), and of the k largest ids.
@@ -255,7 +255,7 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
     " history: state i32[m, l], lengths: state i32[m], c: state i32[m, v])",
     writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
-    example=_SIZES | {"block": 16, "k": 5},
+    example={**_SIZES, "block": 16, "k": 5},
 )  # fmt: skip
 def row_finish(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
