@@ -54,6 +54,9 @@ class Checkpoint:
 
         Quantised checkpoints need a `decoder`, which raises E340-E349 for what it cannot decode.
         """
+        if decoder is None and traced.source.config.get("quantization_config"):
+            cause = f"{traced.source.folder} contains quantised weights, which need a decoder"
+            raise Diagnostic("E307", cause, "compile it with llmc compile, which finds the decoder")
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
