@@ -230,7 +230,7 @@ class Timer:
                     continue  # any floats do: the noise stays
                 data = d.draw(name, tuple(size(env) for size in b.shape), b.dtype)
                 if data.size:
-                    device.write(memory, p.places[b.name], data)
+                    device.write(memory, p.places[b.name], data.view(np.uint8) if data.dtype == bool else data)
 
 
 def _pairs(c: Candidate) -> list[tuple[int, int]]:
