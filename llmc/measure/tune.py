@@ -71,7 +71,7 @@ class Settings:
 
     limit: seconds after which no new batch starts. context: tokens that each row has in the KV cache. every: also time
     nodes with a single candidate. target: the artifact's expected target, if any. cache: folder for kernels. jobs:
-    parallel compilations. say: called with a progress line per batch. kernels: measure only these (and a few others if
+    parallel compilations. progress: called with a line per batch. kernels: measure only these (and a few others if
     none is measured yet); empty for all.
     """
 
@@ -81,7 +81,7 @@ class Settings:
     target: str = ""
     cache: Path | None = None
     jobs: int | None = None
-    say: Callable[[str], None] = print
+    progress: Callable[[str], None] = print
     kernels: tuple[str, ...] = ()
 
 
@@ -207,7 +207,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         save(output, records)
         tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
-        settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
+        settings.progress(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
 
 
 def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
