@@ -207,7 +207,9 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         save(output, records)
         tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
-        settings.progress(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
+        settings.progress(
+            f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes"
+        )
 
 
 def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
