@@ -1,8 +1,9 @@
-# What a person types in a checkout. Everything is set up in .venv; a stamp file says what is there already.
-#   make demo    compile the demonstration model for this CPU and let it write
+# Targets for a checkout. Everything is installed into .venv; stamp files record what is installed.
+#   make setup   install the compiler, Triton and the test tools into .venv
+#   make demo    compile the demonstration model for this CPU and generate text
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
-#   make clients other people's clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
+#   make clients other projects' clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
@@ -27,9 +28,11 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: setup demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+setup: $(VENV)/.stamp-dev
+
 demo: $(DEMO)/manifest.json
-	@echo "make: $(DEMO) writes" >&2
+	@echo "make: $(DEMO) generates text" >&2
 	$(BIN)/llmc-run $(DEMO) --prompt "$(PROMPT)" --max-tokens 80 --seed 2
 	$(BIN)/llmc-run $(DEMO) --chat --prompt "What is a river?" --temperature 0 -q
 

@@ -60,5 +60,15 @@ EXTENSION = Extension(
             "hip:gfx942": "llmc.targets.gpu_targets:gfx942",
         }
     ),
+    schemes=MappingProxyType(
+        {
+            "gptq": "llmc.quant.gptq:gptq",
+            "awq": "llmc.quant.awq:awq",
+            "auto-round": "llmc.quant.auto_round:auto_round",
+            "compressed-tensors": "llmc.quant.compressed_tensors:compressed_tensors",
+            "fp8": "llmc.quant.fp8:fp8",
+            "mxfp4": "llmc.quant.mxfp4:mxfp4",
+        }
+    ),
     pipelines=MappingProxyType({"serve": PIPELINE}),
 )

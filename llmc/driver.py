@@ -74,7 +74,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
         read_records(limited.tuning)  # report a malformed file before any work is done
     if limited.cache:
         check_cache(limited.cache)
-    return Compilation(locate_model(model, limited, console), output, limited, registry, target, force, console)
+    at = locate_model(model, limited, registry, console)
+    return Compilation(at, output, limited, registry, target, force, console)
 
 
 def with_limits(o: Options, target: Target) -> Options:
@@ -83,9 +84,14 @@ def with_limits(o: Options, target: Target) -> Options:
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
 
-def locate_model(model: str | Path, o: Options, console: Console) -> Located:
+def locate_model(model: str | Path, o: Options, registry: Registry, console: Console) -> Located:
     """Return the model's folder, downloading it first if `model` is a hub id (see `locate`)."""
-    at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
+    from llmc.quant.decoder import decoder_of
+
+    def progress(done: int, of: int) -> None:
+        console.part("fetch", done, of, "B")
+
+    at = locate(model, o.hub, o.weights == "packed", progress, lambda config: decoder_of(config, registry.schemes))
     if at.commit:
         console.note(f"{at.name} at commit {at.commit}: {at.folder}")
     return at
@@ -131,7 +137,6 @@ class Compilation:
         """Run all stages and return the manifest of the written artifact."""
         from llmc.artifact.publish import check_free
         from llmc.artifact.write import PackedWeights
-        from llmc.frontend.checkpoint import Checkpoint
         from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
 
         check_free(self.output.absolute(), self.force)
@@ -141,11 +146,23 @@ class Compilation:
         seed = random_seed(self.options.weights)
         traced = self.trace()
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(Checkpoint(traced)) if self.options.weights == "packed" else None
+            checkpoint = stack.enter_context(self.checkpoint(traced)) if self.options.weights == "packed" else None
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = PackedWeights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
             return self.write(traced, weights, built)
+
+    def checkpoint(self, traced: Any) -> Any:
+        """Open the model's weights; if they are quantised, say how."""
+        from llmc.frontend.checkpoint import Checkpoint
+        from llmc.quant.decoder import decoder_of
+
+        decoder = decoder_of(traced.source.config, self.registry.schemes)
+        found = Checkpoint(traced, decoder=decoder)
+        if decoder and decoder.labels:
+            formats = ", ".join(f"{count} in {label}" for label, count in decoder.labels.most_common())
+            self.note(f"quantised weights ({formats}) are converted to {traced.facts.dtype} in the artifact")
+        return found
 
     def trace(self) -> Any:
         """Trace the model into IR, with limits and dtype applied."""
@@ -299,13 +316,14 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     from llmc.artifact.hard_link import last_stage, pack_weights
     from llmc.frontend.checkpoint import Checkpoint
     from llmc.frontend.trace_model import trace
+    from llmc.quant.decoder import decoder_of
 
-    console = console or Quiet()
+    console, registry = console or Quiet(), load()
     manifest, text = last_stage(artifact)
     limits = manifest.limits
-    graph = parse(text, load().opset()).graphs["weights"]
+    graph = parse(text, registry.opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    at = locate_model(model, Options(hub=hub), console)
+    at = locate_model(model, Options(hub=hub), registry, console)
     traced = trace(
         at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
     )
@@ -315,7 +333,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
         if ours.get(name) != theirs.get(name):
             cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
             raise Diagnostic("E328", cause, "give the checkpoint of the model that the artifact was compiled from")
-    with Checkpoint(traced) as checkpoint:
+    with Checkpoint(traced, decoder=decoder_of(traced.source.config, registry.schemes)) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
     if line := run_command(artifact, done.target.name, done.target.arch):

@@ -91,7 +91,7 @@ class Row:
 NONE = "–"
 _BODY = "its size, {body} (`--max-body-bytes`)"
 _FIXED = "a fixed text"
-_ADMIN = "admin keys alone"
+_ADMIN = "only with an admin key"
 _COMPARED = "one comparison"
 
 # What holds for every connection and request, whatever the route.
@@ -159,13 +159,13 @@ ROUTES: tuple[Row, ...] = (
 
 FIELDS: tuple[Row, ...] = (
     Row(("header X-Request-Id", "path name"), "a match of 128 characters; a comparison", "the head's limit",
-        "echoed where it has the form", NONE, ("server.http.auth", "server.serving")),
+        "echoed if it is valid", NONE, ("server.http.auth", "server.serving")),
     Row(("header X-Request-Timeout", "query seconds"), "a number of at most 20 digits", NONE,
-        "504 when the time is over", "{timeout} at most, and `--request-timeout`; {trace_seconds} for a trace",
+        "504 after that time", "at most {timeout}, and `--request-timeout`; {trace_seconds} for a trace",
         ("server.http.durations", "server.serving", "server.admin")),
     Row(("model", "id", "level"), _COMPARED, "{word} for a model", "404 or 400", NONE,
         ("server.requests.request_fields", "server.serving")),
-    Row(("prompt",), "refused by its bytes where no tokens could be long enough; else tokenized in growing parts, up "
+    Row(("prompt",), "rejected by its length if it cannot fit; else tokenized in growing parts, up "
         "to the model's length", "{prompts} prompts; the body's limit",
         "`echo` repeats it", "counted as tokens, see the queue",
         ("server.prompting", "text.bounded_encode", "server.serving")),
@@ -173,18 +173,18 @@ FIELDS: tuple[Row, ...] = (
         "{texts} at a time of one key",
         ("server.prompting", "server.serving")),
     Row(("messages",), "rendered in a thread, {template_seconds}; {parts} parts, {earlier_calls} earlier calls",
-        "{messages} messages; {template_size} of rendered text", NONE, "the prompt that they make",
+        "{messages} messages; {template_size} of rendered text", NONE, "the resulting prompt",
         ("server.requests.request_fields", "server.prompting", "server.tool_calls.history", "text.chat_template")),
     Row(("documents", "chat_template_kwargs", "reasoning_effort"), "as messages: the template's time",
-        "{documents} documents, {template_kwargs} variables, {word}", NONE, "the prompt that they make",
+        "{documents} documents, {template_kwargs} variables, {word}", NONE, "the resulting prompt",
         ("server.requests.request_fields", "text.chat_template")),
     Row(("tools", "tools[].type", "tools[].function", "tools[].function.name", "tools[].function.description",
          "tools[].function.parameters", "tools[].function.parameters.type", "tools[].function.strict"),
         "their size is known before anything else; a forced or strict call compiles a grammar, as response_format",
-        "{tools} tools, {tool_bytes} together", "{calls} calls where they are enforced", "the prompt that they make",
+        "{tools} tools, {tool_bytes} together", "{calls} calls if they are enforced", "the resulting prompt",
         ("server.requests.request_fields", "server.tool_calls.definitions", "server.tool_calls.grammar")),
     Row(("tool_choice", "tool_choice.allowed_tools", "tool_choice.allowed_tools.tools", "parallel_tool_calls"),
-        "{tools} names", NONE, "{calls} calls where they are enforced", NONE,
+        "{tools} names", NONE, "{calls} calls if they are enforced", NONE,
         ("server.requests.request_fields", "server.tool_calls.definitions")),
     Row(("response_format", "response_format.type", "response_format.json_schema",
          "response_format.json_schema.name", "response_format.json_schema.description",
@@ -200,7 +200,7 @@ FIELDS: tuple[Row, ...] = (
     Row(("structured_outputs", "structured_outputs.json", "structured_outputs.regex", "structured_outputs.choice",
          "structured_outputs.grammar", "structured_outputs.json_object", "structured_outputs.disable_any_whitespace",
          "structured_outputs.disable_additional_properties", "structured_outputs.whitespace_pattern"),
-        "as response_format", "{form_bytes}; {choices} choices", "as the grammar allows, `max_tokens` at most",
+        "as response_format", "{form_bytes}; {choices} choices", "as the grammar allows, at most `max_tokens`",
         "as response_format", ("server.requests.request_fields", "sched.structured_outputs", "grammar.limits")),
     Row(("n", "best_of"), "each output is a sequence of its own", "KV of each output; the prompt's is shared",
         "{n} outputs, {outputs} with all prompts", "each output is a sequence in the queue",
@@ -232,10 +232,10 @@ FIELDS: tuple[Row, ...] = (
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
          "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.sampling_params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
-        "an event for each token and output at most; slow readers get fewer, larger ones", "one state an output",
+        "at most one event for each token and output; slow readers get fewer, larger ones", "one state an output",
         "about 200 bytes an event besides the text", NONE, ("server.http.replies", "engine.output_processor")),
     Row(("priority", "cache_salt"), "a comparison; a hash a page", "{salt}", NONE,
-        "priority matters with `--scheduling-policy priority` alone",
+        "priority matters only with `--scheduling-policy priority`",
         ("server.requests.request_fields", "server.serving")),
     Row(("add_special_tokens", "add_generation_prompt", "continue_final_message", "include_reasoning"), "flags", NONE,
         NONE, NONE, ("server.requests.request_fields",)),

@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in out]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say that tests were left out, also with -q: a file that is run alone is otherwise taken for checked."""
+    count = len(terminalreporter.stats.get("deselected", ()))
+    if count and not (config.getoption("keyword") or config.getoption("markexpr")):
+        terminalreporter.write_line(f"{count} tests marked `drawn` were left out at random (SEED={SEED}); all: --every")
+
+
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     return LlirFile.from_parent(parent, path=file_path) if file_path.suffix == ".llir" else None
 

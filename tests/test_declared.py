@@ -124,12 +124,14 @@ def test_columns_of_the_row_are_those_of_the_kernels() -> None:
     assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
     header = (ROOT / "llmc/codegen/backends/cpp/kernels/llmc_sample.h").read_text(encoding="utf-8")
     floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
-    assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats))
-    assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints))
+    why = "the columns in llmc_sample.h or row_params.py differ from those of row_abi.py"
+    assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats)), why
+    assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints)), why
     text = (ROOT / "llmc/codegen/backends/triton/kernels/row_params.py").read_text(encoding="utf-8")
     columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", text, re.M)}
     assert columns.pop("PARAMS") == WIDTH
-    assert columns == {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
+    expected = {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
+    assert columns == expected, why
 
 
 def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:

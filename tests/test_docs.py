@@ -18,7 +18,7 @@ from llmc.ir.scalar import BINARY, REDUCTIONS, UNARY
 from llmc.ir.text import show_attr
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-ROOMS = ("pointwise", "reduce", "shape", "linear", "packed", "norm", "rope", "attention", "moe", "state", "sample")
+ROOMS = "pointwise reduce shape quantize linear packed norm rope attention moe state sample".split()
 HEAD = f"""\
 # Ops
 

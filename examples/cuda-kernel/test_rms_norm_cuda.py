@@ -18,7 +18,7 @@ from llmc.targets.target import Target
 
 
 def case(dtype: str, width: int, threads: int = 256) -> Case:
-    """Rows of the width, drawn."""
+    """A node with five random rows of this width."""
     rng = np.random.default_rng(width)
     inputs = [rng.standard_normal((5, width)).astype(np.float32), rng.standard_normal(width).astype(np.float32)]
     graph = example_graph(OPS["rms_norm"], inputs, {"eps": 1e-5}, dtype).graphs["main"]

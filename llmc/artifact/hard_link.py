@@ -15,10 +15,10 @@ from llmc_runtime.format.manifest import NAME, Manifest, Weights
 from llmc.artifact.files import Files
 from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.publish import CANARY, PART, locked, publish, sweep, temporary
-from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
+from llmc.ir.weight_eval import WeightSource
 
 
 def link_folder(source: Path, out: Path) -> None:

@@ -13,9 +13,9 @@ from llmc_runtime.format.manifest import WeightFile
 from llmc_runtime.format.safetensors import PAD, TensorInfo, plan
 
 from llmc.artifact.files import Files
-from llmc.artifact.weight_eval import Blocks, WeightSource, shape_of
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
+from llmc.ir.weight_eval import Blocks, WeightSource, shape_of
 
 TARGET = 1 << 20  # bytes of a row block: it and its float form fit the cache
 SHARD = 4 << 30  # maximum bytes of a file, unless one tensor is larger

@@ -17,11 +17,11 @@ from llmc_runtime.format.program import Program
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
-from llmc.artifact.weight_eval import WeightSource
 from llmc.artifact.weights import Progress, write_weights
 from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
+from llmc.ir.weight_eval import WeightSource
 from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"

@@ -3,48 +3,80 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.safetensors_reader import NUMPY, STORED, TensorFiles, some
+from llmc.frontend.safetensors_reader import Stored, TensorFiles, some
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
 from llmc.frontend.weight_mapping import resolve
-from llmc.frontend.weight_parts import Part
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Builder, Graph, Value
+from llmc.ir.ops import OPS
+from llmc.ir.types import Type, tensor
+from llmc.ir.weight_eval import Blocks
 
 # Tensors that old versions of transformers saved although they are computed: rotary frequencies, and causal masks with
 # their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
+FLOATS = ("f64", "f32", "bf16", "f16")
+
+
+class WeightDecoder(Protocol):
+    """Decodes the tensors of a quantised checkpoint."""
+
+    def decode(
+        self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
+    ) -> Mapping[str, Value]:
+        """Return the float weights by the names that an unquantised checkpoint gives them.
+
+        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
+        """
 
 
 class Checkpoint:
     """Reads the weights of @main. Use it as a context manager, or call `close`.
 
-    Opening reads only headers and raises Diagnostic E320-E327: missing or damaged files, a wrong index, tensors that
-    are missing, unexpected, of the wrong shape or not floating point, and tied weights that differ.
+    A graph over the stored tensors says how each weight is made; its rows are evaluated when they are read. Opening
+    reads only headers (and scales of quantised weights) and raises Diagnostic E320-E327: missing or damaged files, a
+    wrong index, tensors that are missing, unexpected, of the wrong shape or not floating point, and tied weights that
+    differ.
     """
 
-    def __init__(self, traced: Traced, folder: Path | None = None):
-        """Open and check the weights; `folder` defaults to the folder of the traced model."""
+    def __init__(self, traced: Traced, folder: Path | None = None, decoder: WeightDecoder | None = None):
+        """Open and check the weights; `folder` defaults to the folder of the traced model.
+
+        Quantised checkpoints need a `decoder`, which raises E340-E349 for what it cannot decode.
+        """
+        if decoder is None and traced.source.config.get("quantization_config"):
+            cause = f"{traced.source.folder} contains quantised weights, which need a decoder"
+            raise Diagnostic("E307", cause, "compile it with llmc compile, which finds the decoder")
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
         if traced.facts.layers:
             other = beyond(traced.model, traced.facts.layers[0])
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
-        parts = resolve(traced.model, stored)
-        self._parts = self._located(parts)
-        self._check_extra(parts)
-        for name, part in self._parts.items():
-            _check_shape(traced.weights[name], part)
-            _check_dtypes(name, part)
-        self._check_tied(parts)
+        graph = Graph("checkpoint")
+        build = Builder(graph, OPS)
+        values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
+        if decoder:
+            values = decoder.decode(values, build, lambda name: self._tensors.read(name, slice(None)))
+        known = resolve(traced.model, values, build)
+        self._blocks = Blocks(graph, self._tensors)
+        located = self._located(known)
+        self._check_extra(known)
+        for name, value in located.items():
+            _check_shape(traced.weights[name], value)
+            self._check_dtype(name, value)
+        self._check_tied(known)
+        self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -70,7 +102,7 @@ class Checkpoint:
         """Describe which stored tensors a weight comes from, as file:name."""
         if name in self.traced.buffers:
             return "computed"
-        stored = list(self._parts[name].stored())
+        stored = [self._tensors.tensors[v.name] for v in _inputs(self._values[name])]
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -83,31 +115,33 @@ class Checkpoint:
         Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
         and ValueError for a slice with a step.
         """
-        want = NUMPY[self.traced.weights[name].type.dtype]
+        want = DTYPES[self.traced.weights[name].type.dtype].np
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
         if step != 1:
             raise ValueError(f"rows of {name} with step {step}: only contiguous rows can be read")
         if name in self.traced.buffers:
-            value = np.asarray(self.traced.buffers[name])
-            return np.array(value[start:stop] if shape else value, dtype=want)
-        return self._parts[name].read(self._tensors, start, max(start, stop)).astype(want, copy=False)
+            buffer = np.asarray(self.traced.buffers[name])
+            return np.array(buffer[start:stop] if shape else buffer, dtype=want)
+        value = self._values[name]
+        rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
+        return rows_read.view(want)
 
-    def _located(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
-        """Find the part of each stored weight, under its own name or the name of a weight tied to it."""
+    def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Find the value of each stored weight, under its own name or the name of a weight tied to it."""
         aliases: dict[str, list[str]] = {}
         for other, owner in self.traced.tied.items():
             aliases.setdefault(owner, []).append(other)
-        found: dict[str, Part] = {}
+        found: dict[str, Value] = {}
         missing = []
         for name in self.traced.weights:
             if name in self.traced.buffers:
                 continue
-            at = next((n for n in (name, *aliases.get(name, ())) if n in parts), None)
+            at = next((n for n in (name, *aliases.get(name, ())) if n in known), None)
             if at is None:
                 missing.append(name)
             else:
-                found[name] = parts[at]
+                found[name] = known[at]
         if missing:
             have = len(self._tensors.tensors)
             remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
@@ -121,13 +155,13 @@ class Checkpoint:
             )
         return MappingProxyType(found)
 
-    def _check_extra(self, parts: Mapping[str, Part]) -> None:
+    def _check_extra(self, found: Mapping[str, Value]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
         model = self.traced.model
         ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(
-            n for n, p in parts.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, p)
+            n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
         if extra:
             raise Diagnostic(
@@ -137,15 +171,25 @@ class Checkpoint:
                 "config.json and weights must be of one model; check its sizes and options",
             )
 
-    def _check_tied(self, parts: Mapping[str, Part]) -> None:
+    def _check_dtype(self, name: str, value: Value) -> None:
+        if value.type.dtype not in FLOATS:
+            stored = self._tensors.tensors[_inputs(value)[0].name]
+            raise Diagnostic(
+                "E326",
+                f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are wanted "
+                f"({', '.join(FLOATS)})",
+                "compile the original checkpoint, or one whose quantization_config says how it is quantised",
+            )
+
+    def _check_tied(self, known: Mapping[str, Value]) -> None:
         """Compare a sample of rows of weights that config.json ties but the checkpoint stores twice."""
         for other, owner in self.traced.tied.items():
-            if other not in parts or owner not in parts or parts[other] is parts[owner]:
+            if other not in known or owner not in known or known[other] is known[owner]:
                 continue
-            a, b = parts[owner], parts[other]
-            if a.shape != b.shape or not all(
-                np.array_equal(a.read(self._tensors, r, r + 1), b.read(self._tensors, r, r + 1))
-                for r in _sample(a.shape[0])
+            a, b = known[owner], known[other]
+            if a.type != b.type or not all(
+                np.array_equal(self._blocks.rows(a, r, r + 1), self._blocks.rows(b, r, r + 1))
+                for r in _sample(a.type.shape[0].const or 0)
             ):
                 raise Diagnostic(
                     "E327",
@@ -154,15 +198,34 @@ class Checkpoint:
                 )
 
 
+def _type(stored: Stored) -> Type:
+    """The type of a stored tensor; raises Diagnostic E326 if the IR has no such dtype."""
+    if stored.dtype not in DTYPES:
+        cause = f"{stored.name[:200]!r} is stored as {stored.dtype} in {stored.file.name}, which is not supported"
+        raise Diagnostic("E326", cause, "compile the original checkpoint")
+    return tensor(stored.dtype, *stored.shape)
+
+
+def _cast(build: Builder, value: Value, dtype: str) -> Value:
+    return value if value.type.dtype == dtype else build.cast(value, dtype=dtype)
+
+
+def _inputs(value: Value) -> list[Value]:
+    """The stored tensors that a value is made of, in the order in which they are first used."""
+    if value.node is None:
+        return [value]
+    return list(dict.fromkeys(leaf for operand in value.node.operands for leaf in _inputs(operand)))
+
+
 def _head(model: Any) -> str:
     """Module path of the output projection, or "" if the model does not report one."""
     head = model.get_output_embeddings()
     return next((path for path, module in model.named_modules() if module is head), "")
 
 
-def _mask(name: str, part: Part) -> bool:
+def _mask(name: str, value: Value) -> bool:
     """Whether a tensor is a causal mask or a mask's fill value."""
-    s = part.shape
+    s = value.type.shape
     return MASK.search(name) is not None and (s in ((), (1,)) or (len(s) == 4 and s[0] * s[1] == 1 and s[2] == s[3]))
 
 
@@ -170,22 +233,12 @@ def _sample(rows: int) -> Iterable[int]:
     return sorted({i * (rows - 1) // 15 for i in range(16)})
 
 
-def _check_shape(weight: WeightInfo, part: Part) -> None:
-    want = tuple(d.const for d in weight.type.shape)
-    if part.shape != want:
+def _check_shape(weight: WeightInfo, value: Value) -> None:
+    want, have = ([d.const for d in t.shape] for t in (weight.type, value.type))
+    if have != want:
         raise Diagnostic(
             "E325",
-            f"{weight.name} is {list(part.shape)} in the checkpoint and {list(want)} by config.json",
+            f"{weight.name} is {have} in the checkpoint and {want} by config.json",
             "config.json and weights must be of one model; check hidden_size, vocab_size and the head counts",
             loc=weight.module,
         )
-
-
-def _check_dtypes(name: str, part: Part) -> None:
-    for t in part.stored():
-        if t.dtype not in STORED:
-            raise Diagnostic(
-                "E326",
-                f"{name} is stored as {t.dtype} in {t.file.name}; float weights are wanted ({', '.join(STORED)})",
-                "compile the original unquantised checkpoint",
-            )

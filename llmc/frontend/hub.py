@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 20.0  # timeout of a request in seconds
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
+Check = Callable[[Mapping[str, Any]], object]  # of a config.json; raises if the model is not supported
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,17 @@ class Located:
     commit: str = ""
 
 
-def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress | None = None) -> Located:
+def any_model(config: Mapping[str, Any]) -> None:
+    """Accept every config.json."""
+
+
+def locate(
+    model: str | Path, hub: Hub, weights: bool = True, progress: Progress | None = None, check: Check = any_model
+) -> Located:
     """Return the folder of a model: a local path, or a hub id `owner/name[@revision]` (or `name@revision`) to download.
 
-    An existing path takes precedence over a hub id. `weights` says whether weights are needed. Raises Diagnostic E330
+    An existing path takes precedence over a hub id. `weights` says whether weights are needed. `check` is called with
+    config.json before weights are downloaded, and may raise. Raises Diagnostic E330
     (no such repository), E331 (gated or private), E332 (no connection, or not downloaded and offline), E333 (no such
     revision), E334 (unusable answer), and E301-E304, E307, E320 if the folder is not a model that can be compiled.
     """
@@ -62,8 +70,8 @@ def locate(model: str | Path, hub: Hub, weights: bool = True, progress: Progress
     if m is None or Path(model).exists() or not ("/" in m["name"] or m["revision"]):
         at = Located(Path(model))
     else:
-        at = _Fetch(m["name"], m["revision"] or "main", hub, progress).run(weights)
-    open_source(at.folder)
+        at = _Fetch(m["name"], m["revision"] or "main", hub, progress, check).run(weights)
+    check(open_source(at.folder).config)
     if weights:
         check_weights(at.folder)
     return at
@@ -88,9 +96,10 @@ def _is_template(name: str) -> bool:
 class _Fetch:
     """The download of one model."""
 
-    def __init__(self, name: str, revision: str, hub: Hub, progress: Progress | None):
+    def __init__(self, name: str, revision: str, hub: Hub, progress: Progress | None, check: Check):
         self.name, self.revision, self.hub = name, revision, hub
         self.progress = progress or (lambda done, of: None)
+        self.check = check
         self.where = f"{name}@{revision}"
 
     def run(self, weights: bool) -> Located:
@@ -102,7 +111,9 @@ class _Fetch:
         if "config.json" not in sizes:
             raise unsupported.refuse_without_config(sizes, self.where)
         folder = self.file("config.json", commit).parent
-        unsupported.check_config(read_json(folder / "config.json"), self.where)
+        config = read_json(folder / "config.json")
+        unsupported.check_config(config, self.where)
+        self.check(config)
         files = files_to_download(sizes, self.shards(sizes, commit) if weights else None)
         total, done = sum(sizes[n] for n in files), 0
         for n in files:

@@ -5,46 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import is_safe_name, too_much
-from llmc_runtime.format.safetensors import MAX_HEADER, header_length
-from safetensors import SafetensorError, safe_open
+from llmc_runtime.format.safetensors import MAX_HEADER, TensorInfo, header_length, parse_header
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.model_folder import check_weights, is_regular, read_json
 from llmc.frontend.unsupported import INDEX, SINGLE
+from llmc.ir.dtype import DTYPES
 
 MAX_VALUES = 500_000  # limit of one header; about 60,000 tensors
-
-# The float dtypes by their names in safetensors.
-STORED = MappingProxyType({"F64": "f64", "F32": "f32", "BF16": "bf16", "F16": "f16"})
-NUMPY = MappingProxyType(
-    {
-        "f64": np.dtype(np.float64),
-        "f32": np.dtype(np.float32),
-        "bf16": np.dtype(ml_dtypes.bfloat16),
-        "f16": np.dtype(np.float16),
-        "i32": np.dtype(np.int32),
-    }
-)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The location of a stored tensor. `dtype` is its name in safetensors."""
+    """The location of a stored tensor: its file and the offset of its first byte.
+
+    `dtype` is the IR's name of the dtype, or safetensors' name if the IR has no such dtype.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
 
 
 class TensorFiles:
@@ -54,14 +45,13 @@ class TensorFiles:
         """Open all files and read their headers; raises Diagnostic E320, E321 or E322."""
         self.folder = folder
         self._open = ExitStack()
-        self._handles: dict[Path, Any] = {}
+        self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
         found: dict[str, Stored] = {}
         for file in sorted(set(listed.values()), key=str) if listed else [folder / SINGLE]:
-            for name in self._keys(file):
-                if not listed or listed.get(name) == file:
-                    view = self._handles[file].get_slice(name)
-                    found[name] = Stored(name, file, str(view.get_dtype()), tuple(view.get_shape()))
+            for t in self._header(file).values():
+                if not listed or listed.get(t.name) == file:
+                    found[t.name] = Stored(t.name, file, t.dtype, t.shape, t.begin)
         self.tensors: Mapping[str, Stored] = MappingProxyType(found)
         if absent := sorted(listed.keys() - found.keys()):
             raise Diagnostic(
@@ -74,50 +64,48 @@ class TensorFiles:
     @property
     def files(self) -> tuple[Path, ...]:
         """The open files."""
-        return tuple(self._handles)
+        return tuple(self._data)
 
-    def read(self, stored: Stored, start: int, stop: int) -> np.ndarray:
-        """Return rows start .. stop of the first axis (all of a rank-0 tensor) in the stored dtype."""
-        try:
-            handle = self._handles[stored.file]
-            return handle.get_slice(stored.name)[start:stop] if stored.shape else handle.get_tensor(stored.name)
-        except SafetensorError as e:
-            raise _corrupt(stored.file, e) from e
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Return rows of the first axis (all of a rank-0 tensor) as a new array in the stored dtype."""
+        stored = self.tensors[name]
+        dtype = DTYPES[stored.dtype].np
+        if not stored.shape:
+            return np.frombuffer(self._data[stored.file], dtype, 1, stored.begin).reshape(()).copy()
+        start, stop, _ = rows.indices(stored.shape[0])
+        width = prod(stored.shape[1:])
+        count = max(0, stop - start)
+        begin = stored.begin + start * width * dtype.itemsize
+        if not count * width:
+            return np.empty((count, *stored.shape[1:]), dtype)
+        return np.frombuffer(self._data[stored.file], dtype, count * width, begin).reshape(-1, *stored.shape[1:]).copy()
 
     def close(self) -> None:
         """Close all files."""
         self._open.close()
-        self._handles.clear()
+        self._data.clear()
 
-    def _keys(self, file: Path) -> list[str]:
-        _check_header(file)
+    def _header(self, file: Path) -> Mapping[str, TensorInfo]:
+        """Map a file and return its tensors; raises Diagnostic E321 if it is missing, damaged or excessively large."""
+        if not is_regular(file):
+            what = "is missing"
+            if file.exists() or file.is_symlink():
+                what = "is not a regular file" if file.exists() else "is a link to nothing"
+            raise Diagnostic("E321", f"{file} {what}", "download the file again")
         try:
-            handle = self._open.enter_context(safe_open(file, framework="np"))
-            self._handles[file] = handle
-            return list(handle.keys())
-        except (SafetensorError, OSError) as e:
-            raise _corrupt(file, e) from e
-
-
-def _check_header(file: Path) -> None:
-    """Raise Diagnostic E321 if the file is missing, is shorter than its header, or has an excessively large header."""
-    if not is_regular(file):
-        what = (
-            "is not a regular file" if file.exists() else "is a link to nothing" if file.is_symlink() else "is missing"
-        )
-        raise Diagnostic("E321", f"{file} {what}", "download the file again")
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as opened:
-            count = header_length(opened.read(8), size, "")
-            with mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
-                why = too_much(data[8 : 8 + count], MAX_HEADER, MAX_VALUES)
-    except LlmcError as e:
-        raise _corrupt(file, e.cause.removeprefix(": ")) from None
-    except OSError as e:
-        raise _corrupt(file, e) from None
-    if why is not None:
-        raise Diagnostic("E321", f"{file} has a header of {why}", "save the model again, in several files")
+            size = file.stat().st_size
+            with open(file, "rb") as opened:
+                count = header_length(opened.read(8), size, "")
+                data = self._open.enter_context(mmap(opened.fileno(), 0, access=ACCESS_READ))
+            header = data[8 : 8 + count]
+            if (why := too_much(header, MAX_HEADER, MAX_VALUES)) is not None:
+                raise Diagnostic("E321", f"{file} has a header of {why}", "save the model again, in several files")
+            self._data[file] = data
+            return parse_header(header, size, "")
+        except LlmcError as e:
+            raise _corrupt(file, e.cause.removeprefix(": ")) from None
+        except OSError as e:
+            raise _corrupt(file, e) from None
 
 
 _AGAIN = "download the file again and compare its size and sha256 with the model's page"

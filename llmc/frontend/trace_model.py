@@ -137,15 +137,14 @@ def _stored_dtype(source: Source, config: Any) -> str:
     for part in (config, config.get_text_config()):
         if said := names.get(str(part.dtype).removeprefix("torch.")):
             return said
-    from llmc.frontend.safetensors_reader import STORED, TensorFiles
+    from llmc.frontend.safetensors_reader import TensorFiles
 
     if not any(source.folder.glob("*.safetensors")):
         return "f32"
     files = TensorFiles(source.folder)
-    counts = Counter(STORED[t.dtype] for t in files.tensors.values() if t.dtype in STORED)
+    counts = Counter(t.dtype for t in files.tensors.values() if t.dtype in FLOATS)
     files.close()
-    common = counts.most_common(1)[0][0] if counts else "f32"
-    return common if common in FLOATS else "f32"
+    return counts.most_common(1)[0][0] if counts else "f32"
 
 
 def _rope(config: Any) -> Mapping[str, Any]:

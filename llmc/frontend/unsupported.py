@@ -57,15 +57,6 @@ HEADS: Mapping[str, str] = MappingProxyType(
         "RewardModel": "a reward model",
     }
 )
-# By quant_method: how to convert the checkpoint to floats.
-UNQUANTISE: Mapping[str, str] = MappingProxyType(
-    {
-        "mxfp4": "save it as bfloat16: "
-        + SAVE_AGAIN.format(", dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)"),
-        "fp8": "save it as bfloat16: "
-        + SAVE_AGAIN.format(", dtype='bfloat16', quantization_config=FineGrainedFP8Config(dequantize=True)"),
-    }
-)
 ALIBI = "its attention adds a bias by distance (ALiBi)"
 WRITTEN = "its attention does not use transformers' AttentionInterface"
 RECURRENT = "it is recurrent: it keeps a state per sequence instead of keys and values"
@@ -158,16 +149,9 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise Diagnostic E303 (not a text generation model) or E307 (quantised weights) if config.json says so."""
-    if quant := config.get("quantization_config") or config.get("compression_config") or config.get("quantization"):
-        method = quant.get("quant_method", "unnamed") if isinstance(quant, dict) else quant
-        if "quantization" in config and "quantization_config" not in config:
-            method = "MLX"
-        raise Diagnostic(
-            "E307",
-            f"{where} contains quantised weights ({method}); this version reads only float checkpoints",
-            UNQUANTISE.get(str(method), FLOAT),
-        )
+    """Raise Diagnostic E303 (not a text generation model) or E307 (weights quantised by MLX) if config.json says so."""
+    if "quantization" in config and "quantization_config" not in config:
+        raise Diagnostic("E307", f"{where} contains weights quantised by MLX, which are not supported", FLOAT)
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         for end, what in HEADS.items():

@@ -1,8 +1,12 @@
-"""Maps checkpoint tensors to the model's weights with the renaming and conversion rules of transformers."""
+"""Maps checkpoint tensors to the model's weights with the renaming and conversion rules of transformers.
+
+The conversions (stacks of experts, joins, splits, transposes) become nodes of a graph over the stored tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -10,31 +14,35 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.safetensors_reader import Stored, some
-from llmc.frontend.weight_parts import Join, Leaf, Part, Stack, Swap, cuts
+from llmc.frontend.safetensors_reader import some
+from llmc.ir.dtype import promote
+from llmc.ir.graph import Builder, Value
+
+Group = dict[str, list[Value]]
 
 
-def resolve(model: Any, tensors: Mapping[str, Stored]) -> dict[str, Part]:
-    """Return for each state-dict name how it is assembled, for every stored tensor, known to the model or not.
+def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[str, Value]:
+    """Return the value of each state-dict name, for every stored tensor, known to the model or not.
 
-    Raises Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
+    `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. Raises
+    Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
     """
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     known = model.state_dict()
-    out: dict[str, Part] = {}
-    groups: dict[str, dict[str, list[Stored]]] = {}
+    out: dict[str, Value] = {}
+    groups: dict[str, Group] = {}
     for name in sorted(tensors, key=core_model_loading.dot_natural_key):
         target, pattern = _rename(model, name, renamings, converters, known)
         if pattern is None:
-            out[target] = Leaf(tensors[name])
+            out[target] = tensors[name]
         else:
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
-        out |= _convert(converter, target, {p: [Leaf(t) for t in ts] for p, ts in group.items()}, known)
+        out |= _convert(build, converter, target, group, known)
     return out
 
 
@@ -46,8 +54,8 @@ def _rename(model: Any, name: str, renamings: Any, converters: Any, known: Any) 
     return target, pattern
 
 
-def _convert(converter: Any, target: str, group: dict[str, list[Part]], known: Any) -> dict[str, Part]:
-    """Apply a converter's operations to parts instead of tensors; as in transformers, groups are keyed by pattern."""
+def _convert(build: Builder, converter: Any, target: str, group: Group, known: Any) -> dict[str, Value]:
+    """Apply a converter's operations; as in transformers, groups are keyed by pattern."""
     missing = [p for p in converter.source_patterns if p not in group]
     if missing:
         raise Diagnostic(
@@ -55,60 +63,74 @@ def _convert(converter: Any, target: str, group: dict[str, list[Part]], known: A
             "fetch the checkpoint again",
         )  # fmt: skip
     for operation in converter.operations:
-        row = _OPERATIONS.get(type(operation).__name__)
-        if row is None:
+        emit = _OPERATIONS.get(type(operation).__name__)
+        if emit is None:
             raise Diagnostic(
                 "E326",
                 f"{target}: the checkpoint needs the conversion {type(operation).__name__}, which is not supported",
                 "save the model again with transformers 5, or add the operation to llmc/frontend/weight_mapping.py",
             )
-        group = row(operation, converter, group, known.get(target), target)
+        group = emit(build, operation, converter, group, known.get(target), target)
     first = converter.target_patterns[0]
     head, _, tail = target.partition(first)
-    return {head + key + tail if key != target else key: parts[0] for key, parts in group.items()}
+    return {head + key + tail if key != target else key: values[0] for key, values in group.items()}
 
 
-def _merge(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
+def _stack(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
     if op.dim != 0:
         raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _AGAIN)
-    out: dict[str, list[Part]] = {}
-    for pattern, parts in group.items():
-        if len({p.shape for p in parts}) > 1:
-            raise _unequal(target, parts)
-        out[c.target_patterns[0] if len(group) == 1 else pattern] = [Stack(tuple(parts))]
+    out: Group = {}
+    for pattern, values in group.items():
+        if len({v.type.shape for v in values}) > 1:
+            raise _unequal(target, values)
+        rows = [b.reshape(v, shape=(1, *v.type.shape)) for v in _one_dtype(b, values)]
+        out[c.target_patterns[0] if len(group) == 1 else pattern] = [b.concat(*rows, axis=0)]
     return out
 
 
-def _join(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
-    parts = [p for pattern in c.source_patterns for p in group.get(pattern, ())]
-    if len({(*p.shape[: op.dim], *p.shape[op.dim + 1 :]) for p in parts}) > 1:
-        raise _unequal(target, parts)
-    return {c.target_patterns[0]: [Join(tuple(parts), op.dim)]}
+def _concatenate(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+    values = [v for pattern in c.source_patterns for v in group.get(pattern, ())]
+    axis = op.dim % values[0].type.rank
+    if len({(*v.type.shape[:axis], *v.type.shape[axis + 1 :]) for v in values}) > 1:
+        raise _unequal(target, values)
+    return {c.target_patterns[0]: [b.concat(*_one_dtype(b, values), axis=axis)]}
 
 
-def _cut(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
+def _chunk(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+    """Split into pieces of equal size as torch.chunk does; the last may be shorter."""
     if op.num_shards_attribute is not None:
         raise Diagnostic("E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", _AGAIN)
-    (parts,) = group.values()
-    pieces = cuts(parts[0], len(c.target_patterns), op.dim)
+    ((value, *_),) = group.values()
+    axis = op.dim % value.type.rank
+    whole = value.type.shape[axis].const or 0
+    size = -(-whole // len(c.target_patterns))
+    bounds = [(i, min(i + size, whole)) for i in range(0, whole, size)]
+    pieces = [b.slice(value, axis=axis, start=start, stop=stop) for start, stop in bounds]
     return {name: [piece] for name, piece in zip(c.target_patterns, pieces, strict=True)}
 
 
-def _swap(op: Any, c: Any, group: Any, want: Any, target: str) -> dict[str, list[Part]]:
-    (parts,) = group.values()
-    if op.check_dims and want is not None and parts[0].shape == tuple(want.shape):
-        return {c.target_patterns[0]: parts}
-    rank = len(parts[0].shape)
-    return {c.target_patterns[0]: [Swap(parts[0], op.dim0 % rank, op.dim1 % rank)]}
+def _transpose(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+    ((value, *_),) = group.values()
+    if op.check_dims and want is not None and tuple(d.const for d in value.type.shape) == tuple(want.shape):
+        return {c.target_patterns[0]: [value]}
+    perm = list(range(value.type.rank))
+    perm[op.dim0], perm[op.dim1] = perm[op.dim1], perm[op.dim0]
+    return {c.target_patterns[0]: [b.transpose(value, perm=perm)]}
 
 
-def _unequal(target: str, parts: list[Part]) -> Diagnostic:
-    shapes = sorted({str(list(p.shape)) for p in parts})
+def _one_dtype(b: Builder, values: list[Value]) -> list[Value]:
+    """The values in the dtype that holds all of theirs."""
+    dtype = reduce(promote, (v.type.dtype for v in values))
+    return [v if v.type.dtype == dtype else b.cast(v, dtype=dtype) for v in values]
+
+
+def _unequal(target: str, values: list[Value]) -> Diagnostic:
+    shapes = sorted({f"[{', '.join(map(str, v.type.shape))}]" for v in values})
     cause = f"{target} is put together from parts of shapes {some(shapes)}"
     return Diagnostic("E325", cause, "fetch the checkpoint again")
 
 
 _AGAIN = "save the model again with transformers 5"
 _OPERATIONS: Mapping[str, Any] = MappingProxyType(
-    {"MergeModulelist": _merge, "Concatenate": _join, "Chunk": _cut, "Transpose": _swap}
+    {"MergeModulelist": _stack, "Concatenate": _concatenate, "Chunk": _chunk, "Transpose": _transpose}
 )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.passes.analysis import const_value, core, rounds_little, same_type
 from llmc.passes.base import Ctx
@@ -27,11 +28,13 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Var:
-    """Matches any value and binds it. Calling a Var with patterns makes an Op of that name."""
+    """Matches any value and binds it. Calling a Var with patterns makes an Op of that name; TypeError for others."""
 
     name: str
 
     def __call__(self, *args: Pattern, **attrs: Any) -> Op:
+        if other := [a for a in args if not isinstance(a, Pattern)]:
+            raise TypeError(f"{self.name}(...): {other[0]!r} is not a pattern; write const({other[0]!r}) for a number")
         return Op(self.name.rstrip("_"), args, tuple(attrs.items()))
 
 
@@ -245,6 +248,15 @@ def size(p: Pattern) -> int:
     return max(map(size, p.options)) if isinstance(p, Either) else 0
 
 
+def ops_of(p: Pattern) -> tuple[str, ...]:
+    """The names of the ops in a pattern."""
+    if isinstance(p, Op):
+        return (p.op, *(name for part in p.args for name in ops_of(part)))
+    if isinstance(p, Through):
+        return ops_of(p.inner)
+    return tuple(name for part in p.options for name in ops_of(part)) if isinstance(p, Either) else ()
+
+
 class Misses(dict[tuple[Node, str], str]):
     """(node, rule) -> why the rule did not apply there at the last attempt."""
 
@@ -317,10 +329,13 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
     """Apply rules, in order of priority, until none applies or fuel runs out; return the number of rewrites.
 
     Near misses are recorded in `ctx`. A caller that applies rules several times passes `misses` and records them
-    itself.
+    itself. Raises Diagnostic E424 if a pattern names an op that does not exist.
     """
     by_root: dict[str, list[Rule]] = {}
     for r in rules:
+        for name in ops_of(r.pattern) if isinstance(r, Rewrite) else ():
+            if name not in ctx.opset:
+                raise Diagnostic("E424", f"rewrite {r.name}: unknown op {name}", "`llmc ops` lists all ops")
         for root in r.roots:
             by_root.setdefault(root, []).append(r)
     total, found = 0, Misses() if misses is None else misses

@@ -69,7 +69,7 @@ def test_source(name: str) -> None:
     path = GOLDEN / f"{name}.cpp"
     if os.environ.get("LLMC_GOLDEN") == "write":
         path.write_text(text)
-    assert text == path.read_text(), f"{path.name} changed; see the head of this file"
+    assert text == path.read_text(), f"{path.name} changed; to accept it: LLMC_GOLDEN=write, and read git diff"
 
 
 def test_sources_are_self_contained() -> None:

@@ -69,6 +69,27 @@ def test_a_text_has_what_the_function_needs_and_nothing_else(folder: Path) -> No
     assert "import" not in text
 
 
+def test_a_package_brings_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may use ours and those of their own package; the modules themselves are never imported."""
+    package = folder / "elsewhere"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    own = TOP.replace("import shift", "import shift\nfrom elsewhere.more import twice")
+    own = own.replace("shift(tl.load(x_ptr))", "twice(shift(tl.load(x_ptr)))")
+    (package / "top.py").write_text(own)
+    (package / "more.py").write_text('"""More."""\nimport no_such_module\ndef twice(x):\n    return 2 * x\n')
+    monkeypatch.syspath_prepend(str(folder))
+    text = Template("elsewhere.top", "kernel").text()
+    found = [text.index(x) for x in ("# kernels/leaf.py", "def shift", "# elsewhere.top\n# Two lines", "def kernel")]
+    assert found == sorted(found) and "# elsewhere.more\n# More.\n\n\ndef twice" in text
+    with pytest.raises(ValueError, match=r"elsewhere\.missing: there is no such module"):
+        Template("elsewhere.missing", "kernel").text()
+    (package / "top.py").write_text(own + "from other.package import name\n")
+    template.load.cache_clear()
+    with pytest.raises(ValueError, match="a template holds functions, constants and imports"):
+        Template("elsewhere.top", "kernel").text()
+
+
 def test_arguments_are_named_and_checked(folder: Path) -> None:
     kernel = Template("top", "kernel")
     assert kernel.call(N=3, x_ptr="x0") == "kernel(\n    x_ptr=x0,\n    N=3,\n)"

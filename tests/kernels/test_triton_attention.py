@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import of_test
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
@@ -131,11 +132,9 @@ def drawn(rng: np.random.Generator, one: bool) -> Paged:
     return Paged(shape, spans, page, dtype, pool, bool(rng.random() < 0.4), attrs, behind, bool(rng.random() < 0.7))
 
 
-def fresh() -> tuple[int, np.random.Generator]:
-    """A seed, printed for those who want the same case again, and its generator."""
-    seed = int(np.random.default_rng().integers(1 << 30))
-    print(f"seed {seed}")
-    return seed, np.random.default_rng(seed)
+def fresh() -> np.random.Generator:
+    """The generator of the test that runs now."""
+    return np.random.default_rng(of_test())
 
 
 PINNED = (
@@ -156,14 +155,14 @@ MIXED = (
 @pytest.mark.parametrize("i", range(len(PINNED)))
 @pytest.mark.parametrize("splits", [0, 1, 3, 8])
 def test_single_tokens(i: int, splits: int) -> None:
-    _, rng = fresh()
+    rng = fresh()
     run_case(PINNED[i].case(DECODE_ATTENTION, rng, schedule=i, splits=splits))
 
 
 @pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures(i: int, kernel: TritonKernel) -> None:
-    _, rng = fresh()
+    rng = fresh()
     for schedule in range(1 if kernel is DECODE_ATTENTION else 3):
         run_case(MIXED[i].case(kernel, rng, schedule))
 
@@ -171,7 +170,7 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_rows_of_one_token_apart(i: int) -> None:
     """The others' attention leaves zeros; that of single tokens keeps what is not its own."""
-    _, rng = fresh()
+    rng = fresh()
     run_case(MIXED[i].case(PREFILL_ATTENTION, rng, i, least=2))
     for schedule in range(2):
         run_case(MIXED[i].case(SINGLE_TOKEN_ATTENTION, rng, schedule))
@@ -179,7 +178,7 @@ def test_rows_of_one_token_apart(i: int) -> None:
 
 @pytest.mark.parametrize("_", range(5))
 def test_drawn(_: int) -> None:
-    _, rng = fresh()
+    rng = fresh()
     at = int(rng.integers(8))
     run_case(drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, at))
     run_case(drawn(rng, False).case(PREFILL_ATTENTION, rng, at, least=int(rng.integers(2, 20))))
@@ -237,7 +236,7 @@ def prompts(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case
 
 @pytest.mark.parametrize("i", range(5))
 def test_prompts(i: int) -> None:
-    _, rng = fresh()
+    rng = fresh()
     run_case(list(prompts(rng))[i])
 
 
@@ -275,7 +274,7 @@ def combines(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Cas
 
 
 def test_combine() -> None:
-    _, rng = fresh()
+    rng = fresh()
     for case in combines(rng):
         run_case(case)
 
@@ -285,7 +284,7 @@ def test_combine() -> None:
 def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> None:
     """The queries never are, nor the pool: the previous launch has written them."""
     target = next(t for t in TARGETS if t.has("pdl"))
-    case = PINNED[0].case(DECODE_ATTENTION, fresh()[1], 0, splits, target)
+    case = PINNED[0].case(DECODE_ATTENTION, fresh(), 0, splits, target)
     schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
     order = memory_order(DECODE_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
@@ -298,7 +297,7 @@ def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> 
 def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
     """The previous launch may be writing y; everything that is read except y may be there before it ends."""
     target = next(t for t in TARGETS if t.has("pdl"))
-    case = MIXED[0].case(SINGLE_TOKEN_ATTENTION, fresh()[1], 0, on=target)
+    case = MIXED[0].case(SINGLE_TOKEN_ATTENTION, fresh(), 0, on=target)
     schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
     order = memory_order(SINGLE_TOKEN_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
@@ -330,7 +329,7 @@ def gpu_cases(target: Target) -> Iterator[Case]:
 @pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_compiles(target: Target, tmp_path: Path) -> None:
     """A few cases of other dtypes and attributes: a text that the interpreter takes may still not compile."""
-    _, rng = fresh()
+    rng = fresh()
     cases = [
         PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
         MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),

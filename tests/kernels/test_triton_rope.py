@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draw import of_test
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
@@ -33,10 +34,8 @@ DTYPES = ("f32", "f16", "bf16")
 
 
 def fresh() -> np.random.Generator:
-    """A generator whose seed is printed for those who want the same case again."""
-    seed = int(np.random.default_rng().integers(1 << 30))
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
+    """The generator of the test that runs now."""
+    return np.random.default_rng(of_test())
 
 
 def case(

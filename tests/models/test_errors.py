@@ -328,7 +328,7 @@ def test_wrong_shape(folder: Path, saved: Traced) -> None:
 
 def test_wrong_dtype(folder: Path, saved: Traced) -> None:
     change(folder, lambda t: t.update({"model.norm.weight": np.ones(64, np.int8)}))
-    fails("E326", "model.norm.weight", "I8", do=lambda: read_all(saved, folder))
+    fails("E326", "model.norm.weight", "i8", do=lambda: read_all(saved, folder))
 
 
 def test_tied_in_the_config_alone(folder: Path, saved: Traced) -> None:

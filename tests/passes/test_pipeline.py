@@ -20,6 +20,7 @@ from llmc.ir.text import parse, show
 from llmc.opt import main_opt
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline, spell_pass
+from llmc.passes.rewrite import Pat, Rewrite, apply, either, through
 from llmc.targets.gpu_targets import sm_90
 
 HERE = Path(__file__).parent
@@ -169,3 +170,13 @@ def test_opt_prints_stops_and_times() -> None:
     assert show(parse(body, OPS)) in text
     with pytest.raises(Diagnostic, match="--stop-after memory: that pass is not run"):
         opt("-p", "cse", "--stop-after", "memory")
+
+
+def test_a_pattern_that_names_no_op_is_an_error() -> None:
+    p, ctx = Pat(), Ctx(OPS)
+    g = parse("graph @main(%x: f32[2]) {\n  %y = neg(%x) : f32[2]\n  return %y\n}\n", OPS).graphs["main"]
+    rule = Rewrite("wrong", p.neg(either(p.x, through(p.no_such_op(p.y)))), lambda b, m: m["x"])
+    with pytest.raises(Diagnostic, match=r"E424.*rewrite wrong: unknown op no_such_op"):
+        apply(g, [rule], ctx)
+    with pytest.raises(TypeError, match=r"2 is not a pattern; write const\(2\)"):
+        p.pow(p.x, 2)

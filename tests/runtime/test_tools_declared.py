@@ -58,6 +58,9 @@ def test_a_declared_format_is_read_however_the_text_is_cut() -> None:
     assert parsed(Arrow, ['<calls> call g  =>\n{"a": [2]} ;'], KNOWN) == ("", [("g", '{"a": [2]}')])
     assert parsed(Arrow, ["<calls>call f#x => {};"], KNOWN) == ("<calls>call f#x => {};", [])
     assert parsed(Arrow, ["So <calls>call f#0"], KNOWN, cut_off=True) == ("So ", [])
+    both = '<calls>call f#0 => {"n": 1};call g#1 => {};</calls>'
+    assert parsed(Arrow, [both], KNOWN) == parsed(Arrow, list(both), KNOWN) == ("", [("f", '{"n": 1}'), ("g", "{}")])
+    assert parsed(Arrow, [both.replace("#1", "#x")], KNOWN) == ("call g#x => {};</calls>", [("f", '{"n": 1}')])
     draw = random.Random(7)
     parts = ("<calls>", "</calls>", "call ", "f", "#", "0", " => ", '{"n": 1}', ";", "{", "x", " " * 70, "\n", "<ca")
     for seed in range(300):
@@ -73,6 +76,7 @@ def test_the_grammar_of_a_declared_format_allows_what_is_declared(grammars: Gram
     text = answer([calls_of(tools, Arrow, Dialect(Arrow, None, (), TOK).marker)], "calls", None, "tools")
     for said, allowed in (
         ('<calls>call f#0 => {"n": 1};</calls>', True), ("<calls>call g#12 => {};</calls>", True),
+        ('<calls>call f#0 => {"n": 1};call g#1 => {};</calls>', True),
         ('<calls>call f#0 => {"n": "x"};</calls>', False), ("<calls>call h#0 => {};</calls>", False),
         ("<calls>call g => {};</calls>", False), ("<calls>call g#0 => {};", False), ("No.", False),
     ):  # fmt: skip

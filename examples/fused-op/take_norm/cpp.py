@@ -15,7 +15,7 @@ class TakeNorm(CppKernel):
 
     def reject(self, node: Node, target: Target) -> str | None:
         dtype = node.operands[0].type.dtype
-        return None if dtype in FLOATS else f"it norms {', '.join(FLOATS)}, not {dtype}"
+        return None if dtype in FLOATS else f"the dtype {dtype} is not one of {', '.join(FLOATS)}"
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, rows, _ = (v.type for v in node.operands)

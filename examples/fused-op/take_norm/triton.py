@@ -1,8 +1,9 @@
-"""The GPU kernel in Triton, with one program per selected row."""
+"""The binding of the GPU kernel in `row_kernel.py`: which nodes it runs, its schedules, and its arguments."""
 
 from __future__ import annotations
 
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -16,7 +17,7 @@ class TakeNorm(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         x = node.operands[0].type
         if x.dtype not in FLOATS:
-            return f"it norms {', '.join(FLOATS)}, not {x.dtype}"
+            return f"the dtype {x.dtype} is not one of {', '.join(FLOATS)}"
         width = x.shape[1].const
         return None if width and width <= WIDEST else f"a row has {x.shape[1]} elements, at most {WIDEST} fit"
 
@@ -25,17 +26,15 @@ class TakeNorm(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         x, rows, _ = (v.type for v in u.node.operands)
-        d = x.shape[1].const or 0
-        block = 1 << (d - 1).bit_length()
-        body = f"""{u.wait}
-row = tl.program_id(0).to(tl.int64)
-source = tl.load(x1 + row).to(tl.int64)
-col = tl.arange(0, {block})
-x = tl.load(x0 + source * {d} + col, mask=(col < {d}) & (source >= 0), other=0).to(tl.float32)
-scale = 1 / tl.sqrt(tl.sum(x * x) / {d} + {u.node.attrs["eps"]!r})
-w = tl.load(x2 + col, mask=col < {d}, other=0).to(tl.float32)
-tl.store(y0 + row * {d} + col, (x * scale * w).to({element(u.node.result.type)}), mask=col < {d})"""
-        return Code(body, (rows.numel,), warps=u.schedule["warps"])
+        width = int(x.shape[1])
+        return u.launch(
+            Template("take_norm.row_kernel", "take_norm_row"),
+            (rows.numel,),  # the grid: one program for each selected row
+            **u.pointers("x_ptr rows_ptr weight_ptr", "out_ptr"),
+            WIDTH=width,
+            WIDTH_PADDED=1 << (width - 1).bit_length(),
+            EPS=u.node.attrs["eps"],
+        )
 
 
 KERNEL = TakeNorm("take-norm/triton", ("take_norm",))

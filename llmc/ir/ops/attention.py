@@ -65,7 +65,8 @@ def attention(
     """Grouped-query attention over packed prompts; h is a multiple of g.
 
     A sequence starts wherever a position is not its predecessor plus one, and tokens attend only within their sequence.
-    A window counts the query's own position.
+    A window counts the query's own position. Logits are q @ k times `scale`; a `softcap` c > 0 bounds them to
+    c * tanh(logit / c). A sink is one more logit of its head, which takes part in the softmax but has no value.
     """
     starts = np.concatenate([[True], np.diff(pos) != 1])
     segment = np.cumsum(starts)
@@ -98,7 +99,8 @@ def paged_attention(
 
     A token at position p attends to positions 0 .. p, or p - window + 1 .. p with a window. Its own key and value must
     have been appended already. The result is zero for padding (rows of -1, tokens at position -1) and for rows with
-    fewer than `least` tokens. The cost assumes that every page of the pool is in use.
+    fewer than `least` tokens. Scale, softcap and sinks are those of `attention`. The cost assumes that every page of
+    the pool is in use.
     """
     some = np.diff(starts) >= least
     return _over_pages(np.zeros_like(q), some, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)

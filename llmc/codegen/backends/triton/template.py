@@ -1,8 +1,9 @@
 """Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
 
 A template module holds `@triton.jit` functions and constants. It may import names from other template modules, one by
-one and without `as`. Rendering a function yields the definitions that it needs, its own and imported, in an order in
-which Python can execute them. Comments and docstrings are kept.
+one and without `as`. A package outside llmc may have template modules of its own. Rendering a function yields the
+definitions that it needs, its own and imported, in an order in which Python can execute them. Comments and docstrings
+are kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +51,10 @@ class Module:
 
 @dataclass(frozen=True)
 class Template:
-    """The function `function` of the template module `module`."""
+    """The function `function` of the template module `module`.
+
+    A module is named "gemm" if it is `kernels/gemm.py`, and "package.module" if another package has it.
+    """
 
     module: str
     function: str
@@ -105,18 +110,18 @@ def function(signature: str, doc: str, lines: Sequence[str]) -> str:
 def load(name: str) -> Module:
     """The template module `name`, parsed but not imported.
 
-    Raises ValueError at a statement that a template module may not contain.
+    Raises ValueError if there is no such module, or at a statement that a template module may not contain.
     """
-    path = FOLDER / f"{name}.py"
+    path = _path(name)
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source, str(path))
     imported: dict[str, tuple[str, str]] = {}
     nodes: dict[str, ast.stmt] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{PACKAGE}."):
+        if isinstance(statement, ast.ImportFrom) and (module := _template_name(statement.module or "", name)):
             if any(a.asname for a in statement.names):
                 raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
-            imported |= {a.name: (str(statement.module).removeprefix(f"{PACKAGE}."), a.name) for a in statement.names}
+            imported |= {a.name: (module, a.name) for a in statement.names}
         elif isinstance(statement, ast.FunctionDef):
             nodes[statement.name] = statement
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -128,6 +133,23 @@ def load(name: str) -> Module:
     definitions = {n: _definition(n, node, lines, known) for n, node in nodes.items()}
     modules = tuple(dict.fromkeys(m for m, _ in imported.values()))
     return Module(name, ast.get_docstring(tree) or "", MappingProxyType(definitions), modules)
+
+
+def _path(name: str) -> Path:
+    """The file of a template module, which is found without importing the module itself."""
+    if "." not in name:
+        return FOLDER / f"{name}.py"
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"template {name}: there is no such module")
+    return Path(spec.origin)
+
+
+def _template_name(imported: str, by: str) -> str:
+    """The template module that `imported` names; "" if neither llmc nor the package of template `by` has it."""
+    if imported.startswith(f"{PACKAGE}."):
+        return imported.removeprefix(f"{PACKAGE}.")
+    return imported if "." in by and imported.startswith(by.partition(".")[0] + ".") else ""
 
 
 def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]]) -> Definition:
@@ -172,6 +194,6 @@ def _ordered(name: str) -> list[Module]:
 
 
 def _heading(module: Module) -> str:
-    """The module's path and docstring as comments."""
-    lines = [f"kernels/{module.name}.py", *module.doc.splitlines()]
+    """The module's name and docstring as comments."""
+    lines = [module.name if "." in module.name else f"kernels/{module.name}.py", *module.doc.splitlines()]
     return "\n".join(f"# {line}".rstrip() for line in lines)

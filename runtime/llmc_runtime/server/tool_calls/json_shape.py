@@ -46,7 +46,7 @@ class JsonShape(CallFormat):
     """Calls after the mark `markers[0]`, up to the text `end`. A subclass is a declaration.
 
     - `call`: the parts of one call. If they start with one of `markers`, this mark precedes each further call, and the
-      first call even if `markers[0]` was left out.
+      first call even if `markers[0]` was left out. If `between` is None, they start with a text or with a LIST.
     - `other_calls`: the parts of other notations, which are read as well; one starts with a name, one
       is a LIST, one an OBJECT.
     - `others`: other texts that may stand in place of the first mark.
@@ -135,6 +135,9 @@ class JsonShape(CallFormat):
         mark = self._call_mark()
         if not mark:
             yield from self._parts((yield from self._notation()))
+            first = self.call[0]
+            while self.between is None and isinstance(first, str) and (yield from self._optional(first.strip())):
+                yield from self._parts(self.call[1:])
             return
         if opener not in mark:
             yield from self._expect(mark[0])

@@ -1,0 +1,38 @@
+"""Runs the Triton kernel of decode attention on the CPU, and compares it with the op's reference.
+
+In a checkout: PYTHONPATH=tests python examples/attention/decode.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton.language as tl
+from kernels.triton_harness import interpreting  # in the folder `tests`
+
+from llmc.ir.example import op_example
+from llmc.ir.ops import OPS
+
+# Small operands, with a window, a soft cap and attention sinks. attrs: {"scale": ..., "window": ..., "softcap": ...}
+op = OPS["paged_attention"]
+operands, attrs = op_example(op, np.random.default_rng(0))
+expected = op.ref(*operands, **attrs)
+
+query, kv, page_table, rows, starts, positions, sinks = map(torch.from_numpy, operands)
+tokens, heads, head_dim = query.shape
+_, _, kv_heads, page, _ = kv.shape
+out = torch.full_like(query, torch.nan)
+
+with interpreting():  # modules of kernels that are imported here run in the interpreter
+    from llmc.codegen.backends.triton.kernels.decode_attention import paged_decode
+
+    paged_decode[(tokens, kv_heads, 1)](
+        query, kv, page_table, rows, starts, positions, sinks, out, None, len(rows), page_table.shape[1],
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=16, PAGE=page,
+        SCALE=attrs["scale"], WINDOW=attrs["window"], SOFTCAP=attrs["softcap"], SPLITS=0,
+        QUERY_ROWS=16, KEYS_PER_TILE=16, DOT_DTYPE=tl.float32,
+        TABLES_SETTLED=False, DEPENDENT_LAUNCH=False, INTERPRET=True,
+    )  # fmt: skip
+
+np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-5)
+print(f"paged_decode agrees with {op.name}: {tokens} tokens, {heads} heads")

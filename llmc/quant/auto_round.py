@@ -1,0 +1,107 @@
+"""AutoRound checkpoints (`quant_method: auto-round`): another scheme's packing, with exceptions for some modules.
+
+`packing_format` names the packing of the whole file; `extra_config` maps a module's name, the end of one or a regular
+expression to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first version; there
+is no g_idx.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.quant import awq, compressed_tensors, fp8, gptq
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a packing is read: the parts of a weight, and a function of the weight and its module's keys."""
+
+    parts: tuple[str, ...]
+    decode: Callable[[Stored, Mapping[str, Any]], Codes]
+
+
+def _gptq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+    return gptq.unpack(stored, integer(keys, "bits", "auto-round"), integer(keys, "group_size", "auto-round", -1), True)
+
+
+def _awq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+    bits = integer(keys, "bits", "auto-round")
+    if bits != 4:
+        raise refuse("auto-round", f"bits of {stored.module} in the packing of AWQ", bits, (4,))
+    return awq.unpack(stored, integer(keys, "group_size", "auto-round", -1))
+
+
+def _fp8(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+    return fp8.scaled(stored, fp8.tile(keys.get("weight_block_size"), "auto-round"))
+
+
+def _microscaled(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+    kind = compressed_tensors.AUTO_ROUND.get((str(keys.get("data_type")), integer(keys, "bits", "auto-round")))
+    if kind is None:
+        known = [f"{name} of {bits} bits" for name, bits in compressed_tensors.AUTO_ROUND]
+        raise refuse("auto-round", f"data_type of {stored.module}", keys.get("data_type"), known)
+    return compressed_tensors.KINDS[kind].decode(stored, compressed_tensors.NO_ARGS)
+
+
+PACKINGS: Mapping[str, Packing] = MappingProxyType(
+    {
+        "auto_gptq": Packing(gptq.PARTS, _gptq),
+        "auto_awq": Packing(awq.PARTS, _awq),
+        "fp8_static": Packing(fp8.PARTS, _fp8),
+        "fp8": Packing(fp8.PARTS, _fp8),
+        "llm_compressor": Packing(compressed_tensors.PARTS, _microscaled),
+    }
+)
+
+
+@dataclass(frozen=True)
+class AutoRound:
+    """The scheme of one checkpoint. keys: the configuration of every module; extra: what some override."""
+
+    packing: Packing
+    keys: Mapping[str, Any]
+    extra: Mapping[str, Mapping[str, Any]]
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, self.packing.parts)
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        keys = {**self.keys, **self._changes(stored.module)}
+        if integer(keys, "bits", "auto-round") >= 16:
+            cause = f"{stored.module} is quantised, and quantization_config gives it {keys['bits']} bits"
+            raise Diagnostic("E340", cause, AGAIN)
+        return self.packing.decode(stored, keys)
+
+    def _changes(self, module: str) -> Mapping[str, Any]:
+        """The keys that a module overrides: by its name, by the end of its name, by a regular expression."""
+        if module in self.extra:
+            return self.extra[module]
+        for name, changes in self.extra.items():
+            if module.endswith(f".{name}"):
+                return changes
+        for name, changes in self.extra.items():
+            try:
+                if re.search(name, module):
+                    return changes
+            except re.error:
+                continue  # a name that happens to be no regular expression
+        return {}
+
+
+def auto_round(config: Mapping[str, Any]) -> AutoRound:
+    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    packing = str(config.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
+    if packing not in PACKINGS:
+        raise refuse("auto-round", "packing_format", packing, tuple(PACKINGS))
+    extra = config.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(v, dict) for v in extra.values()):
+        raise Diagnostic("E340", "quantization_config (auto-round) has an extra_config that is not a table", AGAIN)
+    return AutoRound(PACKINGS[packing], config, extra)

@@ -1,0 +1,90 @@
+"""Decodes the weights of a quantised checkpoint: finds the parts of each, and builds the graph that dequantises it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Builder, Value
+from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
+
+# Scales of the KV cache, which is not quantised, by the last part of their names.
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
+
+
+class Decoder:
+    """Decodes a checkpoint by its scheme. Implements `llmc.frontend.checkpoint.WeightDecoder`."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        """Decode by `scheme`."""
+        self.scheme = scheme
+        self.labels: Counter[str] = Counter()  # weights by their format
+
+    def decode(
+        self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
+    ) -> Mapping[str, Value]:
+        """See `WeightDecoder.decode`. Weights are float32; those that are not quantised stay as they are stored.
+
+        Raises Diagnostic E307, E340, E341 or E342.
+        """
+        out: dict[str, Value] = {}
+        found: dict[str, dict[str, Value]] = {}
+        for name, value in tensors.items():
+            split = self.scheme.split(name)
+            if split is None:
+                if name.rpartition(".")[2] not in KV_SCALES:
+                    out[name] = value
+            else:
+                found.setdefault(split[0], {})[split[1]] = value
+        for name, parts in found.items():
+            if set(parts) <= {"weight"}:
+                out[name] = parts["weight"]
+            else:
+                out[name] = self._weight(Stored(name, parts, build, read))
+        return out
+
+    def _weight(self, stored: Stored) -> Value:
+        if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:
+            have = ", ".join(sorted(stored.parts))
+            raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
+        codes = self.scheme.decode(stored)
+        self.labels[codes.label] += 1
+        return dequantized(codes, stored.build)
+
+
+def dequantized(codes: Codes, b: Builder) -> Value:
+    """The weight in float32, as the model holds it."""
+    scale, zero, block = codes.scale, codes.zero, codes.block
+    if codes.groups is not None:
+        scale = b.take_columns(scale, codes.groups)
+        zero = b.take_columns(zero, codes.groups) if isinstance(zero, Value) else zero
+        block = (codes.block[0], 1)
+    operands = (codes.code, scale, zero) if isinstance(zero, Value) else (codes.code, scale)
+    point = 0 if isinstance(zero, Value) else zero
+    value = b.dequantize(*operands, block=block, dtype="f32", zero_point=point, values=codes.values)
+    if codes.turned:
+        value = b.transpose(value, perm=(*range(value.type.rank - 2), value.type.rank - 1, value.type.rank - 2))
+    return value
+
+
+def decoder_of(config: Mapping[str, Any], schemes: Mapping[str, SchemeOf]) -> Decoder | None:
+    """The decoder of a model's config.json, or None if it names no quantisation.
+
+    `schemes` are those of the registry. Raises Diagnostic E307 for an unknown method, E340 for contradictory keys.
+    """
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    if quantisation is None:
+        return None
+    method = quantisation.get("quant_method", "") if isinstance(quantisation, dict) else str(quantisation)[:80]
+    if method not in schemes:
+        raise Diagnostic(
+            "E307",
+            f"config.json has quantised weights by {str(method)[:80] or 'a method without a name'!r}; supported: "
+            f"{', '.join(schemes)}",
+            "use a checkpoint of one of these, or the original one",
+        )
+    return Decoder(schemes[method](quantisation))

@@ -1,0 +1,96 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): integers packed along k, zero points packed along n.
+
+Tensors of a weight [n, k]: qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32], scales [groups, n]
+and, optionally, g_idx int32 [k], the group of each column. Format "gptq" stores zero points less one: the writer
+subtracted 1 from every field of a whole 32-bit word at once for 2, 4 and 8 bits, so a borrow runs into the next field;
+for 3 bits it subtracted from each field. Format "gptq_v2" stores them as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
+BITS = (2, 3, 4, 8)
+# What is added to a word to add 1 to each of its fields.
+ONES: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
+FORMATS = ("gptq", "gptq_v2")
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """The scheme of one checkpoint. `dynamic`: (pattern, overriding keys or None for unquantised), the first match."""
+
+    bits: int
+    group_size: int
+    less_one: bool
+    dynamic: tuple[tuple[re.Pattern[str], Mapping[str, Any] | None], ...] = ()
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, PARTS)
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        bits, size = self.bits, self.group_size
+        for pattern, changes in self.dynamic:
+            if pattern.match(stored.module):
+                if changes is None:
+                    cause = f"{stored.module} is quantised, and quantization_config leaves it out ({pattern.pattern})"
+                    raise Diagnostic("E340", cause, AGAIN)
+                bits = integer(changes, "bits", "gptq", bits)
+                size = integer(changes, "group_size", "gptq", size)
+                break
+        return unpack(stored, bits, size, self.less_one)
+
+
+def gptq(config: Mapping[str, Any]) -> Gptq:
+    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    kind = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if kind not in FORMATS:
+        raise refuse("gptq", "checkpoint_format", kind, FORMATS)
+    if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
+        raise refuse("gptq", "pack_dtype", config["pack_dtype"], ("int32",))
+    return Gptq(
+        integer(config, "bits", "gptq"), integer(config, "group_size", "gptq", -1), kind == "gptq",
+        tuple(_rule(k, v) for k, v in (config.get("dynamic") or {}).items()),
+    )  # fmt: skip
+
+
+def _rule(key: str, changes: Any) -> tuple[re.Pattern[str], Mapping[str, Any] | None]:
+    """A rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules unquantised."""
+    out = key.startswith("-:")
+    try:
+        return re.compile(key[2:] if key[:2] in ("+:", "-:") else key), None if out else dict(changes)
+    except (re.error, TypeError, ValueError) as e:
+        raise Diagnostic("E340", f"quantization_config (gptq) has the dynamic rule {key[:80]!r}: {e}", AGAIN) from None
+
+
+def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
+    """The codes of a weight in GPTQ's layout; raises Diagnostic E307, E340, E341 or E342."""
+    if bits not in BITS:
+        raise refuse("gptq", f"bits of {stored.module}", bits, BITS)
+    b = stored.build
+    words, zeros = stored.part("qweight", ("i32",), 2), stored.part("qzeros", ("i32",), 2)
+    scales = stored.part("scales", ("f16", "bf16", "f32"), 2)
+    rows, n = shape_of(words)
+    k = rows * 32 // bits
+    size = group_size if group_size > 0 else k
+    count = -(-k // size)
+    stored.expect(scales, count, n)
+    stored.expect(zeros, count, -(-n * bits // 32))
+    stored.check_scales(scales)
+    by_index = stored.groups("g_idx", k, count, size)
+    code = b.unpack_bits(b.transpose(words, perm=(1, 0)), bits=bits, axis=1, size=k)
+    added = {"word_add": ONES[bits]} if bits in ONES else {"add": 1}
+    zero = b.unpack_bits(b.transpose(zeros, perm=(1, 0)), bits=bits, axis=0, size=n, **(added if less_one else {}))
+    scale = b.transpose(scales, perm=(1, 0))
+    block = (1, 0 if size >= k else size)
+    return Codes(code, scale, block, f"gptq {bits} bit", zero, groups=by_index)

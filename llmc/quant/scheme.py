@@ -1,0 +1,163 @@
+"""What a quantisation scheme is: the contract that one module per scheme implements.
+
+A scheme reads the tensors of one weight and returns them as codes, scales and zero points in one form, whatever the
+layout of its files. Registered under the `quant_method` of config.json in `Extension.schemes`, as a function of the
+`quantization_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Builder, Value
+
+AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantised weight: `(code - zero) * scale`, as `dequantize` computes it.
+
+    code: [*experts, n, k], in the order of the unpacked weight. scale, and zero if it is a value:
+    [*experts, blocks of n, blocks of k]. block: rows and columns that share a scale; 0 is the whole axis. zero: zero
+    points, one for all codes, or none (0). values: the encoding of codes that are not numbers, such as "e2m1". groups:
+    [k], the group of each column, if groups are not runs of neighbours; block is then (1, 1) over the groups' columns.
+    label: the format's name in reports. turned: the model holds the transpose, [*experts, k, n].
+    """
+
+    code: Value
+    scale: Value
+    block: tuple[int, int]
+    label: str
+    zero: Value | int = 0
+    values: str = ""
+    groups: Value | None = None
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The stored tensors of one weight.
+
+    name: of the weight, as an unquantised checkpoint has it. parts: tensors by the names of a scheme's parts. build
+    adds nodes to the tensors' graph. load returns a stored tensor by its name.
+    """
+
+    name: str
+    parts: Mapping[str, Value]
+    build: Builder
+    load: Callable[[str], np.ndarray]
+
+    @property
+    def module(self) -> str:
+        """The module that has the weight."""
+        return self.name.removesuffix(".weight")
+
+    def part(self, name: str, dtypes: Sequence[str], rank: int | None = None) -> Value:
+        """Return a part; raises Diagnostic E340 if it is missing, E341 if it has another dtype or rank."""
+        if name not in self.parts:
+            have = ", ".join(sorted(self.parts))
+            raise Diagnostic("E340", f"{self.module} has {have} and lacks {name}", AGAIN)
+        value = self.parts[name]
+        if value.type.dtype not in dtypes or (rank is not None and value.type.rank != rank):
+            axes = "" if rank is None else f" of rank {rank}"
+            raise Diagnostic("E341", f"{value.name} is {value.type}, not {' or '.join(dtypes)}{axes}", AGAIN)
+        return value
+
+    def expect(self, value: Value, *shape: int) -> None:
+        """Raise Diagnostic E341 if a part does not have this shape."""
+        if shape_of(value) != shape:
+            raise Diagnostic("E341", f"{value.name} is {value.type}; its shape should be {list(shape)}", AGAIN)
+
+    def check_scales(self, value: Value) -> None:
+        """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero)."""
+        scales = self.load(value.name)
+        if scales.dtype == np.uint8:
+            scales = scales.view(DTYPES["f8e8m0"].np)
+        wide = scales.astype(np.float32)
+        bad = ~np.isfinite(wide) | ((wide == 0) & (scales.dtype.itemsize > 1))
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            cause = f"{value.name} has the scale {wide[where]} at {list(where)} ({int(bad.sum())} such scales)"
+            raise Diagnostic("E342", cause, AGAIN)
+
+    def groups(self, part: str, columns: int, count: int, size: int) -> Value | None:
+        """Return the group of each column, or None if the part is missing or groups are runs of `size` columns.
+
+        Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
+        """
+        if part not in self.parts:
+            return None
+        value = self.part(part, ("i32",), 1)
+        self.expect(value, columns)
+        index = self.load(value.name)
+        if index.min(initial=0) < 0 or index.max(initial=0) >= count:
+            worst = index[(index < 0) | (index >= count)][0]
+            raise Diagnostic("E342", f"{value.name} names group {worst}; there are {count} groups of scales", AGAIN)
+        return None if np.array_equal(index, np.arange(columns) // size) else value
+
+
+class Scheme(Protocol):
+    """One quantisation scheme, made from a checkpoint's `quantization_config`."""
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """Return (weight, part) of a tensor's name, or None if the tensor is not a part of a quantised weight.
+
+        The weight is named as in an unquantised checkpoint. It is quantised if it has a part besides "weight".
+        """
+
+    def decode(self, stored: Stored) -> Codes:
+        """Return the codes of a weight; raises Diagnostic E307 (unsupported variant), E340, E341 or E342."""
+
+
+SchemeOf = Callable[[Mapping[str, Any]], Scheme]
+
+
+def last_part(name: str, parts: Sequence[str]) -> tuple[str, str] | None:
+    """Split "module.part" into ("module.weight", part), if the part is one of `parts`."""
+    module, _, part = name.rpartition(".")
+    return (f"{module}.weight", part) if module and part in parts else None
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    """The shape of a stored tensor or of a value made of some."""
+    return tuple(int(d.const or 0) for d in value.type.shape)
+
+
+def refuse(method: str, key: str, value: Any, known: Sequence[Any]) -> Diagnostic:
+    """The error for a variant of a scheme that is not supported."""
+    choices = ", ".join(map(str, known))
+    return Diagnostic(
+        "E307", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}; supported: {choices}",
+        "use a checkpoint of a supported variant, or the original one",
+    )  # fmt: skip
+
+
+def integer(config: Mapping[str, Any], key: str, method: str, default: int | None = None) -> int:
+    """An integer of a quantization_config; raises Diagnostic E340 if it is missing or another type."""
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a number", AGAIN)
+    return value
+
+
+def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:
+    """Return the scale as a matrix, and its block, of a weight [n, k]: of the tensor, of rows, of groups or of tiles.
+
+    `size` is the block that the configuration names, 0 for a whole axis; a scale with one entry, or one per row, says
+    so by its shape. Raises Diagnostic E341 if the shape fits no such block.
+    """
+    shape, b = shape_of(scale), stored.build
+    if int(np.prod(shape)) == 1:
+        return b.reshape(scale, shape=(1, 1)), (0, 0)
+    if shape in ((n,), (n, 1)):
+        return b.reshape(scale, shape=(n, 1)), (1, 0)
+    rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
+    stored.expect(scale, rows, columns)
+    return scale, size
