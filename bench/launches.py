@@ -41,7 +41,7 @@ class ProfilingDevice(CpuDevice):
         unit, pool = self._pool(key)
         run = self._symbol(unit, entry.replace("llmc_run_", "llmc_profile_"))
         run.restype, run.argtypes = ctypes.c_int, [ctypes.c_void_p] * 5
-        table, buffers = self._kept[-3], self._kept[-2]
+        table, buffers = self._references[-3], self._references[-2]
         ns = np.zeros(max(1, len(program.launches)), np.int64)
 
         def step() -> None:

@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
 
 
 def _report(e: Exception, verbose: bool) -> int:
-    from llmc_runtime.format.errors import as_told
+    from llmc_runtime.format.errors import as_llmc_error
 
     if verbose:
         import traceback
 
         traceback.print_exc()
-    error = as_told(e)
+    error = as_llmc_error(e)
     print(error, file=sys.stderr)
     return 3 if error.of_environment else 1
 

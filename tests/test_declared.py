@@ -260,7 +260,7 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
     assert found == {
-        "refused": ["most_cats = 0 is not possible"] * 2, "keyword": 3, "flags": [5, "bye"],
+        "refused": ["most_cats = 0 is not allowed"] * 2, "keyword": 3, "flags": [5, "bye"],
         "default": [None, "hello"], "file": [7, "bye"], "run": 2, "printed": [True] * 2, "message": {"most_cats": 3},
         "back": 3, "completed": [True] * 3,
         "docs": [

@@ -91,7 +91,7 @@ class Bench:
         """Bring all pages into a new mapping, and take them out again."""
         work = Work(Folder(self.folder), [self.file], mapped=True)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda block: len(work.bring(block)), work.blocks))
+            list(pool.map(lambda block: len(work.load(block)), work.blocks))
             list(pool.map(work.drop, dict.fromkeys(b.span for b in work.blocks)))
         work.close()
 
@@ -103,8 +103,8 @@ class Bench:
             span = work.blocks[0].span
             for block in work.blocks:
                 if block.span is span:
-                    work.bring(block)
-            rounds = [self.register(*work.place(span)) for _ in range(self.rounds)]
+                    work.load(block)
+            rounds = [self.register(*work.location(span)) for _ in range(self.rounds)]
         except Refused as why:
             print(f"refused: {why}", flush=True)
             return {}
@@ -134,8 +134,8 @@ class Bench:
         if span:
             upload_work.SPAN = span * MIB
         given = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
-        found = [weight_upload.upload(*given, check=check, threads=threads, way=way) for _ in range(self.rounds)]
-        name = f"{found[-1].way}, {'hashed' if check else 'not hashed'}"
+        found = [weight_upload.upload(*given, check=check, threads=threads, method=way) for _ in range(self.rounds)]
+        name = f"{found[-1].method}, {'hashed' if check else 'not hashed'}"
         return row(name, found[-1].threads, span, [f.rate / 1e9 for f in found], found[-1].why)
 
 

@@ -40,7 +40,7 @@ def check_tokenizer(folder: Path) -> None:
                 _check(tokenizer_files.document(path))
         for path in (folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))):
             if path.exists():
-                tokenizer_files.plain_bytes(path, tokenizer_files.MOST_CONFIG).decode("utf-8")
+                tokenizer_files.plain_bytes(path, tokenizer_files.MAX_CONFIG).decode("utf-8")
     except BaseException as e:
         if not isinstance(e, Exception) and not tokenizer_files.is_panic(e):
             raise
@@ -51,7 +51,7 @@ def check_tokenizer(folder: Path) -> None:
 def _open(path: Path) -> None:
     from tokenizers import Tokenizer
 
-    data = tokenizer_files.plain_bytes(path, tokenizer_files.MOST_BYTES)
+    data = tokenizer_files.plain_bytes(path, tokenizer_files.MAX_BYTES)
     tokenizer_files.check_charsmaps(data)
     tokenizer_files.check_growth(Tokenizer.from_buffer(data))
 

@@ -1,4 +1,4 @@
-"""An open artifact: its manifest, programs and mapped weights, all checked; it executes nothing of what it reads."""
+"""Opens an artifact: reads and validates its manifest and programs, and maps its weights. Executes nothing from it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmc_runtime.format.safetensors import header_length, parse_header
 from llmc_runtime.host_info import Host, check_target, default_threads, this_host
 
 TOKENIZER = "tokenizer"
-GPUS = ("cuda", "hip")  # families of targets that are not the CPU of this machine
+GPUS = ("cuda", "hip")  # target families whose artifacts the device checks
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A weight as it lies in the mapped `file` from byte `begin` (a multiple of 64) on: u8[nbytes], read-only."""
+    """A weight: `data` is u8[nbytes], a read-only view of the mapped `file` at byte `begin` (a multiple of 64)."""
 
     name: str
     dtype: str
@@ -35,9 +35,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Artifact:
-    """What `open_artifact` found. `digest` identifies the artifact: it changes with any byte of it.
+    """An open artifact. `digest` identifies it: it changes with any byte of the artifact.
 
-    `unchecked`: the weights' hashes are wanted and have not been compared yet; the device does so while it copies them.
+    If `unchecked` is set, the weights' hashes have not been verified yet; the device does so while it copies them.
     """
 
     folder: Folder
@@ -48,19 +48,21 @@ class Artifact:
 
     @property
     def root(self) -> Path:
+        """The artifact's folder."""
         return self.folder.root
 
     @property
     def digest(self) -> str:
+        """The SHA-256 of the manifest, in hex."""
         return self.manifest.digest
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The folder with the tokenizer's, chat template's and generation config's files, verbatim."""
+        """The folder with unchanged copies of the tokenizer, chat template and generation config files."""
         return self.root / TOKENIZER
 
     def read(self, name: str) -> bytes:
-        """A small file that the manifest lists, or LlmcError E106, E107."""
+        """Return a small file that the manifest lists; raise LlmcError E106 or E107 if it is missing or damaged."""
         info = self.manifest.files.get(name)
         if info is None:
             raise LlmcError("E106", f"{self.root} has no file {name!r}", REMEDY)
@@ -74,9 +76,11 @@ def open_artifact(
 ) -> Artifact:
     """Open and check an artifact: names and sizes, version, this machine, hashes, then contents.
 
-    `verify=False` leaves out the hashes of the weights, not those of the small files; `threads` hash (default: the
-    physical cores); `host` is the machine to check against (default: this one). An artifact for a GPU is held against
-    it, and its weights against their hashes, by the device. Raises LlmcError E101 to E113.
+    verify:   whether to hash the weights; small files are always hashed
+    threads:  number of hashing threads (default: the physical cores)
+    host:     the machine to check the target against (default: this one)
+
+    For a GPU target, the device checks the architecture and the hashes of the weights. Raises LlmcError E101 to E113.
     """
     folder = Folder(path)
     manifest = folder.manifest()
@@ -95,14 +99,14 @@ def open_artifact(
         artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu)
         check_consistent(artifact)
     except LlmcError:
-        if verify and gpu:  # a weight that is not there may be one whose name is damaged
+        if verify and gpu:  # a damaged weight file may be why a weight is missing
             _map_weights(folder, manifest, True, threads)
         raise
     return artifact
 
 
 def _map_weights(folder: Folder, manifest: Manifest, verify: bool, threads: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in manifest.weights.files:
         where = str(folder.root / file.file)
         data = folder.map(file.file)
@@ -110,16 +114,16 @@ def _map_weights(folder: Folder, manifest: Manifest, verify: bool, threads: int)
             for error in folder.check_weights(file, data, threads):
                 raise error
         n = header_length(bytes(data[:8]), len(data), where)
-        everything = np.frombuffer(data, np.uint8)
+        contents = np.frombuffer(data, np.uint8)
         for t in parse_header(bytes(data[8 : 8 + n]), len(data), where).values():
-            if t.name in found:
+            if t.name in tensors:
                 raise LlmcError("E113", f"{where}: tensor {t.name[:80]!r} is in two files", REMEDY)
-            found[t.name] = Tensor(t.name, t.dtype, t.shape, everything[t.begin : t.end], file.file, t.begin)
-    return found
+            tensors[t.name] = Tensor(t.name, t.dtype, t.shape, contents[t.begin : t.end], file.file, t.begin)
+    return tensors
 
 
 def check_consistent(artifact: Artifact) -> None:
-    """LlmcError E113 where a program needs a weight, state or kernel that the artifact lacks, or of another size."""
+    """Raise LlmcError E113 if a program needs a weight, state or kernel that is missing or has another size."""
     kernels = {k.hash for k in artifact.manifest.kernels}
     states = {s.name for s in artifact.manifest.states}
     packed = artifact.manifest.weights.mode == "packed"
@@ -137,7 +141,7 @@ def check_consistent(artifact: Artifact) -> None:
 def _check_tensor(artifact: Artifact, program: Program, name: str, nbytes: int) -> None:
     tensor = artifact.tensors.get(name)
     if tensor is None:
-        raise LlmcError("E113", f"program {program.name} needs weight {name!r}, which no file holds", REMEDY)
+        raise LlmcError("E113", f"program {program.name} needs weight {name!r}, which no file contains", REMEDY)
     if tensor.data.nbytes != nbytes:
         sizes = f"{tensor.data.nbytes} bytes, program {program.name} expects {nbytes}"
         raise LlmcError("E113", f"weight {name!r} has {sizes}", REMEDY)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def _exit_code(work: Callable[[], int], interrupted: str = "") -> int:
         if interrupted:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
         return OK
     except Exception as e:
-        error = as_told(e)
+        error = as_llmc_error(e)
         print(error, file=sys.stderr)
         if error.code == "E644":
             _discard_output()
@@ -131,7 +131,7 @@ def _serve(argv: Sequence[str], prog: str) -> int:
 
 def collect_env_parser() -> argparse.ArgumentParser:
     """The parser of `llmc collect-env`."""
-    description = "Print facts about this machine and installation for a bug report, without secrets and paths."
+    description = "Print information about this machine and installation for a bug report, without secrets and paths."
     result = argparse.ArgumentParser(prog="llmc collect-env", description=description)
     result.add_argument("--json", action="store_true", help="print JSON")
     return result
@@ -225,12 +225,12 @@ def _prompt(args: argparse.Namespace) -> str | None:
     """The prompt, read from standard input if it is piped. None: an interactive chat. Raises LlmcError E643."""
     if sys.stdout is None or (args.prompt is None and sys.stdin is None):
         name = "output" if sys.stdout is None else "input"
-        raise LlmcError("E643", f"standard {name} is closed", "give --prompt TEXT, and leave standard output open")
+        raise LlmcError("E643", f"standard {name} is closed", "pass --prompt TEXT, and keep standard output open")
     if args.prompt is not None:
         return str(args.prompt)
     if sys.stdin.isatty():
         if args.json:
-            raise LlmcError("E643", "--json needs a prompt", "give --prompt TEXT, or pipe one in")
+            raise LlmcError("E643", "--json needs a prompt", "pass --prompt TEXT, or pipe a prompt in")
         return None
     try:
         return sys.stdin.buffer.read().decode("utf-8")

@@ -30,7 +30,7 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
             return None
         if isinstance(value, Integral) and not isinstance(value, bool) and (not high or low <= int(value) <= high):
             return int(value)
-        raise LlmcError(code, f"{name} = {value!r:.60} is not possible", f"give {name} {allowed}")
+        raise LlmcError(code, f"{name} = {value!r:.60} is not allowed", f"set {name} to {allowed}")
 
     return check
 
@@ -46,7 +46,7 @@ def _switch(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine. Raises LlmcError E201 and E204 for values that are not possible.
+    """The options of an engine. Raises LlmcError E201 and E204 for values that are not allowed.
 
     `model` is an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
     """
@@ -156,8 +156,8 @@ def _number(minimum: float, optional: bool = False) -> Any:
         if value is None and optional:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
-            cause = f"{name} = {value!r:.60} is not possible"
-            raise LlmcError("E201", cause, f"give {name} a number from {minimum} to 1000000")
+            cause = f"{name} = {value!r:.60} is not allowed"
+            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to 1000000")
         return value
 
     return check

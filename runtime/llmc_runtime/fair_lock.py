@@ -35,7 +35,7 @@ class FairLock:
             raise RuntimeError("the LLM is used while this thread holds its lock, by a signal handler or an executor")
         interrupt = _DeferredInterrupt()
         interrupt.hold()
-        self._take(wait=True)
+        self._acquire(wait=True)
         self._interrupt = interrupt
 
     def __exit__(self, *exc: object) -> None:
@@ -43,7 +43,7 @@ class FairLock:
         try:
             self._run_deferred()
         finally:
-            self._give()
+            self._release()
             interrupt.release()
 
     @property
@@ -60,11 +60,11 @@ class FairLock:
         interrupt = _DeferredInterrupt()
         interrupt.hold()
         try:
-            if self._take(wait=False):
+            if self._acquire(wait=False):
                 try:
                     self._run_deferred()
                 finally:
-                    self._give()
+                    self._release()
         finally:
             interrupt.release()
 
@@ -72,7 +72,7 @@ class FairLock:
         while self._deferred:
             self._deferred.popleft()()
 
-    def _take(self, *, wait: bool) -> bool:
+    def _acquire(self, *, wait: bool) -> bool:
         # A finalizer may run while this thread holds the guard, so it must not wait for the guard either.
         if not self._guard.acquire(blocking=wait):
             return False
@@ -90,7 +90,7 @@ class FairLock:
         ticket.acquire()  # until _give releases it
         return True
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         with self._guard:
             self._owner = 0
             if self._queue:
@@ -103,7 +103,7 @@ class _DeferredInterrupt:
 
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
-        self._came = False
+        self._received = False
 
     def hold(self) -> None:
         """Record interrupts instead of handling them."""
@@ -114,11 +114,11 @@ class _DeferredInterrupt:
                 signal.signal(signal.SIGINT, self._note)
 
     def release(self) -> None:
-        """Restore the handler, and call it if an interrupt came."""
+        """Restore the handler, and call it if an interrupt was received."""
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-            if self._came:
+            if self._received:
                 self._handler(signal.SIGINT, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        self._received = True

@@ -52,29 +52,29 @@ class Clock:
 
 
 class Session:
-    """An open model and the sampling parameters of the command line, `given`, which replace the model's defaults."""
+    """An open model and the command line's sampling parameters, `overrides`, which replace the model's defaults."""
 
     def __init__(
-        self, llm: LLM, given: Mapping[str, Any], clock: Clock, *, system: str | None = None, quiet: bool = False
+        self, llm: LLM, overrides: Mapping[str, Any], clock: Clock, *, system: str | None = None, quiet: bool = False
     ) -> None:
-        self.llm, self.given, self.clock, self.system, self.quiet = llm, dict(given), clock, system, quiet
+        self.llm, self.overrides, self.clock, self.system, self.quiet = llm, dict(overrides), clock, system, quiet
 
     def params(self, *, chat: bool) -> SamplingParams:
         """Return the model's defaults, with the parameters of the command line."""
         base = self.llm.get_default_sampling_params(max_tokens=None if chat else MAX_TOKENS)
-        return replace(base, **self.given)
+        return replace(base, **self.overrides)
 
     def once(self, prompt: str, *, chat: bool, as_json: bool) -> int:
         """Answer one prompt on stdout, and return the exit code. Raises LlmcError E6xx."""
-        stream = self._begin([*self._opening(), {"role": "user", "content": prompt}], chat=chat)
+        stream = self._open_stream([*self._opening(), {"role": "user", "content": prompt}], chat=chat)
         began = time.perf_counter()
         with stream:
             text = self._write(stream, show=not as_json)
             if as_json:
                 document = self._document(stream.output, time.perf_counter() - began)
-                _put(json.dumps(document, ensure_ascii=not _unicode()) + "\n")
+                _write_stdout(json.dumps(document, ensure_ascii=not _unicode()) + "\n")
             elif not text.endswith("\n"):
-                _put("\n")
+                _write_stdout("\n")
             self._report(stream.output, time.perf_counter() - began)
         return 0
 
@@ -90,47 +90,47 @@ class Session:
         messages = self._opening()
         while True:
             try:
-                said = _ask()
+                line = _read_line()
             except EOFError:
                 print(file=sys.stderr)
                 return 0
-            command = said.strip()
+            command = line.strip()
             if command in ("/exit", "/quit", "/bye"):
                 return 0
             if command == "/clear":
                 messages = self._opening()
             elif _COMMAND.fullmatch(command):
-                known = command in ("/help", "/?")
-                print(f"llmc: {'' if known else f'unknown command {command}; '}{_HELP}", file=sys.stderr)
+                is_help = command in ("/help", "/?")
+                print(f"llmc: {'' if is_help else f'unknown command {command}; '}{_HELP}", file=sys.stderr)
             elif command:
-                self._turn(messages, said, chat=chat)
+                self._answer(messages, line, chat=chat)
 
-    def _turn(self, messages: list[dict[str, str]], said: str, *, chat: bool) -> None:
-        """Answer `said`. It is added to `messages` if it was answered completely or in part."""
+    def _answer(self, messages: list[dict[str, str]], prompt: str, *, chat: bool) -> None:
+        """Answer `prompt`. It is added to `messages` if it was answered completely or in part."""
         began = time.perf_counter()
-        talk = [*messages, {"role": "user", "content": said}]
+        conversation = [*messages, {"role": "user", "content": prompt}]
         try:
-            with self._begin(talk, chat=chat) as stream:
+            with self._open_stream(conversation, chat=chat) as stream:
                 try:
                     self._write(stream, show=True)
                 except KeyboardInterrupt:
                     print("\nllmc: stopped", file=sys.stderr)
-                _put("\n")
+                _write_stdout("\n")
                 answer = stream.output
         except LlmcError as e:
             print(e, file=sys.stderr)
             if e.code in ("E602", "E604"):
                 print("llmc: the conversation is too long; /clear starts a new one", file=sys.stderr)
             return
-        messages[:] = [*talk, {"role": "assistant", "content": answer.outputs[0].text}]
+        messages[:] = [*conversation, {"role": "assistant", "content": answer.outputs[0].text}]
         self._report(answer, time.perf_counter() - began)
 
-    def _begin(self, talk: Sequence[Mapping[str, str]], *, chat: bool) -> Stream:
+    def _open_stream(self, conversation: Sequence[Mapping[str, str]], *, chat: bool) -> Stream:
         """Answer the conversation, or without `chat` continue its last text. A default max_tokens is reduced to what
         fits; one of the command line is not."""
         llm, params = self.llm, self.params(chat=chat)
-        prompt = llm.chat_prompt(talk) if chat else as_prompt(talk[-1]["content"], llm.tokenizer)
-        return llm.stream(prompt, params if "max_tokens" in self.given else llm.fitted(params, prompt))
+        prompt = llm.chat_prompt(conversation) if chat else as_prompt(conversation[-1]["content"], llm.tokenizer)
+        return llm.stream(prompt, params if "max_tokens" in self.overrides else llm.fitted(params, prompt))
 
     def _opening(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -145,7 +145,7 @@ class Session:
                 first = False
             text += piece.text
             if show and piece.text:
-                _put(piece.text)
+                _write_stdout(piece.text)
         return text
 
     def _report(self, output: RequestOutput, seconds: float) -> None:
@@ -183,7 +183,7 @@ def _unicode() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def _put(text: str) -> None:
+def _write_stdout(text: str) -> None:
     """Write to standard output and flush; characters that its encoding lacks are escaped. Raises LlmcError E644."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -195,7 +195,7 @@ def _put(text: str) -> None:
         raise LlmcError("E644", f"standard output cannot be written: {e.strerror}", "free space there") from e
 
 
-def _ask() -> str:
+def _read_line() -> str:
     """Read a line from the user. The prompt goes to stderr unless stdout is a terminal."""
     if sys.stdout.isatty():
         return input(">>> ")
@@ -212,7 +212,7 @@ def _line_editing() -> None:
 
 
 def _process_age() -> float:
-    """Return the seconds since this process was started; 0 if /proc does not say."""
+    """Return the seconds since this process was started; 0 if /proc is not available."""
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])

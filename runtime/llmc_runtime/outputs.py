@@ -208,7 +208,7 @@ class Collector:
     def _decoded(self, token: int) -> str | None:
         if self.tokenizer is None or not self.params.detokenize:
             return None
-        return self.tokenizer.spelled(token)
+        return self.tokenizer.token_text(token)
 
 
 class RequestState:

@@ -1,4 +1,7 @@
-"""Converts the prompts, parameters and priorities of API calls to one form. It checks types, not lengths."""
+"""Converts the prompts, parameters and priorities of API calls to one form, and checks their types.
+
+Lengths are checked by the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | range):
         raise LlmcError("E625", f"prompts is a {type(prompts).__name__}", _FORMS)
     out = []
-    for i, one in enumerate(prompts):
+    for i, prompt in enumerate(prompts):
         try:
-            out.append(as_prompt(one, tokenizer))
+            out.append(as_prompt(prompt, tokenizer))
         except LlmcError as e:
             raise numbered(e, i, len(prompts)) from e
     return out
@@ -54,7 +57,7 @@ def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
         prompt = prompt.get("prompt")
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer.json, so it takes no text", TOKENIZE)
+            raise LlmcError("E620", "the artifact has no tokenizer.json, so prompts must be token ids", TOKENIZE)
         return Prompt(tokenizer.encode(prompt), prompt)
     if _is_array(prompt):
         return Prompt(_ids(prompt))
@@ -108,12 +111,12 @@ def as_priorities(priorities: Any, count: int) -> list[int]:
     return values
 
 
-def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """Reduce a default max_tokens to the `room` for output, in tokens. Without room the parameters stay as they are,
-    and the scheduler's error says what does not fit."""
-    if params.max_tokens is None or not 0 < room < params.max_tokens:
+def fitted(params: SamplingParams, max_output: int) -> SamplingParams:
+    """Reduce a default max_tokens to `max_output` tokens. If that is not positive, the parameters stay as they are,
+    and the scheduler raises the error."""
+    if params.max_tokens is None or not 0 < max_output < params.max_tokens:
         return params
-    return params.changed(max_tokens=room, min_tokens=min(params.min_tokens, room))
+    return params.changed(max_tokens=max_output, min_tokens=min(params.min_tokens, max_output))
 
 
 def numbered(error: LlmcError, index: int, count: int) -> LlmcError:

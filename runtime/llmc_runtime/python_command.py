@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-# The child imports the package from where its parent found it, and never from the folder that it happens to start in.
+# The child imports the package from its parent's sys.path, never from its working directory.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from {module} import main; sys.exit(main(sys.argv[1:]))"

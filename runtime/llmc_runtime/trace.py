@@ -50,7 +50,7 @@ class _Span(NamedTuple):
 
 
 class Recorder:
-    """Records the latest `max_spans` spans of an engine. `done` says whether the step of a ticket has run."""
+    """Records the latest `max_spans` spans of an engine. `done` returns whether the step of a ticket has run."""
 
     def __init__(self, done: Callable[[Any], bool], max_spans: int = _MAX_SPANS) -> None:
         self._done = done

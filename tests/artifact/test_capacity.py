@@ -58,7 +58,7 @@ def test_the_pool_of_a_device_with_memory_of_its_own(tmp_path: Path) -> None:
         (
             21 << 20,
             84 << 20,
-            "shall have 21.0 MiB; .* 20.0 MiB are left of 84.0 MiB\n.* at most 20.0 MiB, .* 80 tokens",
+            "needs 21.0 MiB; 20.0 MiB of 84.0 MiB are left .*\n.* at most 20.0 MiB, .* 80 tokens",
         ),
         (None, 40 << 20, "weights take less than 40.0 MiB"),
     ):
@@ -72,7 +72,7 @@ def test_tickets_on_a_device_of_depth_one(tmp_path: Path) -> None:
     write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
     executor = Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1), 1024)
     ticket = executor.launch(STEP)
-    with pytest.raises(RuntimeError, match="1 steps are under way"):
+    with pytest.raises(RuntimeError, match="1 steps are in flight"):
         executor.launch(STEP)
     assert executor.wait(ticket).tokens == [tiny.expected([1, 2, 3])]
     with pytest.raises(RuntimeError, match="waited for once"):

@@ -1,4 +1,4 @@
-"""What artifacts say, read strictly: size text, programs, manifests, safetensors headers."""
+"""What artifacts say, read strictly: size expressions, programs, manifests, safetensors headers."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def broken(program: Program, *path: object, value: object = ...) -> bytes:
         (("buffers", 2, "kind"), "heap", r"p\.buffers\[2\]: unknown kind 'heap'"),
         (("buffers", 2, "dtype"), "f33", "unknown dtype"),
         (("buffers", 2, "shape", 0), "R/2", "E108"),
-        (("buffers", 2, "shape", 0), 1.5, "must be size text"),
-        (("buffers", 2, "shape", 0), "Q", "uses a symbol that the program lacks"),
-        (("buffers", 2, "name"), "rows", "two buffers have one name"),
+        (("buffers", 2, "shape", 0), 1.5, "must be a size expression"),
+        (("buffers", 2, "shape", 0), "Q", "uses an undeclared symbol"),
+        (("buffers", 2, "name"), "rows", "two buffers have the same name"),
         (("buffers", 14, "alias"), "nobody", "alias of unknown buffer"),
         (("launches", 0, "args", 3), 15, "index is out of range"),
         (("launches", 0, "args", 3), -1, "index is out of range"),
@@ -112,7 +112,7 @@ def broken(program: Program, *path: object, value: object = ...) -> bytes:
         (("launches", 0, "sizes"), {}, "must be a list"),
         (("launches", 0, "extra"), 1, "unknown key 'extra'"),
         (("symbols", "T"), [4, 2], "is not a range"),
-        (("serves", "Q"), [1, 2], "names a symbol"),
+        (("serves", "Q"), [1, 2], "uses an undeclared symbol"),
         (("arena_bytes",), -1, "must be an integer in"),
         (("arena_bytes",), True, "must be an integer in"),
         (("ranks",), ..., "'ranks' is missing"),

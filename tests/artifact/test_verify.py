@@ -139,7 +139,7 @@ def test_a_wrong_token_is_seen_and_a_near_tie_excused(toy: Path, capsys: pytest.
     assert main(["verify", str(toy), "--canary"]) == 4
     told = capsys.readouterr().out
     assert "LLMC-E125: the canary fails at 1 of 48 tokens on " in told and "recorded on " in told
-    assert f"prompt 2, token 15: it is {good.runs[1].tokens[-1]}, recorded was {tokens[-1]}" in told
+    assert f"prompt 2, token 15: got {good.runs[1].tokens[-1]}, recorded {tokens[-1]}" in told
     tops = [*good.runs[1].top_logprobs[:-1], (-1.0, -1.06, -2.0, -3.0, -4.0)]
     executor = load_executor(toy)
     verdict = canaries.check(executor, changed(wrong, 1, top_logprobs=tuple(tops)))
@@ -183,7 +183,7 @@ def test_a_canary_without_room_is_told(toy: Path) -> None:
     verify_artifact(toy, record=True)
     good = canaries.Canary.load((toy / "canary.json").read_bytes())
     executor = load_executor(toy, kv_bytes=16 * 9)
-    with pytest.raises(LlmcError, match=r"E202.*need 13 pages of KV, there are 9"):
+    with pytest.raises(LlmcError, match=r"E202.*need 13 KV pages; the cache has 9"):
         canaries.check(executor, good)
     small = canaries.record(executor)  # of what there is
     assert canaries.check(executor, small).problems == () and max(len(r.prompt) for r in small.runs) == 6

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from artifact.tiny import Checkpoint
 
-from llmc.ir import weight_eval as blocks_module
 from llmc.artifact import weights as weights_module
 from llmc.artifact.files import Files
-from llmc.ir.weight_eval import Blocks, narrow, widen
 from llmc.artifact.weights import write_weights
 from llmc.diagnostics import Diagnostic
+from llmc.ir import weight_eval as blocks_module
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.interp import run
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
+from llmc.ir.weight_eval import Blocks, narrow, widen
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

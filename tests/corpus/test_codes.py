@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "errors.md"
@@ -60,10 +60,14 @@ def test_whatever_a_cause_is_made_of_five_lines_are_printed(size: int) -> None:
 
 
 def test_other_errors_are_told_with_a_code() -> None:
-    assert as_told(MemoryError()).code == "E203"
-    told = as_told(PermissionError(13, "Permission denied", "x/y"))
+    assert as_llmc_error(MemoryError()).code == "E203"
+    told = as_llmc_error(PermissionError(13, "Permission denied", "x/y"))
     assert (told.code, told.of_environment) == ("E100", True) and "x/y" in told.cause
     try:
         [][1]
     except IndexError as e:
-        assert as_told(e).code == "E000" and "IndexError" in str(as_told(e)) and "test_codes.py" in str(as_told(e))
+        assert (
+            as_llmc_error(e).code == "E000"
+            and "IndexError" in str(as_llmc_error(e))
+            and "test_codes.py" in str(as_llmc_error(e))
+        )

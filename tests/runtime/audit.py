@@ -30,7 +30,7 @@ def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
     free = pool.free_list()
     assert sorted(free) == [page for page in range(pool.num_pages) if not used[page]], f"free list {free}"
     assert len(free) == pool.num_free, f"{len(free)} free pages, counted {pool.num_free}"
-    kept = [pool.kept[page] for page in free]
+    kept = [pool.cached[page] for page in free]
     assert kept == sorted(kept), "a page with a prefix goes before one without"
     end, links = pool.num_pages, [pool.num_pages, *free, pool.num_pages]
     for before, after in pairwise(links):
@@ -42,7 +42,9 @@ def audit_prefixes(scheduler: Scheduler) -> None:
     only.
     """
     held, pool = scheduler.prefix.content(), scheduler.pool
-    assert sorted(held) == [page for page in range(pool.num_pages) if pool.kept[page]], "kept pages are not those held"
+    assert sorted(held) == [page for page in range(pool.num_pages) if pool.cached[page]], (
+        "kept pages are not those held"
+    )
     assert {digest for digest, _ in held.values()} == set(scheduler.prefix._page), "digests"
     assert all(pool.refs[page] <= 1 or page in held for page in range(pool.num_pages)), "an unpublished page is shared"
     size = scheduler.config.page_size

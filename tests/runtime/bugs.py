@@ -364,6 +364,6 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "rollback", rollback_that_keeps_the_row),
     (WaitingQueue, "first", first_of_all_tenants),
     (WaitingQueue, "first", the_tenant_with_the_most_service),
-    (WaitingQueue, "_begin", service_saved_up),
+    (WaitingQueue, "_start_waiting", service_saved_up),
     (WaitingQueue, "add", preempted_who_wait_their_turn),
 )

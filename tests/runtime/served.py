@@ -64,7 +64,7 @@ class Served:
 @contextmanager
 def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
-    tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), most_wait: float = math.inf,
+    tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), max_wait: float = math.inf,
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
     key_scope: str = "all", **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
@@ -76,7 +76,7 @@ def served(
         async with fake(pace, tok=TOK, **options) as llm:
             meters = ServerMetrics("toy", llm.stats, lambda: about(llm, "toy"), alias)
             admission = Admission(
-                sequences, tokens, per_key, meters.refused, ROWS, len(keys), most_wait, lambda: llm.num_waiting
+                sequences, tokens, per_key, meters.refused, ROWS, len(keys), max_wait, lambda: llm.num_waiting
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
             limit = ConnectionLimit(connections, lambda: meters.refused("connections"))

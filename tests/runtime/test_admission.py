@@ -1,4 +1,4 @@
-"""Places, waits and shares: what is counted, what is estimated, who is refused; a clock that the test turns."""
+"""AdmissionSlots, waits and shares: what is counted, what is estimated, who is refused; a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, Place
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot
 from llmc_runtime.server.operations.throughput import Throughput
 
 
@@ -35,12 +35,12 @@ class Engine:
 
     def __init__(self, clock: Clock, where: Admission, seconds: float) -> None:
         self.clock, self.where, self.seconds = clock, where, seconds
-        self.queue: deque[tuple[Place, float]] = deque()
-        self.running: list[tuple[float, Place]] = []
+        self.queue: deque[tuple[AdmissionSlot, float]] = deque()
+        self.running: list[tuple[float, AdmissionSlot]] = []
         self.waited: list[float] = []
 
     def come(self, key: str = "") -> None:
-        self.queue.append((self.where.place(1, 10, 20, key), self.clock.now))
+        self.queue.append((self.where.reserve(1, 10, 20, key), self.clock.now))
 
     def go_on(self, seconds: float) -> None:
         end = self.clock.now + seconds
@@ -79,7 +79,7 @@ def test_a_wait_is_estimated_from_what_leaves_the_queue() -> None:
 def test_what_nobody_can_tell_yet_is_bounded_by_what_was_seen() -> None:
     clock = Clock()
     where = admission(clock, rows=1)
-    places = [where.place(1, 10, 90, "") for _ in range(4)]
+    places = [where.reserve(1, 10, 90, "") for _ in range(4)]
     places[0].begin()
     clock.now += 30.0
     assert where.wait() == pytest.approx(90.0), "had one begun now, the three would take as long each"
@@ -101,15 +101,15 @@ def test_an_engine_that_becomes_slower_is_noticed_within_the_window() -> None:
 
 def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
     clock, reasons = Clock(), Counter[str]()
-    where = admission(clock, most_wait=60.0, refused=lambda reason: reasons.update([reason]))
+    where = admission(clock, max_wait=60.0, refused=lambda reason: reasons.update([reason]))
     engine = Engine(clock, where, 2.0)
     for _ in range(110):
         engine.come()
     engine.go_on(11.0)
     with pytest.raises(ApiError) as refusal:
-        where.place(1, 10, 20, "", within=5.0)
+        where.reserve(1, 10, 20, "", within=5.0)
     assert status(refusal) == (503, "server_overloaded") and "longer than its time limit" in refusal.value.message
-    where.place(1, 10, 20, "", within=58.0).close()
+    where.reserve(1, 10, 20, "", within=58.0).close()
     with pytest.raises(ApiError) as refusal:
         for _ in range(200):
             engine.come()
@@ -120,7 +120,7 @@ def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
 
 def test_a_light_key_is_not_refused_for_what_a_heavy_one_has_queued() -> None:
     clock = Clock()
-    where = admission(clock, keys=2, most_wait=30.0)
+    where = admission(clock, keys=2, max_wait=30.0)
     engine = Engine(clock, where, 2.0)
     for _ in range(60):
         engine.come("heavy")
@@ -134,27 +134,27 @@ def test_one_of_several_keys_cannot_take_all() -> None:
     places = []
     with pytest.raises(ApiError) as refusal:
         for _ in range(100):
-            places.append(where.place(1, 1, 1, "a"))
+            places.append(where.reserve(1, 1, 1, "a"))
     assert status(refusal) == (429, "rate_limit_exceeded") and len(places) == 80
     for key in "bc":
-        where.place(4, 1, 1, key)
+        where.reserve(4, 1, 1, key)
     alone = admission(Clock(), sequences=100, keys=1)
-    assert all(alone.place(1, 1, 1, "a") for _ in range(100)), "with one key there is nobody to leave room for"
+    assert all(alone.reserve(1, 1, 1, "a") for _ in range(100)), "with one key there is nobody to leave room for"
 
 
 def test_tokens_are_shared_as_well() -> None:
     where = admission(Clock(), tokens=1000, keys=2)
-    where.place(1, 100, 500, "a")
+    where.reserve(1, 100, 500, "a")
     with pytest.raises(ApiError) as refusal:
-        where.place(1, 100, 200, "a")
+        where.reserve(1, 100, 200, "a")
     assert status(refusal) == (429, "rate_limit_exceeded")
-    where.place(1, 100, 200, "b")
+    where.reserve(1, 100, 200, "b")
 
 
 def test_a_place_that_turns_out_too_large_is_refused_and_nothing_is_left_of_it() -> None:
     where = admission(Clock(), tokens=1000)
-    other = where.place(1, 1, 700, "a")
-    place = where.place(1, 1, 100, "b")
+    other = where.reserve(1, 1, 700, "a")
+    place = where.reserve(1, 1, 100, "b")
     with pytest.raises(ApiError) as refusal:
         place.resize(250, 100)
     assert status(refusal) == (503, "server_overloaded")
@@ -171,15 +171,17 @@ def test_a_place_that_turns_out_too_large_is_refused_and_nothing_is_left_of_it()
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_nothing_is_left(seed: int) -> None:
     draw, clock = random.Random(seed), Clock()
-    where = admission(clock, rows=3, sequences=40, tokens=4000, keys=3, most_wait=20.0)
-    places: list[Place] = []
+    where = admission(clock, rows=3, sequences=40, tokens=4000, keys=3, max_wait=20.0)
+    places: list[AdmissionSlot] = []
     for _ in range(3000):
         clock.now += draw.random()
         chance = draw.random()
         try:
             if chance < 0.4:
                 places.append(
-                    where.place(draw.randrange(1, 4), draw.randrange(1, 99), draw.randrange(1, 99), draw.choice("abc"))
+                    where.reserve(
+                        draw.randrange(1, 4), draw.randrange(1, 99), draw.randrange(1, 99), draw.choice("abc")
+                    )
                 )
             elif places and chance < 0.55:
                 draw.choice(places).resize(draw.randrange(1, 200), draw.randrange(1, 200))

@@ -180,16 +180,20 @@ def test_sizes_grow_with_everything_that_multiplies() -> None:
 def test_answers_are_accounted_for_by_key_and_together() -> None:
     told = list[str]()
     admission = Admission(10, 1000, keys=2, answers=100, refused=told.append)
-    alone = admission.answer("a", 90)
+    alone = admission.reserve_response("a", 90)
     with pytest.raises(ApiError) as mine:
-        admission.answer("a", 10)
+        admission.reserve_response("a", 10)
     with pytest.raises(ApiError) as ours:
-        admission.answer("b", 20)
+        admission.reserve_response("b", 20)
     assert (mine.value.status, ours.value.status, told) == (429, 503, ["answer_bytes"] * 2)
     assert {"Retry-After"} <= set(mine.value.headers) & set(ours.value.headers)
     alone.close()
     alone.close()
-    rooms = [admission.answer("a", 20), admission.answer("a", 30), admission.answer("b", 50)]
+    rooms = [
+        admission.reserve_response("a", 20),
+        admission.reserve_response("a", 30),
+        admission.reserve_response("b", 50),
+    ]
     for room in rooms:
         room.close()
     assert not admission.answer_bytes

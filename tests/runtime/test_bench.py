@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from llmc_runtime.bench.client_worker import Recipe, read_items
 from llmc_runtime.bench.command import parser, run
-from llmc_runtime.bench.figures import Wanted, figures
+from llmc_runtime.bench.figures import ReportSpec, figures
 from llmc_runtime.bench.http_client import Reply, WireError
 from llmc_runtime.bench.record import CUT, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix, parse_mix
@@ -85,7 +85,7 @@ def test_a_stream_s_times_are_those_of_its_chunks_with_text() -> None:
               (12.75, event("b") + event("c")), (14.0, event("d", "length")), (15.0, usage), (16.0, DONE)]  # fmt: skip
     for now[0], data in script:
         stream.take(data)
-    assert stream.whole and record.counted
+    assert stream.complete and record.counted
     assert (record.first, record.last, record.chunks) == (12.5, 14.0, 4)
     assert record.gaps.tolist() == [0.25, 0.0, 1.25]
     assert (record.prompt_tokens, record.output_tokens) == (7, 5)
@@ -94,10 +94,10 @@ def test_a_stream_s_times_are_those_of_its_chunks_with_text() -> None:
 def test_an_error_event_or_no_end_is_no_whole_stream() -> None:
     broken = Stream(Record(0, 0.0), time.monotonic)
     broken.take(event("a") + b'data: {"error": {"message": "gone"}}\n\n')
-    assert not broken.whole and broken.error == "gone"
+    assert not broken.complete and broken.error == "gone"
     cut = Stream(Record(0, 0.0), time.monotonic)
     cut.take(event("a"))
-    assert not cut.whole and not cut.error
+    assert not cut.complete and not cut.error
 
 
 def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
@@ -108,16 +108,16 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
     record = Record(0, 0.0)
     stream = Stream(record, time.monotonic)
     for data in sent:
-        assert stream.whole == (record.chunks == 3)
+        assert stream.complete == (record.chunks == 3)
         for one in split(data, RNG):
             stream.take(one)
-    assert stream.whole and record.chunks == 3
+    assert stream.complete and record.chunks == 3
     both = Stream(Record(0, 0.0), time.monotonic)
     for index, finish in ((0, None), (1, None), (1, "stop"), (0, "length")):
-        assert not both.whole
+        assert not both.complete
         choice = {"index": index, "delta": {"content": "x"}, "finish_reason": finish}
         both.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-    assert both.whole
+    assert both.complete
 
 
 @pytest.mark.parametrize("sent", ["null", '"ping"', '{"choices": [null]}', '{"choices": 5}', "{", '{"usage": 3}'])
@@ -142,7 +142,7 @@ def test_figures_are_those_of_the_records() -> None:
     records.append(Record(0, 1.0, 1.0, end=9.0, prompt_tokens=3, error="HTTP 503: full"))
     done = [i for i in range(40) if i % 4 != 3]
     goal = 1e3 * float(np.median([first[i] - sent[i] for i in done]))
-    told = figures(records, 0.5, Wanted(percentiles=(50, 99.9), goals={"ttft": goal}))
+    told = figures(records, 0.5, ReportSpec(percentiles=(50, 99.9), goals={"ttft": goal}))
     end = max([9.0, *(r.end for r in records)])
     assert (told["completed"], told["failed"], told["cut"]) == (30, 1, 10)
     assert told["duration"] == pytest.approx(end - 0.5)
@@ -194,7 +194,7 @@ def test_mixes_are_written_briefly_and_refused_where_they_make_no_sense() -> Non
     default = Mix(num_prompts=9, max_concurrency=4, burstiness=2.0, output_len=5)
     mix = parse_mix("name=prompts, rate=8,input=2000,output=16,duration=120", default)
     assert mix == Mix("prompts", 8.0, 2.0, None, None, 120.0, 2000, 16)
-    assert Mix.of(json.loads(json.dumps(default.told()))) == default
+    assert Mix.from_json(json.loads(json.dumps(default.to_json()))) == default
     for text in ("rate=8", "duration=3", "rate=x,num=1", "speed=3", "num=0", "rate=-1,num=3", "num=1,range_ratio=1"):
         with pytest.raises(LlmcError) as e:
             parse_mix(text, default)

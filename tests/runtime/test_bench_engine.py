@@ -71,4 +71,4 @@ def test_it_runs_as_a_module(toy: Path) -> None:
     words = ["latency", str(toy), "--num-iters", "1", "--input-len", "4", "--output-len", "2"]
     command = [sys.executable, "-m", "llmc_runtime.bench", *words]
     done = subprocess.run(command, cwd=ROOT / "runtime", capture_output=True, text=True, check=True)
-    assert "ms a decoding step" in done.stdout and "output tokens/s" in done.stdout
+    assert "ms per decode step" in done.stdout and "output tokens/s" in done.stdout

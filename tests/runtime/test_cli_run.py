@@ -236,7 +236,7 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(interactive, "_ask", ask)
+    monkeypatch.setattr(interactive, "_read_line", ask)
     monkeypatch.setattr(interactive.Session, "_write", interrupted)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert run_command([str(toy), "-n", "2", "--ignore-eos"]) == 0

@@ -54,7 +54,7 @@ def test_a_page_is_free_when_its_last_table_lets_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "act", [lambda p: p.take(3), lambda p: p.keep(1), lambda p: PagePool(0), lambda p: p.drop_all()]
+    "act", [lambda p: p.take(3), lambda p: p.mark_cached(1), lambda p: PagePool(0), lambda p: p.drop_all()]
 )
 def test_broken_promises_are_errors(act: Callable[[PagePool], object]) -> None:
     pool = PagePool(2)
@@ -132,7 +132,7 @@ def test_disabled_hits_nothing() -> None:
     pool = PagePool(2)
     prefix = PrefixCache(pool, SIZE, enabled=False)
     prefix.publish([prefix.root()], [1, 2], pool.take(1), 0, 1)
-    assert prefix.match([prefix.root()], [1, 2, 3]) == [] and not any(pool.kept)
+    assert prefix.match([prefix.root()], [1, 2, 3]) == [] and not any(pool.cached)
 
 
 class Sharing(RuleBasedStateMachine):

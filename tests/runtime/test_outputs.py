@@ -36,7 +36,7 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
             said.append(part.news())
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
-        assert len(part._text._taken_pieces) + len(part._text._new_pieces) < 5 + i - sum(
+        assert len(part._text._returned_pieces) + len(part._text._new_pieces) < 5 + i - sum(
             len(one.token_ids) for one in said
         )
     assert whole.text == "".join(one.text for one in said) == tok.decode(ids)
@@ -70,7 +70,7 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
         for token, row, told in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
-            assert told is not None and told[token] == Logprob(row.logprob, 3, tok.spelled(token))
+            assert told is not None and told[token] == Logprob(row.logprob, 3, tok.token_text(token))
 
     asyncio.run(asked())
     assert where == {not apart}

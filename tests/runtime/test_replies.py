@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 import pytest
-from llmc_runtime.server.http.replies import Gone, Plain, event, while_connected
+from llmc_runtime.server.http.replies import ClientDisconnected, Plain, event, while_connected
 
 from tests.runtime.served import served
 
@@ -95,7 +95,7 @@ def test_who_leaves_ends_the_work_and_a_cancel_from_elsewhere_stays_one(leaves: 
         if not leaves:
             await asyncio.sleep(0.01)
             task.cancel()
-        with pytest.raises(Gone if leaves else asyncio.CancelledError):
+        with pytest.raises(ClientDisconnected if leaves else asyncio.CancelledError):
             await task
 
     asyncio.run(main())

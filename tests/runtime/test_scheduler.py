@@ -348,7 +348,7 @@ def refusal(rig: Rig, request: Request) -> LlmcError:
     ("prompt", "params", "code", "words"),
     [
         ([], {}, "E605", "no tokens"),
-        ([1, 1000], {}, "E606", "token id 1000, the vocabulary has 0 to 999"),
+        ([1, 1000], {}, "E606", "token id 1000; valid ids are 0 to 999"),
         ([1, -3], {}, "E606", "token id -3"),
         ([1, 2.0], {}, "E601", "prompt_token_ids"),
         ("text", {}, "E601", "prompt_token_ids"),

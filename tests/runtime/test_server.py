@@ -133,7 +133,7 @@ def test_echo_and_log_probabilities_as_evaluations_read_them(http: httpx.Client,
     scores = [None, *(row[t].logprob for t, row in zip(ids[1:], (whole.prompt_logprobs or [])[1:]) if row)]
     (out,) = whole.outputs
     assert choice["logprobs"]["token_logprobs"] == [*scores, (out.logprobs or [])[0][out.token_ids[0]].logprob]
-    assert choice["logprobs"]["tokens"] == [TOK.spelled(t) for t in [*ids, *out.token_ids]]
+    assert choice["logprobs"]["tokens"] == [TOK.token_text(t) for t in [*ids, *out.token_ids]]
     assert choice["logprobs"]["top_logprobs"][0] is None and all(choice["logprobs"]["top_logprobs"][1:])
     assert choice["text"] == TOK.decode(ids, skip_special_tokens=False) + out.text
     offsets = choice["logprobs"]["text_offset"]
@@ -141,7 +141,7 @@ def test_echo_and_log_probabilities_as_evaluations_read_them(http: httpx.Client,
     (scored,) = post(http, prompt=[ids], echo=True, **{**body, "max_tokens": 0})["choices"]
     assert scored["logprobs"]["token_logprobs"] == scores and scored["finish_reason"] == "length"
     (piece, *_) = events(http.post("/v1/completions", json={"prompt": ids, "echo": True, "stream": True, **body}).text)
-    assert piece["choices"][0]["logprobs"]["tokens"][: len(ids)] == [TOK.spelled(t) for t in ids]
+    assert piece["choices"][0]["logprobs"]["tokens"][: len(ids)] == [TOK.token_text(t) for t in ids]
     told = post(http, prompt=ids, prompt_logprobs=0, max_tokens=1, temperature=0)["choices"][0]["prompt_logprobs"]
     assert told[0] is None and [list(row) for row in told[1:]] == [[str(t)] for t in ids[1:]]
 

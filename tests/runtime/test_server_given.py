@@ -145,7 +145,7 @@ def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
     offsets, ids = whole["logprobs"]["text_offset"], TOK.encode(words)
     assert ids[0] == TOK.bos_token_id and offsets[:2] == [0, 0]  # the text begins behind what the tokenizer put there
     for token, place in list(zip(ids, offsets))[1:]:
-        assert whole["text"].startswith(TOK.spelled(token), place)
+        assert whole["text"].startswith(TOK.token_text(token), place)
     assert offsets[len(ids)] == len(words)
     chunks = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(server, "/v1/completions", **body)]
     assert [place for chunk in chunks for place in chunk] == offsets

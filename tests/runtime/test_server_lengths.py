@@ -111,7 +111,7 @@ def test_bans_behind_long_words() -> None:
         want = {
             word[-1] for word in words if len(word) - 1 <= len(past) and past[len(past) - len(word) + 1 :] == word[:-1]
         }
-        mask = bans.after(past[-bans.keep :])
+        mask = bans.after(past[-bans.window :])
         assert {i for i in range(64) if not mask[i >> 3] >> (i & 7) & 1} == want
 
 

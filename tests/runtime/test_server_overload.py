@@ -70,7 +70,7 @@ def test_refusals_come_before_tokenizing_and_say_when_to_come_back(monkeypatch: 
 
 
 def test_a_queue_that_moves_slowly_refuses_who_would_wait_too_long() -> None:
-    with served(pace=0.02, sequences=200, most_wait=2.0) as server:
+    with served(pace=0.02, sequences=200, max_wait=2.0) as server:
         links = [post_head(server, {**LONG, "max_tokens": 50}) for _ in range(ROWS + 150)]
         until(lambda: (server.serving.admission.wait() or 0) > 2.0)
         reply = post(server, {"prompt": "x"})

@@ -52,7 +52,7 @@ def test_limits_keys_and_capacity_are_those_of_the_options(
     assert (told["server"]["api_keys"], told["server"]["admin_keys"]) == (2, 1)
     assert "/admin/*" in told["server"]["routes"] and "key-of" not in json.dumps(told)
     code, told = planned(capsys, str(toy), "--kv-cache-memory-bytes", str(page - 1))
-    assert code == 1 and told["fits"] is False and "Try: give at least" in told["why"]
+    assert code == 1 and told["fits"] is False and "Try: set at least" in told["why"]
     assert main_serve([str(toy), "--dry-run", "--max-model-len", "99999999"]) == 1
     assert "E204" in capsys.readouterr().err
 

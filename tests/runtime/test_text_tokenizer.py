@@ -118,7 +118,7 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path, damage: Any, code: 
 
 def test_a_folder_with_another_format_says_which(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(LlmcError, match=r"found only tokenizer\.model"):
+    with pytest.raises(LlmcError, match=r"it has only tokenizer\.model"):
         Tokenizer.open(tmp_path)
 
 

@@ -203,7 +203,7 @@ def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Gra
         while True:
             ids = [token for token in range(TOK.vocab_size) if has(follow.mask(), token)]
             left -= 1
-            closing = [t for t in ids if TOK.spelled(t)[:1] in ("<", "/", "p", ">", "]", ")", "}", '"')]
+            closing = [t for t in ids if TOK.token_text(t)[:1] in ("<", "/", "p", ">", "]", ")", "}", '"')]
             token = draw.choice(closing or ids) if left < 300 else draw.choice(ids)
             if token == END or left < 0:
                 break

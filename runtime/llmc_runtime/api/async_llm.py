@@ -33,7 +33,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 from llmc_runtime.trace import Row
 
 _MAX_TIMEOUT = 1_000_000  # seconds
-_INLINE, _INLINE_WORDS = 4096, 512  # characters of a prompt and of bad words that are tokenized without a thread
+_INLINE, _INLINE_BAD_WORDS = 4096, 512  # characters of a prompt and of bad words that are tokenized without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 
@@ -69,8 +69,8 @@ class AsyncLLM(ModelAPI):
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
         self._started = self._stopped = False
-        self._waiting_for_words = 0
-        self._recent_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
+        self._waiting_for_bad_words = 0
+        self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
 
     @classmethod
     def over(cls, front: Front, *, say: Callable[[str], None] | None = None, **options: Any) -> AsyncLLM:
@@ -145,8 +145,8 @@ class AsyncLLM(ModelAPI):
             params = fit_prompt(self.get_default_sampling_params(), ready, config)
         else:
             (params,) = as_params(sampling_params, 1)
-        words, size = await self._bad_words(params), config.vocab_size
-        request = prepare(ready, params, words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        bad_words, size = await self._bad_words(params), config.vocab_size
+        request = prepare(ready, params, bad_words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
         state = AsyncRequestState(
             output_kind, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
         )
@@ -300,20 +300,20 @@ class AsyncLLM(ModelAPI):
 
     async def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Tokenize the bad words: many of them in a thread, and once for all prompts that share the parameters."""
-        words = params.bad_words
-        if sum(map(len, words or ())) <= _INLINE_WORDS:
+        bad_words = params.bad_words
+        if sum(map(len, bad_words or ())) <= _INLINE_BAD_WORDS:
             return bad_word_tokens(params, self.tokenizer)
-        if self._recent_words is None or self._recent_words[0] is not words:
+        if self._recent_bad_words is None or self._recent_bad_words[0] is not bad_words:
             task = asyncio.create_task(asyncio.to_thread(bad_word_tokens, params, self.tokenizer))
-            self._recent_words = words, task
-        task = self._recent_words[1]
+            self._recent_bad_words = bad_words, task
+        task = self._recent_bad_words[1]
         if not task.done():
-            before, self._waiting_for_words = self._waiting_for_words, self._waiting_for_words + 1
+            before, self._waiting_for_bad_words = self._waiting_for_bad_words, self._waiting_for_bad_words + 1
             try:
                 await asyncio.wait([task])
             finally:
-                self._waiting_for_words -= 1
-            for _ in range(before // 4):  # let a few prompts continue in each turn of the event loop
+                self._waiting_for_bad_words -= 1
+            for _ in range(before // 4):  # let a few prompts continue in each iteration of the event loop
                 await asyncio.sleep(0)
         return task.result()
 

@@ -12,7 +12,7 @@ from llmc_runtime.outputs import RequestState
 
 
 class Bar:
-    """A context manager for `total` prompts. It does nothing unless `shown`, or if there are no prompts."""
+    """A context manager for `total` prompts. Without `shown`, or without prompts, it prints nothing."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._done = 0

@@ -1,4 +1,4 @@
-"""`python -m llmc_runtime.bench`: the same as `llmc bench`, for installations of the runtime alone."""
+"""`python -m llmc_runtime.bench`: the same as `llmc bench`, for installations without the compiler."""
 
 from __future__ import annotations
 

@@ -40,18 +40,18 @@ class Load:
 
     def __init__(self, plan: Mapping[str, Any], process: int, processes: int) -> None:
         self._process, self._processes = process, processes
-        self._mixes = [Mix.of(told) for told in plan["mixes"]]
+        self._mixes = [Mix.from_json(mix) for mix in plan["mixes"]]
         recipe = plan["recipe"]
         self._recipe = Recipe(**{**recipe, "items": [Item(**item) for item in recipe["items"]]})
         self._head, self._timeout = plan["head"].encode("latin-1"), plan["timeout"]
         self._pool = Pool(plan["host"], plan["port"], ssl.create_default_context() if plan["tls"] else None)
-        self._bodies = [self._stocked(mix) for mix in self._mixes]
+        self._bodies = [self._bodies_of(mix) for mix in self._mixes]
         self.records: list[Record] = []
         self._open: set[int] = set()  # indices into records
         self._counts = {name: Counter[int]() for name in (OK, FAILED, CUT, "tokens")}
         self.late = array("d")  # the event loop's delays in seconds
 
-    def _stocked(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
+    def _bodies_of(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
         """Return the request bodies of a mix. The first ones are created now, so that the start is not delayed."""
         source = self._recipe.bodies(mix, self._process, self._processes)
         count = min(_STOCK, mix.num_prompts or _STOCK)
@@ -70,17 +70,17 @@ class Load:
         """
         source = self._recipe.bodies(self._mixes[0], 0, 1)
         for _ in range(count):
-            record = await self._ask(Record(0, 0.0), *next(source))
+            record = await self._send(Record(0, 0.0), *next(source))
             if record.status != OK:
-                raise WireError(f"a request of the warm-up failed: {record.error}")
+                raise WireError(f"a warm-up request failed: {record.error}")
 
     async def run(self, start: float) -> float:
         """Run the load from `start` on. Returns the fraction of a core that this process used."""
         watch = asyncio.create_task(self._watch())
         await asyncio.sleep(max(start - time.monotonic(), 0))
-        cpu, begin = time.process_time(), time.monotonic()
+        cpu, started = time.process_time(), time.monotonic()
         await asyncio.gather(*(self._drive(i, start) for i in range(len(self._mixes))))
-        busy = (time.process_time() - cpu) / max(time.monotonic() - begin, 1e-9)
+        busy = (time.process_time() - cpu) / max(time.monotonic() - started, 1e-9)
         watch.cancel()
         self._pool.close()
         return busy
@@ -111,7 +111,7 @@ class Load:
             await gate.acquire()
             if time.monotonic() >= until:
                 break
-            task = asyncio.create_task(self._one(number, start + at, gate))
+            task = asyncio.create_task(self._run_request(number, start + at, gate))
             running.add(task)
             task.add_done_callback(running.discard)
         while running:
@@ -119,12 +119,12 @@ class Load:
         if cut is not None:
             cut.cancel()
 
-    async def _one(self, number: int, due: float, gate: asyncio.Semaphore) -> None:
-        record, place = Record(number, due), len(self.records)
+    async def _run_request(self, number: int, due: float, gate: asyncio.Semaphore) -> None:
+        record, index = Record(number, due), len(self.records)
         self.records.append(record)
-        self._open.add(place)
+        self._open.add(index)
         try:
-            await self._ask(record, *next(self._bodies[number]))
+            await self._send(record, *next(self._bodies[number]))
         except asyncio.CancelledError:
             record.status = CUT
         except (OSError, WireError, ValueError) as e:
@@ -133,58 +133,58 @@ class Load:
             record.end = time.monotonic()
             if not record.counted:
                 record.output_tokens = record.chunks
-            self._open.discard(place)
+            self._open.discard(index)
             self._counts[record.status][number] += 1
             self._counts["tokens"][number] += record.output_tokens
             gate.release()
 
-    async def _ask(self, record: Record, body: bytes, prompt_tokens: int) -> Record:
+    async def _send(self, record: Record, body: bytes, prompt_tokens: int) -> Record:
         """Send a request and record its response. A connection that the server closed while idle is replaced once."""
         request = self._head + b"Content-Length: %d\r\n\r\n" % len(body) + body
         record.prompt_tokens = prompt_tokens
-        stream, told = Stream(record, time.monotonic), bytearray()
+        stream, error_body = Stream(record, time.monotonic), bytearray()
 
-        def hear(reply: Reply, part: bytes) -> None:
+        def on_data(reply: Reply, part: bytes) -> None:
             if reply.status == 200:
                 stream.take(part)
-            elif len(told) < 1 << 16:
-                told.extend(part)
+            elif len(error_body) < 1 << 16:
+                error_body.extend(part)
 
         record.sent = time.monotonic()
-        connection = await self._pool.take()
+        connection = await self._pool.acquire()
         try:
-            reply = await self._answer(connection, request, hear)
+            reply = await self._answer(connection, request, on_data)
         except WireError:
             if not connection.used or record.chunks:
                 raise
-            connection = await self._pool.take(fresh=True)
-            reply = await self._answer(connection, request, hear)
-        self._pool.give(connection, reply)
-        if stream.whole and reply.status == 200:
+            connection = await self._pool.acquire(fresh=True)
+            reply = await self._answer(connection, request, on_data)
+        self._pool.release(connection, reply)
+        if stream.complete and reply.status == 200:
             record.status = OK
         else:
-            record.error = stream.error or _refusal(reply.status, bytes(told))
+            record.error = stream.error or _refusal(reply.status, bytes(error_body))
         return record
 
-    async def _answer(self, connection: Connection, request: bytes, hear: Any) -> Reply:
+    async def _answer(self, connection: Connection, request: bytes, on_data: Any) -> Reply:
         try:
             async with asyncio.timeout(self._timeout):
-                return await connection.ask(request, hear)
+                return await connection.send(request, on_data)
         except BaseException as e:
             connection.transport.abort()
             if isinstance(e, TimeoutError):
-                raise TimeoutError(f"no whole answer within {self._timeout:g} s") from None
+                raise TimeoutError(f"no complete response within {self._timeout:g} s") from None
             raise
 
     def progress(self) -> dict[str, Any]:
         """Return the counts so far, each by mix."""
         every = range(len(self._mixes))
-        told = {name: [count[i] for i in every] for name, count in self._counts.items()}
-        told["open"] = [0] * len(every)
-        for record in (self.records[place] for place in self._open):
-            told["open"][record.mix] += 1
-            told["tokens"][record.mix] += record.chunks
-        return told
+        counts = {name: [count[i] for i in every] for name, count in self._counts.items()}
+        counts["open"] = [0] * len(every)
+        for record in (self.records[index] for index in self._open):
+            counts["open"][record.mix] += 1
+            counts["tokens"][record.mix] += record.chunks
+        return counts
 
 
 def _cancel(running: set[asyncio.Task[None]]) -> None:
@@ -194,17 +194,18 @@ def _cancel(running: set[asyncio.Task[None]]) -> None:
 
 def _refusal(status: int, body: bytes) -> str:
     if status == 200:
-        return "the stream ended before its end"
+        return "the stream ended early"
     try:
-        told = json.loads(body)["error"]
-        words = told["message"] if isinstance(told, dict) else str(told)
+        error = json.loads(body)["error"]
+        message = error["message"] if isinstance(error, dict) else str(error)
     except (ValueError, KeyError, TypeError):
-        words = body[:200].decode(errors="replace")
-    return f"HTTP {status}: {words}"[:300]
+        message = body[:200].decode(errors="replace")
+    return f"HTTP {status}: {message}"[:300]
 
 
-def _say(told: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def _send_message(message: Mapping[str, Any]) -> None:
+    """Write one line of JSON to the parent process."""
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -214,9 +215,9 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
         if process == 0:
             await load.warm_up(plan["num_warmups"])
     except (OSError, WireError, ValueError) as e:
-        _say({"failed": str(e) or type(e).__name__})
+        _send_message({"failed": str(e) or type(e).__name__})
         return
-    _say({"ready": True})
+    _send_message({"ready": True})
     line = await asyncio.to_thread(sys.stdin.readline)
     if not line:
         return
@@ -224,7 +225,7 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
     async def report() -> None:
         while True:
             await asyncio.sleep(_REPORT)
-            _say({"progress": load.progress()})
+            _send_message({"progress": load.progress()})
 
     reporting = asyncio.create_task(report())
     busy = await load.run(float(line))
@@ -232,7 +233,7 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
     gaps = b"".join(record.gaps.tobytes() for record in load.records)
     names = [field.name for field in fields(Record) if field.name != "gaps"]
     rows = [{name: getattr(record, name) for name in names} | {"gaps": len(record.gaps)} for record in load.records]
-    _say({"done": {"records": rows, "busy": busy, "late": load.late.tolist()}, "bytes": len(gaps)})
+    _send_message({"done": {"records": rows, "busy": busy, "late": load.late.tolist()}, "bytes": len(gaps)})
     sys.stdout.buffer.write(gaps)
     sys.stdout.buffer.flush()
 
@@ -241,7 +242,7 @@ def main(process: int, processes: int) -> int:
     """Run a client process. Returns the exit status."""
     plan = json.loads(sys.stdin.readline())
     gc.disable()  # its pauses would be attributed to the server
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection needs a descriptor
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a connection needs a descriptor
     asyncio.run(_serve(plan, process, processes))
     return 0

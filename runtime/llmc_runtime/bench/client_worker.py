@@ -61,16 +61,16 @@ class Recipe:
             yield self._body(prompt, output_len), count
 
     def _body(self, prompt: Any, output_len: int) -> bytes:
-        asked: dict[str, Any] = {"model": self.model}
+        body: dict[str, Any] = {"model": self.model}
         if self.endpoint.endswith("/chat/completions"):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            asked |= {"messages": messages, "max_completion_tokens": output_len}
+            body |= {"messages": messages, "max_completion_tokens": output_len}
         else:
-            asked |= {"prompt": prompt, "max_tokens": output_len}
-        asked |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
+            body |= {"prompt": prompt, "max_tokens": output_len}
+        body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
         if self.ignore_eos:
-            asked["ignore_eos"] = True
-        return json.dumps(asked | dict(self.extra), separators=(",", ":")).encode()
+            body["ignore_eos"] = True
+        return json.dumps(body | dict(self.extra), separators=(",", ":")).encode()
 
     def _random(self, mix: Mix, i: int, input_len: int) -> tuple[Any, int]:
         """Return random ids for completions, or as many words for chats; equal for equal seed, mix and request
@@ -104,11 +104,11 @@ def read_items(path: Path, kind: str, endpoint: str) -> list[Item]:
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
         items = [item for row in rows if (item := (_custom if kind == "custom" else _sharegpt)(row)) is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LlmcError("E670", f"{path} is no data set of kind {kind}: {e!r:.200}", "see docs/serving.md") from e
+        raise LlmcError("E670", f"{path} is not a data set of kind {kind}: {e!r:.200}", "see docs/serving.md") from e
     if endpoint == COMPLETIONS:
         items = [item for item in items if isinstance(item.prompt, str)]
     if not items:
-        raise LlmcError("E670", f"{path} holds nothing that {endpoint} takes", "another --endpoint, or another file")
+        raise LlmcError("E670", f"{path} has no entries for {endpoint}", "use another --endpoint or another file")
     return items
 
 

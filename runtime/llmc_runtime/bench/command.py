@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     )
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
     modules = {"serve": serve, "offline": offline, "latency": latency, "start": start}
-    for name, words in _WHAT:
-        p = sub.add_parser(name, help=words, description=words)
+    for name, text in _WHAT:
+        p = sub.add_parser(name, help=text, description=text)
         modules[name].arguments(p.add_argument)
         if name != "serve":
             common.arguments(p)
@@ -58,5 +58,5 @@ def _keys(name: str | None, environment: Mapping[str, str]) -> Sequence[str]:
         return ()
     key = environment.get(name, "").partition(",")[0].strip()
     if not key:
-        raise LlmcError("E670", f"${name} holds no API key", "set it, or leave --api-key-env out")
+        raise LlmcError("E670", f"${name} contains no API key", "set it, or omit --api-key-env")
     return (key,)

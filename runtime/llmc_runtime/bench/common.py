@@ -41,7 +41,7 @@ def counts(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             option = "--" + name.replace("_", "-")
-            raise LlmcError("E670", f"{option} {getattr(args, name)} is not possible", "a whole number of 1 or more")
+            raise LlmcError("E670", f"{option} {getattr(args, name)} is out of range", "use an integer of at least 1")
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab_size: int, prefix_len: int = 0) -> list[list[int]]:

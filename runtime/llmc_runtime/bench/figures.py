@@ -23,7 +23,7 @@ _ERRORS = 5  # number of kinds of failures to report
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportSpec:
     """The metrics to report, their percentiles, and service-level objectives: `goals` maps metrics to milliseconds."""
 
     metrics: Sequence[str] = METRICS
@@ -31,16 +31,16 @@ class Wanted:
     goals: Mapping[str, float] | None = None
 
 
-def figures(records: Sequence[Record], start: float, wanted: Wanted) -> dict[str, Any]:
+def figures(records: Sequence[Record], start: float, spec: ReportSpec) -> dict[str, Any]:
     """Return counts, throughputs and latencies. `duration` is the time from `start` to the end of the last request."""
     done = [record for record in records if record.status == OK]
-    told = [record for record in records if record.status != FAILED and record.chunks]
+    streamed = [record for record in records if record.status != FAILED and record.chunks]
     duration = max((record.end for record in records), default=start) - start
-    read, written = sum(r.prompt_tokens for r in told), sum(r.output_tokens for r in told)
+    read, written = sum(r.prompt_tokens for r in streamed), sum(r.output_tokens for r in streamed)
     span = max(duration, 1e-9)
     good = None
-    if wanted.goals:
-        good = sum(all(_one(r, name) <= goal for name, goal in wanted.goals.items()) for r in done) / span
+    if spec.goals:
+        good = sum(all(_metric(r, name) <= goal for name, goal in spec.goals.items()) for r in done) / span
     return {
         "duration": duration,
         "completed": len(done),
@@ -52,35 +52,35 @@ def figures(records: Sequence[Record], start: float, wanted: Wanted) -> dict[str
         "request_goodput": good,
         "output_throughput": written / span,
         "total_token_throughput": (read + written) / span,
-        "tokens_per_chunk": written / max(sum(r.chunks for r in told), 1),
-        "max_concurrent_requests": _most_at_once(records),
+        "tokens_per_chunk": written / max(sum(r.chunks for r in streamed), 1),
+        "max_concurrent_requests": _peak_concurrency(records),
         "max_send_delay_ms": 1e3 * max((r.sent - r.due for r in records if r.sent), default=0.0),
-        **_latencies(done, told, wanted),
+        **_latencies(done, streamed, spec),
         "errors": _errors(records),
     }
 
 
-def _latencies(done: Sequence[Record], told: Sequence[Record], wanted: Wanted) -> dict[str, float | None]:
+def _latencies(done: Sequence[Record], streamed: Sequence[Record], spec: ReportSpec) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
-    for name in wanted.metrics:
-        values = _values(name, done, told)
+    for name in spec.metrics:
+        values = _values(name, done, streamed)
         summary: dict[str, Any] = {"mean": np.mean, "median": np.median, "std": np.std}
-        for word, reduce in summary.items():
-            out[f"{word}_{name}_ms"] = float(reduce(values)) if values.size else None
-        for p in wanted.percentiles:
+        for statistic, reduce in summary.items():
+            out[f"{statistic}_{name}_ms"] = float(reduce(values)) if values.size else None
+        for p in spec.percentiles:
             out[f"p{p:g}_{name}_ms"] = float(np.percentile(values, p)) if values.size else None
     return out
 
 
-def _values(name: str, done: Sequence[Record], told: Sequence[Record]) -> np.ndarray:
+def _values(name: str, done: Sequence[Record], streamed: Sequence[Record]) -> np.ndarray:
     if name == "itl":
-        gaps = [np.frombuffer(r.gaps, np.float32) for r in told if len(r.gaps)]
+        gaps = [np.frombuffer(r.gaps, np.float32) for r in streamed if len(r.gaps)]
         return 1e3 * np.concatenate(gaps).astype(np.float64) if gaps else np.empty(0)
-    chosen = [r for r in (done if name == "e2el" else told) if name != "tpot" or r.output_tokens > 1]
-    return np.array([_one(r, name) for r in chosen], np.float64)
+    chosen = [r for r in (done if name == "e2el" else streamed) if name != "tpot" or r.output_tokens > 1]
+    return np.array([_metric(r, name) for r in chosen], np.float64)
 
 
-def _one(record: Record, name: str) -> float:
+def _metric(record: Record, name: str) -> float:
     """Return a request's metric in milliseconds; its `itl` is the mean over its chunks."""
     if name == "ttft":
         return 1e3 * (record.first - record.sent)
@@ -90,13 +90,13 @@ def _one(record: Record, name: str) -> float:
     return 1e3 * (record.last - record.first) / max(count, 1)
 
 
-def _most_at_once(records: Sequence[Record]) -> int:
+def _peak_concurrency(records: Sequence[Record]) -> int:
     changes = sorted([(r.sent, 1) for r in records if r.sent] + [(r.end, -1) for r in records if r.sent])
-    most = level = 0
+    peak = current = 0
     for _, change in changes:
-        level += change
-        most = max(most, level)
-    return most
+        current += change
+        peak = max(peak, current)
+    return peak
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:

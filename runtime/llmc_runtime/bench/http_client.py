@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-_MOST_HEAD = 64 << 10
+_MAX_HEAD = 64 << 10
 
 
 class WireError(Exception):
@@ -22,7 +22,7 @@ class Reply:
         self.complete = self.reusable = False
         self._rest = b""
         self._chunked = self._crlf = self._trailer = False
-        self._left: int | None = None  # remaining bytes of the body or chunk; None: until the connection is closed
+        self._remaining: int | None = None  # remaining bytes of the body or chunk; None: until the connection is closed
 
     def feed(self, data: bytes) -> bytes:
         """Parse received data and return the part of the body in it. Raises WireError if it is not HTTP."""
@@ -32,46 +32,48 @@ class Reply:
                 return b""
         if self._chunked:
             return self._chunks(self._rest + data if self._rest else data)
-        if self._left is None:
+        if self._remaining is None:
             return data
-        part = data[: self._left]
-        self._left -= len(part)
-        self.complete = self._left == 0
+        part = data[: self._remaining]
+        self._remaining -= len(part)
+        self.complete = self._remaining == 0
         return part
 
     def _head(self, data: bytes) -> bytes:
         """Parse the head and return the data after it; b"" while the head is incomplete."""
         end = data.find(b"\r\n\r\n")
         if end < 0:
-            if len(data) > _MOST_HEAD:
-                raise WireError("the head of the reply is too long")
+            if len(data) > _MAX_HEAD:
+                raise WireError("the response's head is too long")
             self._rest = data
             return b""
         self._rest = b""
         first, *lines = data[:end].decode("latin-1").split("\r\n")
-        words = first.split(" ", 2)
-        if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdecimal():
-            raise WireError(f"the reply begins with {first!r:.60}")
-        if words[1].startswith("1"):
+        parts = first.split(" ", 2)
+        if not parts[0].startswith("HTTP/1.") or len(parts) < 2 or not parts[1].isdecimal():
+            raise WireError(f"the response starts with {first!r:.60}")
+        if parts[1].startswith("1"):
             return self._head(data[end + 4 :])
         headers = {name.strip().lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
-        self.status = int(words[1])
+        self.status = int(parts[1])
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length", "")
-        self._left = 0 if self._chunked else int(length) if length.isdecimal() else None
-        self.reusable = (self._chunked or self._left is not None) and headers.get("connection", "").lower() != "close"
-        self.complete = not self._chunked and self._left == 0
+        self._remaining = 0 if self._chunked else int(length) if length.isdecimal() else None
+        self.reusable = (self._chunked or self._remaining is not None) and headers.get(
+            "connection", ""
+        ).lower() != "close"
+        self.complete = not self._chunked and self._remaining == 0
         return data[end + 4 :]
 
     def _chunks(self, data: bytes) -> bytes:
         parts, at = [], 0
         while not self.complete:
-            if self._left:
-                part = data[at : at + self._left]
+            if self._remaining:
+                part = data[at : at + self._remaining]
                 parts.append(part)
                 at += len(part)
-                self._left -= len(part)
-                if self._left:
+                self._remaining -= len(part)
+                if self._remaining:
                     break
                 self._crlf = True
             if self._crlf:
@@ -86,10 +88,10 @@ class Reply:
                 self.complete = not line
                 continue
             try:
-                self._left = int(line.partition(b";")[0], 16)
+                self._remaining = int(line.partition(b";")[0], 16)
             except ValueError:
-                raise WireError(f"a chunk begins with {line!r:.60}") from None
-            self._trailer = self._left == 0
+                raise WireError(f"a chunk starts with {line!r:.60}") from None
+            self._trailer = self._remaining == 0
         self._rest = data[at:]
         return b"".join(parts)
 
@@ -102,7 +104,7 @@ class Connection(asyncio.Protocol):
         self.used = False  # whether it has carried a request before
         self.closed = False
         self._reply: Reply | None = None
-        self._hear: Callable[[Reply, bytes], None] = _nobody
+        self._on_data: Callable[[Reply, bytes], None] = _ignore
         self._done: asyncio.Future[Reply] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -118,7 +120,7 @@ class Connection(asyncio.Protocol):
         try:
             body = reply.feed(data)
             if body:
-                self._hear(reply, body)
+                self._on_data(reply, body)
         except Exception as e:
             self._finish(e)
             self.transport.abort()
@@ -131,19 +133,19 @@ class Connection(asyncio.Protocol):
         self.closed = True
         reply = self._reply
         if reply is not None:
-            whole = reply.status and reply._left is None and exc is None
-            self._finish(None if whole else WireError(f"the connection was closed{f': {exc}' if exc else ''}"))
+            complete = reply.status and reply._remaining is None and exc is None
+            self._finish(None if complete else WireError(f"the connection was closed{f': {exc}' if exc else ''}"))
 
-    def ask(self, request: bytes, hear: Callable[[Reply, bytes], None]) -> asyncio.Future[Reply]:
-        """Send a request. `hear` is called with each part of the response's body; the future completes at its end."""
-        self._reply, self._hear = Reply(), hear
+    def send(self, request: bytes, on_data: Callable[[Reply, bytes], None]) -> asyncio.Future[Reply]:
+        """Send a request. `on_data` is called with each part of the body; the future completes at its end."""
+        self._reply, self._on_data = Reply(), on_data
         self._done = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._done
 
     def _finish(self, error: Exception | None) -> None:
         reply, done = self._reply, self._done
-        self._reply, self._done, self._hear, self.used = None, None, _nobody, True
+        self._reply, self._done, self._on_data, self.used = None, None, _ignore, True
         if reply is None or done is None or done.done():
             return
         if error is None:
@@ -159,7 +161,7 @@ class Pool:
         self._host, self._port, self._tls = host, port, tls
         self._idle: list[Connection] = []
 
-    async def take(self, fresh: bool = False) -> Connection:
+    async def acquire(self, fresh: bool = False) -> Connection:
         """Return an idle or new connection. Raises OSError if the server cannot be reached."""
         while self._idle and not fresh:
             connection = self._idle.pop()
@@ -169,7 +171,7 @@ class Pool:
         _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         return connection
 
-    def give(self, connection: Connection, reply: Reply) -> None:
+    def release(self, connection: Connection, reply: Reply) -> None:
         """Return a connection to the pool, or close it if it cannot be reused."""
         if reply.reusable and not connection.closed:
             self._idle.append(connection)
@@ -183,5 +185,5 @@ class Pool:
         self._idle.clear()
 
 
-def _nobody(reply: Reply, body: bytes) -> None:
+def _ignore(reply: Reply, body: bytes) -> None:
     return

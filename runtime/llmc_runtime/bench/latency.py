@@ -16,7 +16,7 @@ LINES = (
     Line("batch", "batch_size", "d"), Line("mean latency, s", "avg_latency", ".4f"),
     Line("p50 latency, s", "p50_latency", ".4f"), Line("p90 latency, s", "p90_latency", ".4f"),
     Line("p99 latency, s", "p99_latency", ".4f"), Line("to the first token, s (p50)", "first_token", ".4f"),
-    Line("ms a decoding step (p50)", "ms_per_step", ".3f"), Line("output tokens/s", "output_tokens_per_second", ".1f"),
+    Line("ms per decode step (p50)", "ms_per_step", ".3f"), Line("output tokens/s", "output_tokens_per_second", ".1f"),
 )  # fmt: skip
 
 
@@ -30,25 +30,25 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     from llmc_runtime.sched.sampling_params import SamplingParams
 
     common.counts(args, "batch_size", "input_len", "output_len", "num_iters")
-    whole: list[float] = []
-    first: list[float] = []
+    batch_seconds: list[float] = []
+    first_seconds: list[float] = []
     with LLM(args.model, **common.options(args, err)) as llm:
         for number in range(-args.num_iters_warmup, args.num_iters):
-            for tokens, found in ((1, first), (args.output_len, whole)):
+            for tokens, measured in ((1, first_seconds), (args.output_len, batch_seconds)):
                 seed = args.seed + 2 * (number + args.num_iters_warmup) + (tokens > 1)
                 prompts = common.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
                 params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 if number >= 0:
-                    found.append(time.perf_counter() - begin)
+                    measured.append(time.perf_counter() - start)
             if not args.disable_tqdm and number >= 0:
-                print(f"llmc: {number + 1} of {args.num_iters}: {whole[-1]:.4f} s", file=err, flush=True)
-    percentiles = {str(p): float(np.percentile(whole, p)) for p in PERCENTILES}
-    middle, steps = float(np.median(first)), args.output_len - 1
+                print(f"llmc: {number + 1} of {args.num_iters}: {batch_seconds[-1]:.4f} s", file=err, flush=True)
+    percentiles = {str(p): float(np.percentile(batch_seconds, p)) for p in PERCENTILES}
+    middle, steps = float(np.median(first_seconds)), args.output_len - 1
     return {
         "batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len,
-        "avg_latency": float(np.mean(whole)), "latencies": whole, "percentiles": percentiles,
+        "avg_latency": float(np.mean(batch_seconds)), "latencies": batch_seconds, "percentiles": percentiles,
         **{f"p{p}_latency": value for p, value in percentiles.items()},
         "first_token": middle, "ms_per_step": 1e3 * (percentiles["50"] - middle) / steps if steps else None,
         "output_tokens_per_second": args.batch_size * args.output_len / percentiles["50"],

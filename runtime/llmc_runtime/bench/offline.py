@@ -16,7 +16,8 @@ LINES = (
     Line("seconds", "elapsed_time", ".2f"), Line("requests", "num_requests", "d"),
     Line("prompt tokens", "total_input_tokens", "d"), Line("output tokens", "total_output_tokens", "d"),
     Line("requests/s", "requests_per_second", ".2f"), Line("output tokens/s", "output_tokens_per_second", ".1f"),
-    Line("tokens/s", "tokens_per_second", ".1f"), Line("steps", "steps", "d"), Line("ms a step", "ms_per_step", ".3f"),
+    Line("tokens/s", "tokens_per_second", ".1f"), Line("steps", "steps", "d"),
+    Line("ms per step", "ms_per_step", ".3f"),
 )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     best = min(range(len(seconds)), key=seconds.__getitem__)
     elapsed = seconds[best]
     read = sum(len(output.prompt_token_ids) for output in outputs)
-    written = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    written = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     return {
         "elapsed_time": elapsed, "num_requests": len(outputs), "total_input_tokens": read,
         "total_output_tokens": written, "total_num_tokens": read + written,
@@ -69,10 +70,10 @@ def _sync(
     with LLM(args.model, **common.options(args, err)) as llm:
         for number in range(-args.warmups, args.rounds):
             prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
-            before, begin = llm.stats()["num_steps"], time.perf_counter()
+            before, start = llm.stats()["num_steps"], time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
             if number >= 0:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(time.perf_counter() - start)
                 steps.append(llm.stats()["num_steps"] - before)
     return seconds, steps, outputs
 
@@ -87,17 +88,17 @@ async def _async(
     async with AsyncLLM(args.model, **common.options(args, err)) as llm:
 
         async def last(number: int, prompt: list[int]) -> Any:
-            found = None
+            final = None
             async for output in llm.generate(prompt, params[number], str(number), output_kind="final_only"):
-                found = output
-            return found
+                final = output
+            return final
 
         for number in range(-args.warmups, args.rounds):
             prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
-            before, begin = await _steps(llm), time.perf_counter()
+            before, start = await _steps(llm), time.perf_counter()
             outputs = await asyncio.gather(*(last(i, prompt) for i, prompt in enumerate(prompts)))
             if number >= 0:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(time.perf_counter() - start)
                 steps.append(await _steps(llm) - before)
     return seconds, steps, outputs
 

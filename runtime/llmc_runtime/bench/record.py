@@ -57,11 +57,11 @@ class Stream:
                 try:
                     self._payload(payload, now)
                 except (AttributeError, TypeError):
-                    raise ValueError(f"an event is no chunk of a completion: {payload!r:.120}") from None
+                    raise ValueError(f"an event is not a chunk of a completion: {payload!r:.120}") from None
 
     @property
-    def whole(self) -> bool:
-        """Whether the response was complete, at the end of its body."""
+    def complete(self) -> bool:
+        """Whether the response is complete. Check it at the end of the body."""
         return (self._done or (bool(self._ended) and all(self._ended.values()))) and not self.error
 
     def _payload(self, payload: bytes, now: float) -> None:
@@ -70,14 +70,14 @@ class Stream:
             return
         chunk = json.loads(payload)
         record = self.record
-        if told := chunk.get("error"):
-            self.error = str(told.get("message", told) if isinstance(told, dict) else told)[:300]
+        if error := chunk.get("error"):
+            self.error = str(error.get("message", error) if isinstance(error, dict) else error)[:300]
             return
         for choice in chunk.get("choices") or ():
             ends = choice.get("finish_reason") is not None
             index = choice.get("index", 0)
             self._ended[index] = ends or self._ended.get(index, False)
-            if _says(choice) or (ends and not record.chunks):
+            if _has_text(choice) or (ends and not record.chunks):
                 self._chunk(now)
         usage = chunk.get("usage")
         if usage:
@@ -95,7 +95,7 @@ class Stream:
         record.last = now
 
 
-def _says(choice: dict[str, Any]) -> bool:
+def _has_text(choice: dict[str, Any]) -> bool:
     """Return whether a chunk's choice contains text of any kind."""
     delta = choice.get("delta")
     if delta is None:

@@ -18,7 +18,7 @@ import numpy as np
 from llmc_runtime import __version__
 from llmc_runtime.bench import workers
 from llmc_runtime.bench.client_worker import CHAT, COMPLETIONS, Recipe, read_items
-from llmc_runtime.bench.figures import METRICS, Wanted, figures
+from llmc_runtime.bench.figures import METRICS, ReportSpec, figures
 from llmc_runtime.bench.http_client import Pool, Reply, WireError
 from llmc_runtime.bench.table import Line, table
 from llmc_runtime.bench.workload import Mix, parse_mix
@@ -41,54 +41,58 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
     """
     _check(args)
     args.endpoint = _endpoint(args)
-    mixes, wanted = mixes_of(args), _wanted(args)
+    mixes, spec = mixes_of(args), _report_spec(args)
     plan = asyncio.run(_plan(args, _base(args), mixes, keys))
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
-    told = asyncio.run(workers.run(plan, args.client_processes, progress.show))
+    results = asyncio.run(workers.run(plan, args.client_processes, progress.show))
     progress.end()
-    report = _report(args, plan, mixes, told, wanted)
+    report = _report(args, plan, mixes, results, spec)
     for warning in report["warnings"]:
         print(f"llmc: {warning}", file=err)
-    print(json.dumps(report, indent=1) if args.json else _text(report, wanted), file=out)
+    print(json.dumps(report, indent=1) if args.json else _text(report, spec), file=out)
     if args.save_result or args.result_filename:
         path = args.result_dir / (args.result_filename or time.strftime("llmc-bench-serve-%Y%m%d-%H%M%S.json"))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"llmc: written: {path}", file=err)
+        print(f"llmc: wrote {path}", file=err)
     return 1 if report["failed"] else 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise LlmcError E670 if a number is too small."""
-    least = {"num_prompts": 1, "random_vocab_size": 1, "client_processes": 1, "seed": 0, "num_warmups": 0}
-    for name, low in least.items():
+    minimums = {"num_prompts": 1, "random_vocab_size": 1, "client_processes": 1, "seed": 0, "num_warmups": 0}
+    for name, low in minimums.items():
         value, option = getattr(args, name), "--" + name.replace("_", "-")
         if value is not None and value < low:
-            raise LlmcError("E670", f"{option} {value} is not possible", f"a whole number of {low} or more")
+            raise LlmcError("E670", f"{option} {value} is out of range", f"use an integer of at least {low}")
     if not args.request_timeout > 0:
-        cause = f"--request-timeout {args.request_timeout:g} is not possible"
-        raise LlmcError("E670", cause, "a number of seconds above 0")
+        cause = f"--request-timeout {args.request_timeout:g} is out of range"
+        raise LlmcError("E670", cause, "use a number of seconds above 0")
 
 
 def _endpoint(args: argparse.Namespace) -> str:
     """Return the endpoint selected by --endpoint or --backend. Raises LlmcError E670 if they disagree."""
     named = CHAT if args.backend == "openai-chat" else COMPLETIONS
     if args.backend is not None and args.endpoint not in (None, named):
-        raise LlmcError("E670", f"--backend {args.backend} is of {named}, not {args.endpoint}", "give one of them")
+        raise LlmcError(
+            "E670", f"--backend {args.backend} uses {named}, not {args.endpoint}", "pass only one of the two options"
+        )
     return str(args.endpoint or named)
 
 
 def _base(args: argparse.Namespace) -> SplitResult:
     """Return the server's base URL, without /v1. Raises LlmcError E670."""
     host = f"[{args.host}]" if ":" in args.host else args.host
-    given = args.base_url or f"http://{host}:{args.port}"
+    url = args.base_url or f"http://{host}:{args.port}"
     try:
-        base = urlsplit(given)
-        right = base.scheme in ("http", "https") and base.hostname and base.port != 0
+        base = urlsplit(url)
+        valid = base.scheme in ("http", "https") and base.hostname and base.port != 0
     except ValueError:  # invalid port or IPv6 address
-        right = False
-    if not right:
-        raise LlmcError("E670", f"{given!r:.80} is no address of a server", "--base-url http://127.0.0.1:8000")
+        valid = False
+    if not valid:
+        raise LlmcError(
+            "E670", f"{url!r:.80} is not a server's URL", "write for example --base-url http://127.0.0.1:8000"
+        )
     return base._replace(path=base.path.rstrip("/").removesuffix("/v1").rstrip("/"))
 
 
@@ -102,11 +106,11 @@ def mixes_of(args: argparse.Namespace) -> list[Mix]:
     )  # fmt: skip
     mixes = [parse_mix(text, default) for text in args.mix] or [default]
     if len({mix.name for mix in mixes}) < len(mixes):
-        raise LlmcError("E670", "two mixes have one name", "give each --mix a name=NAME of its own")
+        raise LlmcError("E670", "two mixes have the same name", "use a different name=NAME in each --mix")
     return mixes
 
 
-def _wanted(args: argparse.Namespace) -> Wanted:
+def _report_spec(args: argparse.Namespace) -> ReportSpec:
     goals = {}
     for text in args.goodput:
         name, _, value = text.partition(":")
@@ -115,7 +119,9 @@ def _wanted(args: argparse.Namespace) -> Wanted:
         except ValueError:
             goals[name] = math.nan
         if name not in METRICS or not goals[name] > 0:
-            raise LlmcError("E670", f"--goodput {text!r:.40} is no goal", "METRIC:MILLISECONDS, as in ttft:500 tpot:25")
+            raise LlmcError(
+                "E670", f"--goodput {text!r:.40} is not an objective", "use METRIC:MS, as in ttft:500 tpot:25"
+            )
     metrics = [name for name in args.percentile_metrics.split(",") if name]
     unknown = [name for name in metrics if name not in METRICS]
     try:
@@ -124,8 +130,8 @@ def _wanted(args: argparse.Namespace) -> Wanted:
         percentiles = [math.nan]
     if unknown or not all(0 <= p <= 100 for p in percentiles):
         cause = f"--percentile-metrics or --metric-percentiles: {unknown or args.metric_percentiles!r}"
-        raise LlmcError("E670", cause, f"some of {','.join(METRICS)}; numbers from 0 to 100, as in 50,90,99")
-    return Wanted(metrics, percentiles, goals or None)
+        raise LlmcError("E670", cause, f"use some of {','.join(METRICS)}; numbers from 0 to 100, as in 50,90,99")
+    return ReportSpec(metrics, percentiles, goals or None)
 
 
 async def _plan(
@@ -143,7 +149,7 @@ async def _plan(
     items = []
     if args.dataset_name != "random":
         if args.dataset_path is None:
-            raise LlmcError("E670", f"--dataset-name {args.dataset_name} needs a file", "--dataset-path FILE")
+            raise LlmcError("E670", f"--dataset-name {args.dataset_name} needs a file", "add --dataset-path FILE")
         items = read_items(args.dataset_path, args.dataset_name, args.endpoint)
     recipe = Recipe(
         args.endpoint, model, vocabulary or _VOCABULARY, args.seed, args.ignore_eos, items, _extra(args.extra_body)
@@ -151,7 +157,7 @@ async def _plan(
     head = f"POST {base.path}{args.endpoint} HTTP/1.1\r\n{shared}Content-Type: application/json\r\n"
     return {
         "host": host, "port": port, "tls": tls, "head": head, "recipe": asdict(recipe), "timeout": args.request_timeout,
-        "mixes": [mix.told() for mix in mixes], "num_warmups": args.num_warmups,
+        "mixes": [mix.to_json() for mix in mixes], "num_warmups": args.num_warmups,
     }  # fmt: skip
 
 
@@ -161,91 +167,98 @@ def _extra(text: str | None) -> dict[str, Any]:
     except ValueError:
         extra = None
     if not isinstance(extra, dict):
-        raise LlmcError("E670", f"--extra-body {text!r:.60} is no JSON object", """as in '{"top_p": 0.9}'""")
+        raise LlmcError(
+            "E670", f"--extra-body {text!r:.60} is not a JSON object", """write for example '{"top_p": 0.9}'"""
+        )
     return extra
 
 
-async def _model(host: str, port: int, tls: bool, request: str, wanted: str | None) -> dict[str, Any]:
-    """Return the entry of the wanted model in /v1/models, or of the first one. Raises LlmcError E671."""
+async def _model(host: str, port: int, tls: bool, request: str, model: str | None) -> dict[str, Any]:
+    """Return the entry of `model` in /v1/models, or the first entry if it is None. Raises LlmcError E671."""
     import ssl
 
     body = bytearray()
     pool = Pool(host, port, ssl.create_default_context() if tls else None)
     try:
-        connection = await pool.take()
-        reply = await asyncio.wait_for(connection.ask(request.encode("latin-1"), _into(body)), 30)
-        pool.give(connection, reply)
+        connection = await pool.acquire()
+        reply = await asyncio.wait_for(connection.send(request.encode("latin-1"), _append_to(body)), 30)
+        pool.release(connection, reply)
         if reply.status != 200:
             raise WireError(f"HTTP {reply.status}: {bytes(body[:200]).decode(errors='replace')}")
         cards = json.loads(body)["data"]
-        found: dict[str, Any] = next((card for card in cards if card["id"] == wanted), cards[0] if not wanted else {})
+        entry: dict[str, Any] = next((card for card in cards if card["id"] == model), cards[0] if not model else {})
     except (OSError, WireError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as e:
-        cause = f"{host}:{port} does not say which models it has: {type(e).__name__}: {e}"
-        raise LlmcError("E671", cause[:300], "see that it runs; or give --model and --random-vocab-size") from None
+        cause = f"the models of {host}:{port} cannot be listed: {type(e).__name__}: {e}"
+        raise LlmcError("E671", cause[:300], "check that it runs, or pass --model and --random-vocab-size") from None
     finally:
         pool.close()
-    return {"id": wanted, **found}
+    return {"id": model, **entry}
 
 
-def _into(body: bytearray) -> Any:
-    def hear(reply: Reply, part: bytes) -> None:
+def _append_to(body: bytearray) -> Any:
+    def on_data(reply: Reply, part: bytes) -> None:
         body.extend(part)
 
-    return hear
+    return on_data
 
 
 def _report(
-    args: argparse.Namespace, plan: Mapping[str, Any], mixes: Sequence[Mix], told: workers.Told, wanted: Wanted
+    args: argparse.Namespace,
+    plan: Mapping[str, Any],
+    mixes: Sequence[Mix],
+    results: workers.ClientResults,
+    spec: ReportSpec,
 ) -> dict[str, Any]:
-    late = float(np.percentile(told.late, 99)) * 1e3 if told.late else 0.0
-    total = figures(told.records, told.start, wanted)
+    late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0
+    total = figures(results.records, results.start, spec)
     each = {
-        mix.name: figures([r for r in told.records if r.mix == i], told.start, wanted) for i, mix in enumerate(mixes)
+        mix.name: figures([r for r in results.records if r.mix == i], results.start, spec)
+        for i, mix in enumerate(mixes)
     }
     one = mixes[0] if len(mixes) == 1 else None
     report = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,
         "model_id": plan["recipe"]["model"], "version": __version__, "seed": args.seed,
-        "num_prompts": len(told.records), "client_processes": args.client_processes,
-        "request_rate": one.told()["rate"] if one else None, "burstiness": one.burstiness if one else None,
+        "num_prompts": len(results.records), "client_processes": args.client_processes,
+        "request_rate": one.to_json()["rate"] if one else None, "burstiness": one.burstiness if one else None,
         "max_concurrency": one.max_concurrency if one else None,
         **total,
-        "goals": dict(wanted.goals or {}),
-        "client": {"busiest_process": told.busy, "p99_late_ms": late},
+        "goals": dict(spec.goals or {}),
+        "client": {"busiest_process": results.busy, "p99_late_ms": late},
     }  # fmt: skip
     if one is None:
-        report["mixes"] = {mix.name: {"mix": mix.told(), **each[mix.name]} for mix in mixes}
+        report["mixes"] = {mix.name: {"mix": mix.to_json(), **each[mix.name]} for mix in mixes}
     if args.save_detailed:
-        report |= _detailed(told)
-    return report | {"warnings": _warnings(told.busy, late, mixes, each)}
+        report |= _detailed(results)
+    return report | {"warnings": _warnings(results.busy, late, mixes, each)}
 
 
-def _detailed(told: workers.Told) -> dict[str, list[Any]]:
+def _detailed(results: workers.ClientResults) -> dict[str, list[Any]]:
     """Return lists with one value per request; times are in seconds, as in vLLM."""
     return {
-        "input_lens": [r.prompt_tokens for r in told.records],
-        "output_lens": [r.output_tokens for r in told.records],
-        "start_times": [r.sent - told.start for r in told.records],
-        "ttfts": [r.first - r.sent if r.chunks else None for r in told.records],
-        "itls": [r.gaps.tolist() for r in told.records],
-        "statuses": [r.status for r in told.records],
+        "input_lens": [r.prompt_tokens for r in results.records],
+        "output_lens": [r.output_tokens for r in results.records],
+        "start_times": [r.sent - results.start for r in results.records],
+        "ttfts": [r.first - r.sent if r.chunks else None for r in results.records],
+        "itls": [r.gaps.tolist() for r in results.records],
+        "statuses": [r.status for r in results.records],
     }
 
 
 def _warnings(busy: float, late: float, mixes: Sequence[Mix], each: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    found = []
+    warnings = []
     if busy > _BUSY or late > _LATE_MS:
-        found.append(
-            f"the client was the bottleneck: its busiest process took {busy:.0%} of a core and was up to {late:.1f} ms "
+        warnings.append(
+            f"the client was the bottleneck: its busiest process used {busy:.0%} of a core and was up to {late:.1f} ms "
             "late (p99); the server may be faster than these figures. Try more --client-processes"
         )
     for mix in mixes:
         delay = each[mix.name]["max_send_delay_ms"]
         if not mix.closed and delay > 100:
-            found.append(
+            warnings.append(
                 f"mix {mix.name!r}: requests were sent up to {delay:.0f} ms late; latencies count from sending"
             )
-    return found
+    return warnings
 
 
 class _Progress:
@@ -279,21 +292,21 @@ class _Progress:
             print("\r\x1b[K", end="", file=self._err, flush=True)
 
 
-def _text(report: Mapping[str, Any], wanted: Wanted) -> str:
-    columns = dict(report["mixes"]) | {"together": report} if "mixes" in report else {"": report}
+def _text(report: Mapping[str, Any], spec: ReportSpec) -> str:
+    columns = dict(report["mixes"]) | {"total": report} if "mixes" in report else {"": report}
     lines = [
-        Line("requests answered", "completed", "d"), Line("failed", "failed", "d"), Line("cut off", "cut", "d"),
+        Line("completed requests", "completed", "d"), Line("failed", "failed", "d"), Line("cut off", "cut", "d"),
         Line("seconds", "duration", ".2f"), Line("prompt tokens", "total_input_tokens", "d"),
         Line("output tokens", "total_output_tokens", "d"), Line("requests/s", "request_throughput", ".2f"),
-        *([Line("good requests/s", "request_goodput", ".2f")] if wanted.goals else []),
+        *([Line("good requests/s", "request_goodput", ".2f")] if spec.goals else []),
         Line("output tokens/s", "output_throughput", ".1f"), Line("tokens/s", "total_token_throughput", ".1f"),
-        Line("tokens a chunk", "tokens_per_chunk", ".2f"), Line("most open", "max_concurrent_requests", "d"),
+        Line("tokens per chunk", "tokens_per_chunk", ".2f"), Line("peak open requests", "max_concurrent_requests", "d"),
     ]  # fmt: skip
-    for name in wanted.metrics:
+    for name in spec.metrics:
         lines.append(Line(f"{name.upper()} mean, ms", f"mean_{name}_ms", ".2f"))
-        lines += [Line(f"{name.upper()} p{p:g}, ms", f"p{p:g}_{name}_ms", ".2f") for p in wanted.percentiles]
+        lines += [Line(f"{name.upper()} p{p:g}, ms", f"p{p:g}_{name}_ms", ".2f") for p in spec.percentiles]
     text = table(lines, columns)
-    return text + "".join(f"\nfailed, {count} times: {words}" for words, count in report["errors"].items())
+    return text + "".join(f"\nfailed, {count} times: {error}" for error, count in report["errors"].items())
 
 
 def arguments(add: Any) -> None:
@@ -309,14 +322,16 @@ def arguments(add: Any) -> None:
     add("--num-prompts", type=int, metavar="N", help="number of requests (1000, or as many as fit into --duration)")
     add("--duration", type=float, metavar="SECONDS", help="seconds after which no request starts (default: no limit)")
     add("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second (inf)")
-    add(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; larger: more even arrivals (1)"
-    )
+    add("--burstiness", type=float, default=1.0, metavar="X", help="regularity of arrivals; 1: Poisson process (1)")
     add("--max-concurrency", type=int, metavar="N", help="maximum number of open requests (default: no limit)")
     add(
-        "--random-input-len", type=int, default=1024, metavar="N", help="prompt length in tokens, of chats words (1024)"
+        "--random-input-len",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="length of prompts in tokens (chats: words) (1024)",
     )
-    add("--random-output-len", type=int, default=128, metavar="N", help="output length in tokens (128)")
+    add("--random-output-len", type=int, default=128, metavar="N", help="length of outputs in tokens (128)")
     add("--random-range-ratio", type=float, default=0.0, metavar="X", help="relative variation of both lengths (0)")
     add("--random-prefix-len", type=int, default=0, metavar="N", help="length of shared prefixes in tokens (0)")
     add("--random-num-prefixes", type=int, default=1, metavar="N", help="number of different prefixes (1)")

@@ -23,7 +23,7 @@ _BOOT = (
 STAGES = ("interpreter", "modules", "opening", "first token")
 LINES = (
     *(Line(f"{stage}, s", stage, ".3f") for stage in STAGES), Line("start to first token, s (median)", "median", ".3f"),
-    Line("fastest, s", "min", ".3f"), Line("slowest, s", "max", ".3f"), Line("the very first, s", "first", ".3f"),
+    Line("fastest, s", "min", ".3f"), Line("slowest, s", "max", ".3f"), Line("first process, s", "first", ".3f"),
 )  # fmt: skip
 
 
@@ -36,51 +36,51 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     from llmc_runtime.api.llm import resolve
 
     common.counts(args, "num_iters", "input_len")
-    named = common.options(args, err)
-    say, cache = named.pop("say"), named.pop("cache_dir")
+    engine = common.options(args, err)
+    say, cache = engine.pop("say"), engine.pop("cache_dir")
     model = resolve(args.model, {"target": args.target, "dtype": "auto"}, cache, say)
-    wanted = {**named, "model": str(Path(model).resolve()), "input_len": args.input_len}
-    found = []
+    llm_args = {**engine, "model": str(Path(model).resolve()), "input_len": args.input_len}
+    runs = []
     for number in range(args.num_iters + 1):
-        seconds, stages = once(wanted)
-        found.append((seconds, stages))
+        seconds, stages = once(llm_args)
+        runs.append((seconds, stages))
         if not args.disable_tqdm:
-            words = "the very first" if not number else f"{number} of {args.num_iters}"
-            print(f"llmc: {words}: {seconds:.3f} s", file=err, flush=True)
-    totals = [seconds for seconds, _ in found[1:]]
+            run_name = "first run" if not number else f"{number} of {args.num_iters}"
+            print(f"llmc: {run_name}: {seconds:.3f} s", file=err, flush=True)
+    totals = [seconds for seconds, _ in runs[1:]]
     return {
-        **{stage: float(np.median([stages[stage] for _, stages in found[1:]])) for stage in STAGES},
-        "median": float(np.median(totals)), "min": min(totals), "max": max(totals), "first": found[0][0],
-        "all": [{"seconds": seconds, **stages} for seconds, stages in found],
+        **{stage: float(np.median([stages[stage] for _, stages in runs[1:]])) for stage in STAGES},
+        "median": float(np.median(totals)), "min": min(totals), "max": max(totals), "first": runs[0][0],
+        "all": [{"seconds": seconds, **stages} for seconds, stages in runs],
     }  # fmt: skip
 
 
-def once(wanted: dict[str, Any]) -> tuple[float, dict[str, float]]:
+def once(llm_args: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Return the seconds from starting a process to its first token, in total and by stage.
 
     Raises LlmcError E672 if the process exits before.
     """
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path))]
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(wanted) + "\n")
+        process.stdin.write(json.dumps(llm_args) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
         process.communicate()
-    told = json.loads(line or "{}")
-    if "error" in told:
-        code, cause, remedy = told["error"]
+    result = json.loads(line or "{}")
+    if "error" in result:
+        code, cause, remedy = result["error"]
         raise LlmcError(code, cause, remedy)
-    if "seconds" not in told:
-        raise LlmcError("E672", f"the process ended with code {process.returncode}", "its messages are on stderr")
-    stages: dict[str, float] = told["seconds"]
+    if "seconds" not in result:
+        raise LlmcError("E672", f"the process ended with code {process.returncode}", "see its messages on stderr")
+    stages: dict[str, float] = result["seconds"]
     return seconds, {"interpreter": seconds - sum(stages.values()), **stages}
 
 
 def arguments(add: Any) -> None:
     """Declare the options: the number of runs, and the prompt."""
-    add("--num-iters", type=int, default=5, metavar="N", help="number of measured processes, after a first one (5)")
+    add("--num-iters", type=int, default=5, metavar="N", help="number of measured processes, after a warm-up (5)")
     add("--input-len", type=int, default=32, metavar="N", help="length of the prompt in tokens (32)")
     add("--disable-tqdm", action="store_true", help="print no progress")

@@ -25,7 +25,7 @@ _LINE = 1 << 30  # maximum bytes per line
 
 
 @dataclass(frozen=True)
-class Told:
+class ClientResults:
     """The results of all client processes.
 
     `start` is the start time, `busy` the largest fraction of a core that a process used, and `late` the delays of the
@@ -38,38 +38,42 @@ class Told:
     late: list[float]
 
 
-async def run(plan: Mapping[str, Any], processes: int, show: Callable[[float, dict[str, list[int]]], None]) -> Told:
+async def run(
+    plan: Mapping[str, Any], processes: int, show: Callable[[float, dict[str, list[int]]], None]
+) -> ClientResults:
     """Run the plan in `processes` processes. Raises LlmcError E671.
 
     `show` is called with the elapsed seconds and the counts by mix, summed over the processes.
     """
     line = (json.dumps(plan) + "\n").encode()
-    crew = [await _start(i, processes) for i in range(processes)]
+    clients = [await _start(i, processes) for i in range(processes)]
     try:
-        for one in crew:
-            assert one.stdin is not None
-            one.stdin.write(line)
-        await asyncio.gather(*(_ready(one) for one in crew))
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write(line)
+        await asyncio.gather(*(_ready(client) for client in clients))
         start = time.monotonic() + _AHEAD
-        for one in crew:
-            assert one.stdin is not None
-            one.stdin.write(f"{start!r}\n".encode())
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write(f"{start!r}\n".encode())
         latest: dict[int, dict[str, list[int]]] = {}
 
-        def heard(process: int, counts: dict[str, list[int]]) -> None:
+        def on_progress(process: int, counts: dict[str, list[int]]) -> None:
             latest[process] = counts
             every = latest.values()
-            summed = {name: [sum(column) for column in zip(*(one[name] for one in every))] for name in counts}
+            summed = {name: [sum(column) for column in zip(*(part[name] for part in every))] for name in counts}
             show(time.monotonic() - start, summed)
 
-        found = await asyncio.gather(*(_listen(i, one, heard) for i, one in enumerate(crew)))
+        results = await asyncio.gather(*(_listen(i, client, on_progress) for i, client in enumerate(clients)))
     finally:
-        for one in crew:
-            if one.returncode is None:
-                one.kill()
-            await one.wait()
-    late = [value for _, _, values in found for value in values]
-    return Told([r for records, _, _ in found for r in records], start, max(busy for _, busy, _ in found), late)
+        for client in clients:
+            if client.returncode is None:
+                client.kill()
+            await client.wait()
+    late = [value for _, _, values in results for value in values]
+    return ClientResults(
+        [r for records, _, _ in results for r in records], start, max(busy for _, busy, _ in results), late
+    )
 
 
 async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
@@ -78,34 +82,34 @@ async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE)
 
 
-async def _line(one: asyncio.subprocess.Process) -> dict[str, Any]:
-    assert one.stdout is not None
-    line = await one.stdout.readline()
+async def _line(client: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert client.stdout is not None
+    line = await client.stdout.readline()
     if not line:
-        raise LlmcError("E671", "a client process ended", "its messages are on stderr")
-    told: dict[str, Any] = json.loads(line)
-    if "failed" in told:
+        raise LlmcError("E671", "a client process ended unexpectedly", "see its messages on stderr")
+    message: dict[str, Any] = json.loads(line)
+    if "failed" in message:
         raise LlmcError(
-            "E671", f"the server cannot be measured: {told['failed']}", "see that it runs and has the model"
+            "E671", f"the server cannot be measured: {message['failed']}", "check that it runs and serves the model"
         )
-    return told
+    return message
 
 
-async def _ready(one: asyncio.subprocess.Process) -> None:
-    await _line(one)
+async def _ready(client: asyncio.subprocess.Process) -> None:
+    await _line(client)
 
 
 async def _listen(
-    process: int, one: asyncio.subprocess.Process, heard: Callable[[int, dict[str, list[int]]], None]
+    process: int, client: asyncio.subprocess.Process, on_progress: Callable[[int, dict[str, list[int]]], None]
 ) -> tuple[list[Record], float, list[float]]:
     """Read a process's messages until it has sent its results."""
-    while "done" not in (told := await _line(one)):
-        heard(process, told["progress"])
-    assert one.stdout is not None
-    gaps = array("f", await one.stdout.readexactly(told["bytes"]))
+    while "done" not in (message := await _line(client)):
+        on_progress(process, message["progress"])
+    assert client.stdout is not None
+    gaps = array("f", await client.stdout.readexactly(message["bytes"]))
     records, at = [], 0
-    for row in told["done"]["records"]:
+    for row in message["done"]["records"]:
         count = row["gaps"]
         records.append(Record(**{**row, "gaps": gaps[at : at + count]}))
         at += count
-    return records, told["done"]["busy"], told["done"]["late"]
+    return records, message["done"]["busy"], message["done"]["late"]

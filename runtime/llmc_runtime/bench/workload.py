@@ -17,7 +17,7 @@ from llmc_runtime.format.errors import LlmcError
 
 _SHORT = {"num": "num_prompts", "concurrency": "max_concurrency", "input": "input_len", "output": "output_len",
           "prefix": "prefix_len", "prefixes": "num_prefixes"}.items()  # fmt: skip
-_WHOLE = frozenset({"num_prompts", "max_concurrency", "input_len", "output_len", "prefix_len", "num_prefixes"})
+_INTEGERS = frozenset({"num_prompts", "max_concurrency", "input_len", "output_len", "prefix_len", "num_prefixes"})
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Mix:
             "prefix_len": self.prefix_len >= 0,
             "num_prefixes": self.num_prefixes > 0,
         }
-        for name, right in checks.items():
-            if not right:
-                cause = f"mix {self.name!r}: {name} = {getattr(self, name)!r} is not possible"
+        for name, valid in checks.items():
+            if not valid:
+                cause = f"mix {self.name!r}: {name} = {getattr(self, name)!r} is out of range"
                 raise LlmcError("E670", cause, "see llmc bench serve --help")
         if self.num_prompts is None and self.duration is None:
-            raise LlmcError("E670", f"mix {self.name!r} never ends", "give num=N or duration=SECONDS")
+            raise LlmcError("E670", f"mix {self.name!r} never ends", "add num=N or duration=SECONDS")
         if self.num_prompts is None and self.rate == math.inf and self.max_concurrency is None:
-            cause = f"mix {self.name!r} would send without bounds"
-            raise LlmcError("E670", cause, "give rate=R or concurrency=N beside duration=SECONDS")
+            cause = f"mix {self.name!r} would send an unlimited number of requests at once"
+            raise LlmcError("E670", cause, "add rate=R or concurrency=N")
 
     @property
     def closed(self) -> bool:
@@ -116,14 +116,14 @@ class Mix:
         low, high = math.floor(size * (1 - self.range_ratio)), math.ceil(size * (1 + self.range_ratio))
         return rng.randint(max(low, 1), high)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the mix as JSON values."""
         return asdict(self) | {"rate": "inf" if self.closed else self.rate}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Mix:
-        """Return the mix from the result of `told`."""
-        return cls(**{**told, "rate": float(told["rate"])})
+    def from_json(cls, values: Mapping[str, Any]) -> Mix:
+        """Return the mix from the result of `to_json`."""
+        return cls(**{**values, "rate": float(values["rate"])})
 
 
 def parse_mix(text: str, default: Mix) -> Mix:
@@ -134,14 +134,16 @@ def parse_mix(text: str, default: Mix) -> Mix:
     """
     values: dict[str, Any] = asdict(default) | {"num_prompts": None, "max_concurrency": None, "rate": math.inf}
     known, short = {field.name for field in fields(Mix)}, dict(_SHORT)
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    for part in filter(None, (item.strip() for item in text.split(","))):
         key, _, value = part.partition("=")
         name = short.get(key.strip(), key.strip().replace("-", "_"))
         if name not in known:
             names = ", ".join(sorted({*known, *short}))
-            raise LlmcError("E670", f"--mix: there is no {key!r:.40}", f"one of {names}")
+            raise LlmcError("E670", f"--mix: unknown key {key!r:.40}", f"use one of {names}")
         try:
-            values[name] = value.strip() if name == "name" else int(value) if name in _WHOLE else float(value)
+            values[name] = value.strip() if name == "name" else int(value) if name in _INTEGERS else float(value)
         except ValueError:
-            raise LlmcError("E670", f"--mix: {key} = {value!r:.40} is no number", "as in rate=8,input=2000") from None
+            raise LlmcError(
+                "E670", f"--mix: {key} = {value!r:.40} is not a number", "write for example rate=8,input=2000"
+            ) from None
     return Mix(**values)

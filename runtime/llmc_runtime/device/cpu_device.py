@@ -33,20 +33,20 @@ class CpuDevice(Device):
         self.threads = threads or default_threads()
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
-        self._kept: list[object] = []
+        self._references: list[object] = []  # keeps alive what the kernels access by address
 
     def alloc(self, nbytes: int) -> Memory:
-        """Allocate zeroed memory; raise LlmcError E203 if there is not enough. Large areas ask for huge pages."""
+        """Allocate zeroed memory; raise LlmcError E203 if there is not enough. Large areas use huge pages."""
         size = max(1, nbytes)
         try:
             area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         except (OSError, ValueError, OverflowError):
             cause = f"cannot allocate {nbytes} bytes; {self.free_memory()} are free"
-            raise LlmcError("E203", cause, "give the KV cache less memory, or stop other programs") from None
+            raise LlmcError("E203", cause, "reduce --kv-cache-memory-bytes, or stop other programs") from None
         if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 area.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # the kernel has no huge pages: the memory works all the same, only slower
+            except OSError:  # no huge pages: the memory is usable, but slower
                 pass
         host = np.frombuffer(area, np.uint8)[:nbytes]
         return Memory(host.ctypes.data, nbytes, host)
@@ -86,14 +86,14 @@ class CpuDevice(Device):
             memory = self.alloc(data.nbytes)
             memory.host[:] = data
             data = memory.host
-        self._kept.append(data)
+        self._references.append(data)
         return data.ctypes.data
 
     def load(self, artifact: Artifact) -> None:
         """Load the kernels' shared objects; raise LlmcError E112 if one has another ABI or cannot be loaded."""
         for kernel in artifact.manifest.kernels:
             if kernel.abi != ABI:
-                cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime knows {ABI!r}"
+                cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime supports {ABI!r}"
                 raise LlmcError("E112", cause, "upgrade llmc-aot, or recompile the artifact")
             path = os.path.abspath(artifact.root / kernel.file)
             try:
@@ -121,7 +121,7 @@ class CpuDevice(Device):
         buffers = (ctypes.c_void_p * len(addresses))(*addresses)
         args = (pool, ctypes.c_void_p(ctypes.addressof(table)), ctypes.c_void_p(ctypes.addressof(buffers)))
         values = ctypes.c_void_p(symbols.ctypes.data)
-        self._kept += [table, buffers, symbols]
+        self._references += [table, buffers, symbols]
 
         def step() -> None:
             status = run(*args, values)
@@ -169,7 +169,7 @@ class CpuDevice(Device):
             close(pool)
         self._pools.clear()
         self._libraries.clear()
-        self._kept.clear()
+        self._references.clear()
 
     def describe(self) -> Mapping[str, object]:
         """Return the device name, CPU model, machine type and number of threads."""

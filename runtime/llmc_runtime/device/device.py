@@ -95,11 +95,11 @@ class Device(ABC):
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
         """Make the named weights available on the device and return their addresses.
 
-        If `artifact.unchecked` is set, their hashes are checked on the way: LlmcError E107.
+        If `artifact.unchecked` is set, their hashes are checked meanwhile; a wrong one raises LlmcError E107.
         """
 
     @property
-    def brought(self) -> str:
+    def upload_summary(self) -> str:
         """How `place` uploaded the weights, with throughput, as text; empty if no upload was needed."""
         return ""
 

@@ -143,11 +143,11 @@ class EngineClient:
         await asyncio.sleep(0.01)
 
     def add(self, add: Add) -> None:
-        """Send a request. Raises LlmcError E601 if it holds a value that cannot be encoded."""
+        """Send a request. Raises LlmcError E601 if it contains a value that cannot be encoded."""
         try:
             message = self._encode(add)
         except (ValueError, OverflowError, TypeError) as e:  # unpaired surrogates, integers beyond 64 bits
-            cause = f"the request holds a value that cannot be sent: {str(e)[:100]}"
+            cause = f"the request contains a value that cannot be sent: {str(e)[:100]}"
             raise LlmcError("E601", cause, "use valid Unicode and integers of 64 bits") from None
         self._push(self._adds, message)
 
@@ -199,7 +199,7 @@ class EngineClient:
         if code is None:
             return None
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        why = _REASONS.get(-code, "its messages are on stderr")
+        why = _REASONS.get(-code, "see its messages on stderr")
         return LlmcError("E661", f"the engine process {how}", f"send the request again; {why}")
 
     def _on_readable(self) -> None:
@@ -228,7 +228,7 @@ class EngineClient:
         try:
             message: Report = self._decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
-            # The message may have held tokens: going on could produce a wrong text.
+            # The message may have held tokens: continuing could produce a wrong text.
             cause = f"the engine process sent an invalid message: {str(e)[:100]}"
             self._error = self._error or LlmcError("E661", cause, "send the request again, and report it")
             return

@@ -1,6 +1,6 @@
 """EngineCore: submits requests with their grammars to an engine, aborts them, steps. LLM and the engine process use it.
 
-It has no text: EngineRequests go in, RequestDeltas come out (see engine.output_processor).
+It handles token ids only: it takes EngineRequests and returns RequestDeltas (engine.output_processor makes text).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from llmc_runtime.engine.messages import (
     error_message,
 )
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.format.errors import as_told, brief
+from llmc_runtime.format.errors import as_llmc_error, brief
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.metrics import Stat
 
@@ -181,7 +181,7 @@ class EngineProcess:
             code = self._open_and_serve()
         except Exception as e:
             traceback.print_exc()
-            self._send(Failed(error_message(as_told(e))))
+            self._send(Failed(error_message(as_llmc_error(e))))
             code = 1
         heartbeats.ended.set()
         heartbeats.join(1.0)
@@ -197,7 +197,7 @@ class EngineProcess:
         try:
             session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
         except Exception as e:
-            error = as_told(e)
+            error = as_llmc_error(e)
             if error.code == "E000":
                 traceback.print_exc()
             self._send(Failed(error_message(error)))

@@ -91,7 +91,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.brought)))
+    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace)
 

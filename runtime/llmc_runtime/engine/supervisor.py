@@ -12,7 +12,7 @@ from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineArgs
-from llmc_runtime.format.errors import LlmcError, as_told
+from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.metrics import Stat, add_stats, initial_stats
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
@@ -203,7 +203,7 @@ class Supervisor:
                 self._say(f"the engine process was replaced ({self.restarts} so far)")
                 return
             except Exception as e:
-                self.error = as_told(e)
+                self.error = as_llmc_error(e)
                 self._say(f"the engine did not open again: {self.error.cause}")
 
     def _delay(self) -> float | None:

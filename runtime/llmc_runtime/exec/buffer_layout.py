@@ -45,7 +45,7 @@ class Layout:
         self._artifact, self._device = artifact, device
         self._random: Mapping[str, Memory] = {}  # keeps random weights alive: on the CPU their arrays own the memory
         with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
-            loading, placing = pool.submit(device.load, artifact), pool.submit(self._place)
+            loading, placing = pool.submit(device.load, artifact), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
             self._arena = device.alloc(_arena(artifact))
         loading.result()
@@ -81,7 +81,7 @@ class Layout:
             return self._arena.address + b.offset
         return self._io[b.name].address + b.offset
 
-    def _place(self) -> Mapping[str, int]:
+    def _place_weights(self) -> Mapping[str, int]:
         buffers = weights_of(self._artifact)
         if self._artifact.manifest.weights.mode != "random":
             return self._device.place(self._artifact, sorted(buffers))
@@ -96,10 +96,10 @@ class Layout:
 
 def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Memory]:
     """Cut one allocation into memories of these sizes, each starting at a multiple of `align`."""
-    whole = device.alloc(sum(_round(n, align) for n in sizes.values()))
+    memory = device.alloc(sum(_round(n, align) for n in sizes.values()))
     out, at = {}, 0
     for name, size in sizes.items():
-        out[name] = whole.part(at, at + size)
+        out[name] = memory.part(at, at + size)
         at += _round(size, align)
     return out
 

@@ -20,14 +20,14 @@ from llmc_runtime.format.json_fields import Fields, an_integer, damaged, load_js
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"
-LENGTHS = (16, 150, 1)  # tokens per prompt, if there is room
+LENGTHS = (16, 150, 1)  # maximum tokens per prompt
 STEPS = 16  # tokens generated after each prompt
 TOP = 5  # most likely ids recorded per token
 TOLERANCE = 0.05  # nats; bf16 sums in another order differ by less
 
-_WANTED = RowParams(want_logprobs=True)
+_PARAMS = RowParams(want_logprobs=True)
 
-Told = tuple[int, TokenLogprobs]
+Prediction = tuple[int, TokenLogprobs]  # a greedy token and its log-probabilities
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Canary:
         canary = Canary(runs, tolerance, f.table("device", lambda v, w: v))
         f.close()
         if not runs or len({len(r.tokens) for r in runs}) > 1 or not 0 < tolerance <= 1:
-            raise damaged(where, "it has no runs, runs of different lengths, or a tolerance that is none")
+            raise damaged(where, "it has no runs, runs of different lengths, or a tolerance outside (0, 1]")
         return canary
 
 
@@ -107,12 +107,12 @@ class Verdict:
 def prompts_of(executor: Executor) -> tuple[tuple[int, ...], ...]:
     """Return prompts of ids spread over the vocabulary: they need no tokenizer and use many rows of the embedding."""
     vocab = executor.artifact.manifest.vocab_size
-    most = max(1, _room(executor) // 2)
-    return tuple(tuple((i * 7919 + 11 + 5 * k) % vocab for i in range(min(n, most))) for k, n in enumerate(LENGTHS))
+    longest = max(1, _max_row_tokens(executor) // 2)
+    return tuple(tuple((i * 7919 + 11 + 5 * k) % vocab for i in range(min(n, longest))) for k, n in enumerate(LENGTHS))
 
 
-def _room(executor: Executor) -> int:
-    """Return how many tokens each of the rows that run together can have."""
+def _max_row_tokens(executor: Executor) -> int:
+    """Return the maximum length of each of the rows that run together, in tokens."""
     page = executor.capacity.page_size
     each = executor.capacity.pages // len(LENGTHS) * page or executor.capacity.tokens
     return min(executor.artifact.manifest.limits.max_model_len, each)
@@ -124,30 +124,30 @@ def record(executor: Executor) -> Canary:
     Raises LlmcError E125 if log-probabilities are not finite.
     """
     prompts = prompts_of(executor)
-    steps = min(STEPS, _room(executor) - max(map(len, prompts)))
+    steps = min(STEPS, _max_row_tokens(executor) - max(map(len, prompts)))
     runs: list[Run] = []
     for group in _groups(executor, prompts):
         past: list[list[int]] = [[] for _ in group]
-        told: list[list[TokenLogprobs]] = [[] for _ in group]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in group]
         for _ in range(steps):
-            for row, (token, what) in enumerate(_next(executor, group, past, steps)):
+            for row, (token, row_logprobs) in enumerate(_next(executor, group, past, steps)):
                 past[row].append(token)
-                told[row].append(what)
-        runs += [_run(p, t, w) for p, t, w in zip(group, past, told, strict=True)]
+                logprobs[row].append(row_logprobs)
+        runs += [_run(p, t, lps) for p, t, lps in zip(group, past, logprobs, strict=True)]
     return Canary(tuple(runs), TOLERANCE, executor.device.describe())
 
 
-def _run(prompt: tuple[int, ...], tokens: list[int], told: list[TokenLogprobs]) -> Run:
-    if not all(math.isfinite(t.logprob) for t in told):
+def _run(prompt: tuple[int, ...], tokens: list[int], outputs: list[TokenLogprobs]) -> Run:
+    if not all(math.isfinite(t.logprob) for t in outputs):
         cause = "the model computes log-probabilities that are not finite"
         raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")
-    tops = [[(int(i), float(x)) for i, x in _tops(t) if math.isfinite(x)][:TOP] for t in told]
+    tops = [[(int(i), float(x)) for i, x in _tops(t) if math.isfinite(x)][:TOP] for t in outputs]
     ids, logprobs = (tuple(tuple(pair[k] for pair in top) for top in tops) for k in (0, 1))
-    return Run(prompt, tuple(tokens), tuple(t.logprob for t in told), ids, logprobs)  # type: ignore[arg-type]
+    return Run(prompt, tuple(tokens), tuple(t.logprob for t in outputs), ids, logprobs)  # type: ignore[arg-type]
 
 
-def _tops(told: TokenLogprobs) -> Iterator[tuple[int, float]]:
-    return zip(told.top_ids, told.top_logprobs, strict=True)
+def _tops(logprobs: TokenLogprobs) -> Iterator[tuple[int, float]]:
+    return zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
 
 
 def _groups(executor: Executor, prompts: Sequence[Any]) -> list[Sequence[Any]]:
@@ -166,44 +166,46 @@ def check(executor: Executor, canary: Canary) -> Verdict:
     for group in _groups(executor, canary.runs):
         steps = len(group[0].tokens)
         for i in range(steps):
-            found = _next(executor, [r.prompt for r in group], [r.tokens[:i] for r in group], steps)
-            for k, (run, (token, told)) in enumerate(zip(group, found, strict=True), number + 1):
-                tied, off, why = _compare(run, i, token, told, canary.tolerance)
-                ties, worst = ties + tied, max(worst, off)
-                problems += [f"prompt {k}, token {i}: {why}"] if why else []
+            outputs = _next(executor, [r.prompt for r in group], [r.tokens[:i] for r in group], steps)
+            for k, (run, (token, logprobs)) in enumerate(zip(group, outputs, strict=True), number + 1):
+                tied, difference, problem = _compare(run, i, token, logprobs, canary.tolerance)
+                ties, worst = ties + tied, max(worst, difference)
+                problems += [f"prompt {k}, token {i}: {problem}"] if problem else []
         number += len(group)
     return Verdict(sum(len(r.tokens) for r in canary.runs), ties, worst, tuple(problems))
 
 
-def _compare(run: Run, i: int, token: int, told: TokenLogprobs, tolerance: float) -> tuple[bool, float, str]:
+def _compare(run: Run, i: int, token: int, logprobs: TokenLogprobs, tolerance: float) -> tuple[bool, float, str]:
     """Compare one token. Returns (whether a near tie excuses a difference, the largest difference in nats, the problem
     as text or "").
     """
-    want = run.tokens[i]
-    if token != want:
-        tie = run.margin(i) <= 2 * tolerance and want in list(told.top_ids)[:2]
-        return tie, 0.0, "" if tie else f"it is {token}, recorded was {want} (likelier by {run.margin(i):.3g} nats)"
-    here = {int(k): float(x) for k, x in _tops(told)} | {token: told.logprob}
-    least = min(here.values())
-    worst, why = 0.0, ""
-    for k, was in ((want, run.logprobs[i]), *zip(run.top_ids[i], run.top_logprobs[i], strict=True)):
-        off = abs(here[k] - was) if k in here else max(0.0, was - least)  # an unlisted id is at most as likely
-        off = off if math.isfinite(off) else math.inf
-        if off > tolerance and not why:
-            shown = f"{here[k]:.4g}" if k in here else f"below {least:.4g}"
-            why = f"log-probability of {k} is {shown}, recorded was {was:.4g} (tolerance {tolerance:g})"
-        worst = max(worst, off)
-    return False, worst, why
+    recorded = run.tokens[i]
+    if token != recorded:
+        tie = run.margin(i) <= 2 * tolerance and recorded in list(logprobs.top_ids)[:2]
+        problem = f"got {token}, recorded {recorded} (more likely by {run.margin(i):.3g} nats)"
+        return tie, 0.0, "" if tie else problem
+    actual = {int(k): float(x) for k, x in _tops(logprobs)} | {token: logprobs.logprob}
+    lowest = min(actual.values())
+    worst, problem = 0.0, ""
+    for k, expected in ((recorded, run.logprobs[i]), *zip(run.top_ids[i], run.top_logprobs[i], strict=True)):
+        # An id that is not listed is at most as likely as the last listed one.
+        difference = abs(actual[k] - expected) if k in actual else max(0.0, expected - lowest)
+        difference = difference if math.isfinite(difference) else math.inf
+        if difference > tolerance and not problem:
+            shown = f"{actual[k]:.4g}" if k in actual else f"below {lowest:.4g}"
+            problem = f"log-probability of {k} is {shown}, recorded {expected:.4g} (tolerance {tolerance:g})"
+        worst = max(worst, difference)
+    return False, worst, problem
 
 
 def require(executor: Executor) -> None:
-    """Check the artifact's own canary before serving.
+    """Check the artifact's canary before serving.
 
     Raises LlmcError E125 if the check fails, and E126 if the artifact has no canary.
     """
     artifact = executor.artifact
     if NAME not in artifact.manifest.files:
-        remedy = f"llmc verify --record {artifact.root}, on a machine that you trust"
+        remedy = f"llmc verify --record {artifact.root}, on a trusted machine"
         raise LlmcError("E126", f"{artifact.root} has no canary", remedy)
     canary = Canary.load(artifact.read(NAME))
     if error := failure(check(executor, canary), canary, executor):
@@ -215,10 +217,10 @@ def failure(verdict: Verdict, canary: Canary, executor: Executor) -> LlmcError |
     if not verdict.problems:
         return None
     more = len(verdict.problems) - 2
-    words = "; ".join([*verdict.problems[:2], *([f"and {more} more"] if more > 0 else [])])
-    where = f"on {_device(executor.device.describe())}, recorded on {_device(canary.device)}"
-    cause = f"the canary fails at {len(verdict.problems)} of {verdict.checked} tokens {where}: {words}"
-    return LlmcError("E125", cause, "do not serve from this machine; compile again where the artifact may be damaged")
+    details = "; ".join([*verdict.problems[:2], *([f"and {more} more"] if more > 0 else [])])
+    devices = f"on {_device(executor.device.describe())}, recorded on {_device(canary.device)}"
+    cause = f"the canary fails at {len(verdict.problems)} of {verdict.checked} tokens {devices}: {details}"
+    return LlmcError("E125", cause, "do not serve from this machine; if the artifact may be damaged, compile it again")
 
 
 def _device(facts: Mapping[str, Any]) -> str:
@@ -227,7 +229,7 @@ def _device(facts: Mapping[str, Any]) -> str:
 
 def _next(
     executor: Executor, prompts: Sequence[Sequence[int]], past: Sequence[Sequence[int]], steps: int
-) -> list[Told]:
+) -> list[Prediction]:
     """Return the token and its log-probabilities after each prompt and its past, in rows 0 and up.
 
     Pages are reserved for `steps` tokens after each prompt. If there is a past, the previous call must have left the KV
@@ -237,29 +239,29 @@ def _next(
     inits, first = [], 0
     for row, (prompt, after, text) in enumerate(zip(prompts, past, texts, strict=True)):
         pages = [first + i for i in range(_pages(executor, len(text)))]
-        inits.append(RowInit(row, text, len(text) - 1 if after else 0, len(prompt), _WANTED, pages))
+        inits.append(RowInit(row, text, len(text) - 1 if after else 0, len(prompt), _PARAMS, pages))
         first += _pages(executor, len(prompt) + steps)
     if first > executor.capacity.pages:
-        cause = f"the canary's prompts need {first} pages of KV, there are {executor.capacity.pages}"
-        raise LlmcError("E202", cause, "give the KV cache more memory, or do without the canary")
-    left = [1 if after else len(text) for after, text in zip(past, texts, strict=True)]
+        cause = f"the canary's prompts need {first} KV pages; the cache has {executor.capacity.pages}"
+        raise LlmcError("E202", cause, "increase --kv-cache-memory-bytes, or skip the canary")
+    remaining = [1 if after else len(text) for after, text in zip(past, texts, strict=True)]
     limit = executor.artifact.manifest.limits.max_num_batched_tokens
-    while sum(left) > limit:
-        row = left.index(max(left))
-        count = min(limit, left[row] - 1)
+    while sum(remaining) > limit:
+        row = remaining.index(max(remaining))
+        count = min(limit, remaining[row] - 1)
         executor.run(Step(inits=inits, work=[Work(row, count, False)]))
-        inits, left[row] = [], left[row] - count
-    out = executor.run(Step(inits=inits, work=[Work(row, n, True) for row, n in enumerate(left)]))
-    return [_whole(token, told) for token, told in zip(out.tokens, out.logprobs, strict=True)]
+        inits, remaining[row] = [], remaining[row] - count
+    out = executor.run(Step(inits=inits, work=[Work(row, n, True) for row, n in enumerate(remaining)]))
+    return [_prediction(token, logprobs) for token, logprobs in zip(out.tokens, out.logprobs, strict=True)]
 
 
 def _pages(executor: Executor, tokens: int) -> int:
     return -(-tokens // executor.capacity.page_size)
 
 
-def _whole(token: int | None, told: TokenLogprobs | None) -> Told:
-    assert token is not None and told is not None
-    return token, told
+def _prediction(token: int | None, logprobs: TokenLogprobs | None) -> Prediction:
+    assert token is not None and logprobs is not None
+    return token, logprobs
 
 
 def _list(value: Any, where: str, item: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Computes how many KV pages fit into a byte budget, from the manifest alone."""
+"""Computes how many KV pages fit into a byte budget, from the manifest."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class KvCapacity:
         return self.pages * self.bytes_per_page
 
     def __str__(self) -> str:
-        whole = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({human(self.nbytes)})"
-        return f"KV cache: {whole}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+        size = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({human(self.nbytes)})"
+        return f"KV cache: {size}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
 
 
 @dataclass(frozen=True)
@@ -58,38 +58,40 @@ def plan_kv(
 ) -> KvCapacity:
     """Compute the size of the KV cache.
 
-    `kv_bytes` is the budget. None means as much as all rows at full length can use, limited to the fraction `share` of
-    the memory that remains. `free` is the free memory in bytes before anything is allocated, from which `need` is
+    `kv_bytes` is the budget. The default is what all rows of maximum length can use, limited to the fraction `share` of
+    the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need` is
     subtracted first. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
     kv, limits = manifest.kv, manifest.limits
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
-    left = free - need.total
-    budget = max(0, int(left * share)) if kv_bytes is None else kv_bytes
+    available = free - need.total
+    budget = max(0, int(available * share)) if kv_bytes is None else kv_bytes
     pages = min(useful, budget // kv.bytes_per_page) if kv.bytes_per_page else useful
-    whole = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
-    if need.total and (left < 0 or (pages < 1 and kv_bytes is None)):
-        raise _too_little(need, free, whole, limits.max_model_len)
+    sequence_bytes = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
+    if need.total and (available < 0 or (pages < 1 and kv_bytes is None)):
+        raise _too_little(need, free, sequence_bytes, limits.max_model_len)
     if pages < 1:
         cause = f"the KV cache has {human(budget)}; a page of {kv.page_size} tokens takes {human(kv.bytes_per_page)}"
         raise LlmcError(
-            "E202", cause, f"give at least {human(whole)}, which holds one sequence of {limits.max_model_len}"
+            "E202",
+            cause,
+            f"set at least {human(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens",
         )
-    if need.total and pages * kv.bytes_per_page > left:
-        cause = f"the KV cache shall have {human(budget)}; beside {need} {human(left)} are left of {human(free)}"
-        tokens = left // kv.bytes_per_page * kv.page_size
-        raise LlmcError("E205", cause, f"give it at most {human(left)}, which holds {tokens} tokens")
+    if need.total and pages * kv.bytes_per_page > available:
+        cause = f"the KV cache needs {human(budget)}; {human(available)} of {human(free)} are left beside {need}"
+        tokens = available // kv.bytes_per_page * kv.page_size
+        raise LlmcError("E205", cause, f"set at most {human(available)}, enough for {tokens} tokens")
     return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len)
 
 
-def _too_little(need: Need, free: int, whole: int, length: int) -> LlmcError:
-    sequence = f"KV of one sequence of {length} tokens {human(whole)}"
-    cause = f"the device has {human(free)} free; {human(need.total + whole)} are needed: {need}, {sequence}"
+def _too_little(need: Need, free: int, sequence_bytes: int, length: int) -> LlmcError:
+    sequence = f"KV of one sequence of {length} tokens {human(sequence_bytes)}"
+    cause = f"the device has {human(free)} free; {human(need.total + sequence_bytes)} are needed: {need}, {sequence}"
     if need.weights < free:
         remedy = "compile with smaller --max-num-seqs, --max-num-batched-tokens or --max-model-len"
     else:
         remedy = f"compile a model or a dtype whose weights take less than {human(free)}"
-    return LlmcError("E205", cause, f"stop other programs on the device, take one with more memory, or {remedy}")
+    return LlmcError("E205", cause, f"stop other programs on the device, use one with more memory, or {remedy}")
 
 
 def human(nbytes: float) -> str:

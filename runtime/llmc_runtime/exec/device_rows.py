@@ -14,7 +14,7 @@ from llmc_runtime.sched.step import RowInit, RowMask, RowPages
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
-_A_WRITE = 32 << 10  # bytes whose copy takes about as long as starting another copy
+_WRITE_COST = 32 << 10  # the overhead of a copy, as the number of bytes copied in the same time
 ROLES = (
     "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed"
 )  # fmt: skip
@@ -87,9 +87,9 @@ class Rows:
             if role in tables:
                 tables[role].set(row, values)
         if "seen" in tables:
-            self._seen(row, tokens[: init.num_prompt])
+            self._write_seen(row, tokens[: init.num_prompt])
         if "counts" in tables:
-            self._counts(row, tokens[init.num_prompt :])
+            self._write_counts(row, tokens[init.num_prompt :])
         if params.biases and "biases" in tables:
             tables["bias_ids"].set(row, [token for token, _ in params.biases])
             tables["biases"].set(row, [bias for _, bias in params.biases])
@@ -108,23 +108,23 @@ class Rows:
         """Append pages to the rows' tables: one write per row, or a single write of all rows in the range if that is
         cheaper.
         """
-        table, known = self._tables["pages"], self._pages
+        table, host = self._tables["pages"], self._pages
         for g in grown:
-            known[g.row, g.start : g.start + len(g.pages)] = g.pages
+            host[g.row, g.start : g.start + len(g.pages)] = g.pages
         first, last = min(g.row for g in grown), max(g.row for g in grown)
-        if len(grown) > 1 and (last + 1 - first) * table.width * 4 <= len(grown) * _A_WRITE:
-            table.write(first, known[first : last + 1])
+        if len(grown) > 1 and (last + 1 - first) * table.width * 4 <= len(grown) * _WRITE_COST:
+            table.write(first, host[first : last + 1])
             return
         for g in grown:
             table.set(g.row, g.pages, g.start)
 
-    def _seen(self, row: int, prompt: np.ndarray) -> None:
+    def _write_seen(self, row: int, prompt: np.ndarray) -> None:
         """Write the bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""
         words = np.zeros(self._tables["seen"].width, np.uint32)
         np.bitwise_or.at(words, prompt // _WORD, np.uint32(1) << (prompt % _WORD).astype(np.uint32))
         self._tables["seen"].set(row, words.view(np.int32))
 
-    def _counts(self, row: int, output: np.ndarray) -> None:
+    def _write_counts(self, row: int, output: np.ndarray) -> None:
         table = self._tables["counts"]
         if len(output):
             table.set(row, np.bincount(output, minlength=self._vocab)[: self._vocab])

@@ -51,8 +51,8 @@ class Ticket:
     """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
     `entries` are the rows of logits. They equal `work`, except that work whose prompt is scored is split into one entry
-    per token. `wanted` flags the entries that need log-probabilities, and is empty if none does. `rest` runs the second
-    half of an open step; its event is recorded after that.
+    per token. `needs_logprobs` flags the entries that need log-probabilities; it is empty if none does. `rest` runs the
+    second half of an open step; its event is recorded after that.
     """
 
     work: list[Work]
@@ -60,7 +60,7 @@ class Ticket:
     event: Event = None
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: tuple[np.ndarray, ...] = ()
-    wanted: list[bool] = field(default_factory=list)
+    needs_logprobs: list[bool] = field(default_factory=list)
     width: int = 0
     rest: Run | None = None
 
@@ -110,7 +110,7 @@ class Executor:
         errors of `run`, some of which are reported only by `wait`.
         """
         if len(self._open) >= self.depth:
-            raise RuntimeError(f"{len(self._open)} steps are under way; the device takes no more")
+            raise RuntimeError(f"{len(self._open)} steps are in flight, the maximum of this device")
         for init in step.inits:
             self.rows.init(init)
         if step.pages:
@@ -124,7 +124,7 @@ class Executor:
     def guide(self, ticket: Ticket, masks: Sequence[RowMask]) -> None:
         """Supply the token masks of an open step and run its second half."""
         if ticket.rest is None:
-            raise RuntimeError("only an open step is guided, and once")
+            raise RuntimeError("only an open step can be guided, and only once")
         for mask in masks:
             self.rows.mask(mask)
         ticket.rest()
@@ -134,9 +134,9 @@ class Executor:
     def wait(self, ticket: Ticket) -> StepOutput:
         """Wait for the oldest step in flight and return its output."""
         if not self._open or self._open[0] is not ticket:
-            raise RuntimeError("steps are waited for once, in the order of their launches")
+            raise RuntimeError("steps must be waited for once, in the order of their launches")
         if ticket.rest is not None:
-            raise RuntimeError("an open step has no end before it is guided")
+            raise RuntimeError("an open step must be guided before it is waited for")
         try:
             self.device.wait(ticket.event)
         except LlmcError:
@@ -145,8 +145,8 @@ class Executor:
         self._open.popleft()
         ids = ticket.ids.view(np.int32).tolist()
         tokens = [i if w.emit else None for i, w in zip(ids, ticket.entries)]
-        told: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.wanted else [None] * len(tokens)
-        return StepOutput(tokens, told) if ticket.entries is ticket.work else _together(ticket.work, tokens, told)
+        logprobs: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.needs_logprobs else [None] * len(tokens)
+        return StepOutput(tokens, logprobs) if ticket.entries is ticket.work else _merge(ticket.work, tokens, logprobs)
 
     def done(self, ticket: Ticket) -> bool:
         """Return whether the step has ended, so that `wait` returns at once."""
@@ -176,7 +176,7 @@ class Executor:
         self.device.close()
 
     def _start(self, work: list[Work], open: bool) -> Ticket:
-        entries = [entry for w in work for entry in _apart(w)] if any(w.score for w in work) else work
+        entries = [entry for w in work for entry in _split_scored(w)] if any(w.score for w in work) else work
         count = len(entries)
         if not count:
             return Ticket(work, entries, self.device.mark())
@@ -185,10 +185,9 @@ class Executor:
         bound, size = self._pick(tokens, count)
         self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
         bound.size(size if bound.program.uniform else tokens, size)
-        wants = self.rows.wants_logprobs
-        ticket = Ticket(
-            work, entries, wanted=[(w.emit or w.score) and wants[w.row] for w in entries], width=bound.width
-        )
+        enabled = self.rows.wants_logprobs
+        needed = [(w.emit or w.score) and enabled[w.row] for w in entries]
+        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width)
         if open:
             first, ticket.rest = self._halves(bound)
             first()
@@ -201,11 +200,11 @@ class Executor:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
         ticket.ids = device.fetch(self._ids, 0, count * 4)
-        if any(ticket.wanted):
+        if any(ticket.needs_logprobs):
             each = (4, 4, 4 * width, 4 * width)
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
         else:
-            ticket.wanted = []
+            ticket.needs_logprobs = []
         ticket.event = device.mark()
 
     def _halves(self, bound: _Bound) -> list[Run]:
@@ -256,8 +255,8 @@ class Executor:
             raise LlmcError("E113", f"program {program.name} has the unknown symbol {min(unbound)}", REMEDY)
         low, high = program.symbols.get("P", (0, 1 << 62))
         if not low <= self.capacity.pages <= high:
-            cause = f"program {program.name} takes {low} to {high} KV pages, not {self.capacity.pages}"
-            raise LlmcError("E202", cause, "give the KV cache another size")
+            cause = f"program {program.name} supports {low} to {high} KV pages, not {self.capacity.pages}"
+            raise LlmcError("E202", cause, f"set a KV cache size between {low} and {high} pages")
         symbols = np.array([self._env.get(n, 1) for n in names], np.int64)
         run = self.device.bind(program, self._layout.addresses(program), symbols)
         top = next((b for b in program.buffers if b.name == "top_ids"), None)
@@ -266,7 +265,7 @@ class Executor:
         return _Bound(program, symbols, slots, run, width)
 
 
-def _apart(work: Work) -> list[Work]:
+def _split_scored(work: Work) -> list[Work]:
     """Return the entries of a work item: one, or one per token if the prompt is scored."""
     if not work.score:
         return [work]
@@ -274,7 +273,7 @@ def _apart(work: Work) -> list[Work]:
     return [Work(work.row, 1, work.emit and i == last, not (work.emit and i == last)) for i in range(last + 1)]
 
 
-def _together(work: list[Work], tokens: list[int | None], told: list[TokenLogprobs | None]) -> StepOutput:
+def _merge(work: list[Work], tokens: list[int | None], logprobs: list[TokenLogprobs | None]) -> StepOutput:
     """Merge the outputs of entries by work item. If the item is scored, its last entry may emit a token, and the others
     are scores.
     """
@@ -282,17 +281,17 @@ def _together(work: list[Work], tokens: list[int | None], told: list[TokenLogpro
     for index, w in enumerate(work):
         end = at + w.rows
         out.tokens.append(tokens[end - 1])
-        out.logprobs.append(told[end - 1] if w.emit else None)
+        out.logprobs.append(logprobs[end - 1] if w.emit else None)
         if w.score:
-            scores[index] = [found for found in told[at : end - w.emit] if found is not None]
+            scores[index] = [score for score in logprobs[at : end - w.emit] if score is not None]
         at = end
     return out
 
 
 def _logprobs(ticket: Ticket) -> list[TokenLogprobs | None]:
     count = len(ticket.entries)
-    found = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
-    logprob, rank = found[0].tolist(), found[1].tolist()
-    ids, tops = (x.reshape(count, -1).tolist() for x in found[2:])
-    each: Any = zip(ticket.wanted, logprob, rank, ids, tops)
-    return [TokenLogprobs(lp, k, i, t) if want else None for want, lp, k, i, t in each]
+    arrays = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
+    logprob, rank = arrays[0].tolist(), arrays[1].tolist()
+    ids, tops = (x.reshape(count, -1).tolist() for x in arrays[2:])
+    columns: Any = zip(ticket.needs_logprobs, logprob, rank, ids, tops)
+    return [TokenLogprobs(lp, k, i, t) if needed else None for needed, lp, k, i, t in columns]

@@ -32,8 +32,8 @@ class RandomWeights:
             ones = _encode(np.ones(1, np.float32), dtype)
             return (np.zeros(max(1, nbytes), np.uint8) if ones is None else np.tile(ones, nbytes // len(ones))), 0
         if dtype not in self._tiles:
-            made = _encode(self._normal, dtype)
-            self._tiles[dtype] = self._bits if made is None else made
+            encoded = _encode(self._normal, dtype)
+            self._tiles[dtype] = self._bits if encoded is None else encoded
         tile = self._tiles[dtype]
         width = max(1, DTYPE_BITS[dtype] // 8)
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
@@ -46,5 +46,5 @@ def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
         bits = values.view(np.uint32)
         # Round to nearest, ties to even.
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8)
-    known = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(dtype)
-    return None if known is None else np.ascontiguousarray(values.astype(known)).view(np.uint8)
+    numpy_dtype = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(dtype)
+    return None if numpy_dtype is None else np.ascontiguousarray(values.astype(numpy_dtype)).view(np.uint8)

@@ -37,8 +37,8 @@ def extension_hashes() -> dict[str, str]:
     """Return module -> hash of its files for the installed packages that extend the compiler, without importing
     them.
     """
-    found = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc"]
-    return {name: package_hash(name) for name in sorted({name for p in found for name in _modules(p)})}
+    points = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc"]
+    return {name: package_hash(name) for name in sorted({name for p in points for name in _modules(p)})}
 
 
 def _modules(point: EntryPoint) -> set[str]:
@@ -62,9 +62,9 @@ def source_hashes(source: Path, root: Path) -> dict[str, str]:
     stats = {p: _identity(p) for p in files}
     missing = [p for p in files if memo.get(str(p), ("", ""))[0] != stats[p]]
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(missing, pool.map(_file_hash, missing)))
+        hashes = dict(zip(missing, pool.map(_file_hash, missing)))
     if missing:
-        memo.update({str(p): (stats[p], found[p]) for p in missing})
+        memo.update({str(p): (stats[p], hashes[p]) for p in missing})
         _write(memo_file, json.dumps(memo, indent=0).encode())
     return {p.relative_to(source).as_posix(): memo[str(p)][1] for p in files}
 
@@ -119,5 +119,5 @@ def _cpu_features() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         lines = []
-    wanted = ("flags", "Features")
-    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(wanted)), "")
+    keys = ("flags", "Features")
+    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(keys)), "")

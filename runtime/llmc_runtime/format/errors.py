@@ -33,7 +33,7 @@ class LlmcError(Exception):
         return f"{head}\n  Try: {self.remedy}" if self.remedy else head
 
 
-_LETTERS = 700
+_MAX_CHARACTERS = 700
 
 
 def brief(text: str, lines: int) -> str:
@@ -42,11 +42,11 @@ def brief(text: str, lines: int) -> str:
     The result has at most `lines` lines. The middle of a long text is left out; control characters, unpaired surrogates
     and direction marks are escaped.
     """
-    if len(text) > _LETTERS:
-        text = f"{text[: _LETTERS - 150]} [...] {text[-100:]}"
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS - 150]} [...] {text[-100:]}"
     rows = text.split("\n")
-    kept = rows if len(rows) <= lines else [*rows[: lines - 1], f"[{len(rows) - lines + 1} more lines]"]
-    return "\n".join(map(_printable, kept))
+    shown = rows if len(rows) <= lines else [*rows[: lines - 1], f"[{len(rows) - lines + 1} more lines]"]
+    return "\n".join(map(_printable, shown))
 
 
 def _printable(text: str) -> str:
@@ -55,16 +55,16 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def as_told(error: BaseException) -> LlmcError:
-    """Convert an exception for display by a command: E100 for OS errors, E203 for lack of memory, E000 for our bugs."""
+def as_llmc_error(error: BaseException) -> LlmcError:
+    """Convert an exception for display by a command: E100 for OS errors, E203 for lack of memory, E000 for bugs."""
     if isinstance(error, LlmcError):
         return error
     if isinstance(error, MemoryError):
-        return LlmcError("E203", "the system refuses the memory that this takes", "stop other programs")
+        return LlmcError("E203", "the system has too little free memory", "stop other programs")
     if isinstance(error, OSError):
-        where = f": {error.filename}" if error.filename else ""
-        return LlmcError("E100", f"{error.strerror or error}{where}", "check the path and its permissions")
-    places = traceback.extract_tb(error.__traceback__)
-    at = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
-    cause = f"this is a mistake in llmc, not in your input: {type(error).__name__}: {str(error)[:200]}{at}"
-    return LlmcError("E000", cause, "run it again with -v, and report it with the lines that come then")
+        file = f": {error.filename}" if error.filename else ""
+        return LlmcError("E100", f"{error.strerror or error}{file}", "check the path and its permissions")
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    cause = f"this is a bug in llmc, not in your input: {type(error).__name__}: {str(error)[:200]}{at}"
+    return LlmcError("E000", cause, "run it again with -v, and report the output")

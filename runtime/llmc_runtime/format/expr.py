@@ -76,7 +76,9 @@ def parse(text: str) -> Expr:
     """
     if len(text) > MAX_TEXT:
         raise LlmcError(
-            "E108", f"size text of {len(text)} characters, over the cap of {MAX_TEXT}", "recompile the artifact"
+            "E108",
+            f"size expression of {len(text)} characters; at most {MAX_TEXT} are allowed",
+            "recompile the artifact",
         )
     parser = _Parser(text)
     parser.sum(0)
@@ -102,10 +104,10 @@ class _Parser:
         self.code: list[int | str | tuple[str] | tuple[str, int]] = []
         self.advance()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Raise LlmcError E108 at the current token."""
         raise LlmcError(
-            "E108", f"size text {self.text[:80]!r}: {why} at character {self.start}", "recompile the artifact"
+            "E108", f"size expression {self.text[:80]!r}: {reason} at character {self.start}", "recompile the artifact"
         )
 
     def advance(self) -> None:
@@ -125,7 +127,7 @@ class _Parser:
             self.fail("number too long")
 
     def expect(self, sign: str) -> None:
-        """Consume the given sign, or fail."""
+        """Consume `sign`, or fail."""
         if self.kind != "sign" or self.token != sign:
             self.fail(f"expected {sign!r}")
         self.advance()
@@ -133,7 +135,7 @@ class _Parser:
     def sum(self, depth: int) -> None:
         """Parse the rule `sum`."""
         if depth > MAX_DEPTH:
-            self.fail("nested too deep")
+            self.fail("nested too deeply")
         self.product(depth)
         while self.kind == "sign" and self.token in ("+", "-"):
             sign = self.token
@@ -152,7 +154,7 @@ class _Parser:
     def atom(self, depth: int) -> None:
         """Parse the rule `atom`."""
         if depth > MAX_DEPTH:
-            self.fail("nested too deep")
+            self.fail("nested too deeply")
         kind, token = self.kind, self.token
         if kind == "number":
             self.advance()

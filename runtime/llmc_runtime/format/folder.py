@@ -26,8 +26,8 @@ class Folder:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
-            what = "is not a folder" if self.root.exists() else "does not exist"
-            raise LlmcError("E101", f"artifact {str(root)!r} {what}", "give the folder that llmc compile wrote")
+            problem = "is not a folder" if self.root.exists() else "does not exist"
+            raise LlmcError("E101", f"artifact {str(root)!r} {problem}", "pass a folder written by llmc compile")
 
     def open(self, name: str) -> tuple[int, int]:
         """Open a regular file. Returns the descriptor, which the caller closes, and the size in bytes.
@@ -56,12 +56,12 @@ class Folder:
             return os.open(part, flags, dir_fd=at)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) or self._is_link(part, at):
-                cause = f"{self.root / name} is a link or a device; artifacts hold plain files alone"
+                cause = f"{self.root / name} is a link or a device; an artifact may contain only regular files"
                 raise LlmcError("E104", cause, "copy the artifact with its links followed (cp -rL)") from None
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise LlmcError("E106", f"{self.root / name} is missing", REMEDY) from None
-            why = os.strerror(error.errno or 0)
-            raise LlmcError("E106", f"{self.root / name} cannot be read: {why}", "make it readable") from None
+            reason = os.strerror(error.errno or 0)
+            raise LlmcError("E106", f"{self.root / name} cannot be read: {reason}", "make it readable") from None
 
     @staticmethod
     def _is_link(part: str, at: int) -> bool:
@@ -91,7 +91,9 @@ class Folder:
         if not (self.root / NAME).exists():
             inside = any(self.root.iterdir())
             cause = f"{self.root} is incomplete: it has no {NAME}" if inside else f"{self.root} is an empty folder"
-            raise LlmcError("E101", cause, "compile the model again; an artifact is whole once llmc compile ends")
+            raise LlmcError(
+                "E101", cause, "compile the model again; an artifact is complete when llmc compile has ended"
+            )
         return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
 
     def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:
@@ -99,14 +101,14 @@ class Folder:
         expected = {n: i.bytes for n, i in manifest.files.items()} | {w.file: w.bytes for w in manifest.weights.files}
         for name, size in expected.items():
             try:
-                fd, found = self.open(name)
+                fd, actual = self.open(name)
             except LlmcError as error:
                 yield error
                 continue
             os.close(fd)
-            if found != size:
-                word = "is cut short" if found < size else "is too long"
-                yield LlmcError("E106", f"{self.root / name} {word}: {found} bytes, expected {size}", REMEDY)
+            if actual != size:
+                problem = "is truncated" if actual < size else "is too long"
+                yield LlmcError("E106", f"{self.root / name} {problem}: {actual} bytes, expected {size}", REMEDY)
 
     def check_small(self, files: Mapping[str, FileInfo]) -> Iterator[LlmcError]:
         """Check the contents of small files, and yield one error per faulty file."""
@@ -126,5 +128,5 @@ class Folder:
 
     def wrong_block(self, file: WeightFile, index: int) -> LlmcError:
         """Return the error for a block of weights that differs from its hash."""
-        place = f"block {index + 1} of {len(file.blocks)} (from byte {index * file.block})"
-        return LlmcError("E107", f"{self.root / file.file} is damaged: {place} does not match its hash", REMEDY)
+        block = f"block {index + 1} of {len(file.blocks)} (from byte {index * file.block})"
+        return LlmcError("E107", f"{self.root / file.file} is damaged: {block} does not match its hash", REMEDY)

@@ -30,8 +30,8 @@ def wrong_blocks(data: memoryview, blocks: Sequence[str], block: int = BLOCK, th
     if len(pieces) != len(blocks):
         return list(range(max(len(pieces), len(blocks))))
     with ThreadPoolExecutor(max(1, min(threads, len(pieces)))) as pool:
-        found = list(pool.map(lambda p: sha256(data[p[0] : p[1]]), pieces))
-    return [i for i, (a, b) in enumerate(zip(found, blocks)) if a != b]
+        actual = list(pool.map(lambda p: sha256(data[p[0] : p[1]]), pieces))
+    return [i for i, (a, b) in enumerate(zip(actual, blocks)) if a != b]
 
 
 class BlockHasher:
@@ -41,25 +41,25 @@ class BlockHasher:
         self.block = block
         self.blocks: list[str] = []
         self._hash = hashlib.sha256()
-        self._room = block
+        self._remaining = block
 
     def update(self, data: memoryview) -> None:
         """Append data to the stream."""
         while len(data):
-            piece = data[: self._room]
+            piece = data[: self._remaining]
             self._hash.update(piece)
-            self._room -= len(piece)
+            self._remaining -= len(piece)
             data = data[len(piece) :]
-            if not self._room:
+            if not self._remaining:
                 self._close()
 
     def finish(self) -> tuple[str, ...]:
         """Return the hashes of all blocks; the last block may be shorter."""
-        if self._room != self.block:
+        if self._remaining != self.block:
             self._close()
         return tuple(self.blocks)
 
     def _close(self) -> None:
         self.blocks.append(self._hash.hexdigest())
         self._hash = hashlib.sha256()
-        self._room = self.block
+        self._remaining = self.block

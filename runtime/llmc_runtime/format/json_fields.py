@@ -22,35 +22,35 @@ _HASH = re.compile(r"[0-9a-f]{64}\Z")
 _KEY = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
-def damaged(where: str, why: str) -> LlmcError:
+def damaged(where: str, reason: str) -> LlmcError:
     """Return the error for a file with invalid content."""
-    return LlmcError("E103", f"{where}: {why}", REMEDY)
+    return LlmcError("E103", f"{where}: {reason}", REMEDY)
 
 
 def load_json(data: bytes, where: str) -> Any:
     """Parse JSON; raise LlmcError E103 for duplicate keys, NaN, invalid Unicode, or excessive depth or size."""
-    if (why := too_much(data, MAX_JSON, MAX_VALUES)) is not None:
-        raise damaged(where, why)
+    if (reason := too_much(data, MAX_JSON, MAX_VALUES)) is not None:
+        raise damaged(where, reason)
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        check_unicode(data, found)
-        return found
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        check_unicode(data, value)
+        return value
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not valid JSON ({str(error)[:120]})") from None
 
 
-def too_much(data: bytes, most_bytes: int, most_values: int) -> str | None:
+def too_much(data: bytes, max_bytes: int, max_values: int) -> str | None:
     """Return why parsing `data` as JSON might take too much memory or time, judged by its bytes; None if it cannot."""
-    if len(data) > most_bytes:
-        return f"{len(data)} bytes of JSON, over the cap of {most_bytes}"
+    if len(data) > max_bytes:
+        return f"{len(data)} bytes of JSON; at most {max_bytes} are allowed"
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    return f"up to {values} values of JSON, over the cap of {most_values}" if values > most_values else None
+    return f"up to {values} values of JSON; at most {max_values} are allowed" if values > max_values else None
 
 
-def check_unicode(data: bytes, found: Any) -> None:
-    """Raise UnicodeEncodeError (a ValueError) if `found`, parsed from `data`, contains an unpaired surrogate."""
+def check_unicode(data: bytes, value: Any) -> None:
+    """Raise UnicodeEncodeError (a ValueError) if `value`, parsed from `data`, contains an unpaired surrogate."""
     if b"\\ud" in data or b"\\uD" in data:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Fields:
         if not isinstance(value, dict):
             raise damaged(where, "expected an object")
         self._value: dict[str, Any] = value
-        self._left = set(value)
+        self._unread = set(value)
         self._lenient = lenient
         self.where = where
 
@@ -102,7 +102,7 @@ class Fields:
             if default is ...:
                 raise damaged(self.where, f"{key!r} is missing")
             return default
-        self._left.discard(key)
+        self._unread.discard(key)
         return self._value[key]
 
     def text(self, key: str, default: Any = ...) -> str:
@@ -154,8 +154,8 @@ class Fields:
 
     def close(self) -> None:
         """Raise LlmcError E103 if the object has keys that were not read, unless the reader is lenient."""
-        if self._left and not self._lenient:
-            raise damaged(self.where, f"unknown key {sorted(self._left)[0][:80]!r}")
+        if self._unread and not self._lenient:
+            raise damaged(self.where, f"unknown key {sorted(self._unread)[0][:80]!r}")
 
 
 def a_text(value: Any, where: str) -> str:

@@ -1,4 +1,4 @@
-"""What a kernel launch passes, as data: parameters and tensor maps; and size text as a field."""
+"""The parameters and tensor maps that a kernel launch passes, as data; parsing and validation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ZERO = expr.of(0)
 TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f"})  # as `struct` names them
 MAPPED = ("bf16", "f16")  # dtypes supported in tensor maps
 _ELEMENT = 2  # their size in bytes
-MOST_BOX = 256  # maximum elements along an axis of a box
-MOST_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
+MAX_BOX = 256  # maximum elements along an axis of a box
+MAX_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
 _MAX_STRIDE = 1 << 40  # bytes, exclusive
 _ROW = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
 
 
 def a_size(value: Any, where: str) -> Expr:
-    """A field that is size text; plain integers are accepted."""
+    """Read a size expression from parsed JSON: a string or a plain integer. Raises LlmcError E103 or E108."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise damaged(where, "must be size text")
+        raise damaged(where, "must be a size expression")
     return expr.of(value)
 
 
@@ -34,8 +34,8 @@ def a_size(value: Any, where: str) -> Expr:
 class Param:
     """One parameter of a launch, by `kind`:
 
-    - "arg": the address of the launch's argument number `index` plus `offset` bytes (size text, evaluated at the upper
-      bounds of the symbols);
+    - "arg": the address of the launch's argument number `index` plus `offset` bytes (a size expression, evaluated at
+      the upper bounds of the symbols);
     - "map": the 128 bytes of its tensor map number `index`;
     - "size": the value of `size` in this step, of `type` i32 or i64;
     - "value": the number `value`, of `type` i32, i64 or f32.
@@ -50,12 +50,12 @@ class Param:
 
     @property
     def bits(self) -> int:
-        """The bytes of a "value" as an unsigned number, the first byte lowest."""
+        """The bytes of a "value" as a little-endian unsigned integer."""
         return int.from_bytes(struct.pack(TYPES[self.type], self.value), "little")
 
     @staticmethod
     def read(value: Any, where: str, lenient: bool = False) -> Param:
-        """Raises LlmcError E103 if it is none of the four kinds, or a number does not fit its type."""
+        """Read a parameter from parsed JSON; raise LlmcError E103 if its kind is unknown or its value does not fit."""
         f = Fields(value, where, lenient)
         kind = next((k for k in ("arg", "map", "size", "value") if k in value), "")
         if kind == "arg":
@@ -73,14 +73,14 @@ class Param:
         return param
 
     def check(self, where: str) -> None:
-        """Raises LlmcError E103 if the type is unknown or the number does not fit it."""
+        """Raise LlmcError E103 if the type is unknown or the number does not fit it."""
         if self.kind in ("arg", "map"):
             return
         if self.type not in TYPES or (self.kind == "size" and self.type == "f32"):
-            raise damaged(where, f"a {self.kind} has no type {self.type[:20]!r}")
+            raise damaged(where, f"a {self.kind} cannot have type {self.type[:20]!r}")
         try:
             if self.kind == "value" and isinstance(self.value, bool):
-                raise ValueError("it is no number")
+                raise ValueError("it is not a number")
             _ = self.bits
         except (struct.error, OverflowError, ValueError) as e:
             raise damaged(where, f"the value does not fit {self.type}: {str(e)[:80]}") from None
@@ -96,8 +96,8 @@ class Param:
 class TensorMap:
     """An argument of a launch that is passed as a tensor map (CUtensorMap) instead of a pointer.
 
-    `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and begins `offset` bytes
-    behind the start of the buffer. `strides` are in elements, one for every axis except the last, whose elements are
+    `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and starts `offset` bytes
+    after the start of the buffer. `strides` are in elements, one for every axis except the last, whose elements are
     adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol. The tensor is copied
     in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
     """
@@ -128,13 +128,15 @@ class TensorMap:
             offset=a_size(f.get("offset", 0), f"{where}.offset"),
         )
         f.close()
-        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MOST_BOX for b in m.box):
-            raise damaged(where, f"a box has as many sizes as its tensor, two at least, each 1 to {MOST_BOX}")
+        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MAX_BOX for b in m.box):
+            raise damaged(where, f"a box needs one size per axis of its tensor, at least two, each 1 to {MAX_BOX}")
         if len(m.strides) not in (0, len(m.shape) - 1):
-            raise damaged(where, "a tensor map has a stride for every axis except the last, or none")
+            raise damaged(where, "a tensor map needs one stride per axis except the last, or none at all")
         row = m.box[-1] * _ELEMENT
         if row % _ROW or (m.swizzle and row > _ROW << m.swizzle):
-            raise damaged(where, f"a box has rows of {row} bytes: no multiple of {_ROW}, or too wide for its swizzle")
+            raise damaged(
+                where, f"a box has rows of {row} bytes: not a multiple of {_ROW}, or too wide for its swizzle"
+            )
         return m
 
     def json(self) -> dict[str, Any]:
@@ -147,19 +149,19 @@ class TensorMap:
             out["offset"] = str(self.offset)
         return out
 
-    def check(self, dtype: str, begin: int, nbytes: int, top: Mapping[str, int], place: str) -> None:
+    def check(self, dtype: str, begin: int, nbytes: int, top: Mapping[str, int], path: str) -> None:
         """Check that the driver will accept the map, and that its tensor lies inside its buffer at every step.
 
-        `dtype` is the buffer's; `begin` and `nbytes` say where its memory begins and how long it is at the symbols'
-        upper bounds `top`. Raises LlmcError E103.
+        `dtype` is the buffer's. `begin` is the offset of its memory, and `nbytes` its size at the symbols' upper bounds
+        `top`, both in bytes. Raises LlmcError E103.
         """
         (shape, strides), offset = self.layout(top), self.offset(top)
-        if not all(0 < d <= MOST_AXIS for d in shape):
-            raise damaged(place, f"a tensor map's tensor has an axis of no size, or of more than {MOST_AXIS}")
+        if not all(0 < d <= MAX_AXIS for d in shape):
+            raise damaged(path, f"an axis of a tensor map's tensor is empty or larger than {MAX_AXIS}")
         if not all(0 < s * _ELEMENT < _MAX_STRIDE for s in strides) or offset < 0:
-            raise damaged(place, "a tensor map has a stride or an offset out of range")
+            raise damaged(path, "a tensor map has a stride or an offset out of range")
         end = offset + _ELEMENT * (1 + sum((d - 1) * s for d, s in zip(shape, strides)))
         if dtype not in MAPPED or end > nbytes:
-            raise damaged(place, f"a tensor map is no {' or '.join(MAPPED)} tensor inside its buffer")
+            raise damaged(path, f"a tensor map needs a {' or '.join(MAPPED)} tensor inside its buffer")
         if any(s * _ELEMENT % _ROW for s in strides[:-1]) or (begin + offset) % _ROW:
-            raise damaged(place, f"a tensor map's rows, or where it begins, are no multiples of {_ROW} bytes")
+            raise damaged(path, f"the rows or the start of a tensor map are not multiples of {_ROW} bytes")

@@ -237,9 +237,9 @@ def check_version(doc: Any, where: str) -> bool:
 
 
 def _recompile(doc: dict[str, Any], where: str) -> str:
-    """Return the command that makes an older artifact anew, as far as its manifest states model and target."""
+    """Return the command that recompiles an older artifact, with the model and target that its manifest states."""
     names = [x.get("name") if isinstance(x, dict) else None for x in (doc.get("source"), doc.get("target"))]
-    # The digest is not checked yet: nothing but plain names goes into a command that users copy into a shell.
+    # The digest is not checked yet: only plain names go into a command that users copy into a shell.
     model, target = (x if isinstance(x, str) and _PLAIN.match(x) else "" for x in names)
     chosen = f" --target {target}" if target else ""
     output = shlex.quote(str(Path(where).parent))
@@ -319,7 +319,7 @@ def _state(f: Fields) -> State:
 
 
 def _weights(f: Fields, lenient: bool) -> Weights:
-    def one(value: Any, where: str) -> WeightFile:
+    def weight_file(value: Any, where: str) -> WeightFile:
         g = Fields(value, where, lenient)
         block = g.integer("block", low=1 << 12, high=1 << 32)
         w = WeightFile(g.name("file"), g.integer("bytes"), g.list("blocks", a_hash), block)
@@ -328,7 +328,7 @@ def _weights(f: Fields, lenient: bool) -> Weights:
             raise damaged(where, "has the wrong number of block hashes")
         return w
 
-    w = Weights(f.text("mode"), f.list("files", one, []), f.integer("seed", 0))
+    w = Weights(f.text("mode"), f.list("files", weight_file, []), f.integer("seed", 0))
     f.close()
     if w.mode not in MODES:
         raise damaged(f.where, f"unknown mode {w.mode!r}")
@@ -342,18 +342,18 @@ def _file(f: Fields) -> FileInfo:
 
 
 def _check(m: Manifest, where: str) -> None:
-    """Check constraints between fields: every file that is named is listed exactly once, with its hash."""
+    """Check constraints between fields: every referenced file is listed exactly once, with its hash."""
     for name in m.files:
         check_name(name, where)
-    named = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]
-    missing = [n for n in named if n not in m.files]
+    referenced = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]
+    missing = [n for n in referenced if n not in m.files]
     if missing:
         raise damaged(where, f"{missing[0]} has no hash")
     big = [w.file for w in m.weights.files]
     if len(set(big)) != len(big) or set(big) & set(m.files) or NAME in m.files:
         raise damaged(where, "a file is listed twice")
     if (m.weights.mode == "packed") != bool(big):
-        raise damaged(where, f"weights of mode {m.weights.mode!r} with {len(big)} files")
+        raise damaged(where, f"weights of mode {m.weights.mode!r} cannot have {len(big)} files")
     for what, names in (("kernels", [k.hash for k in m.kernels]), ("states", [s.name for s in m.states])):
         if len(set(names)) != len(names):
-            raise damaged(where, f"two {what} have one name")
+            raise damaged(where, f"two {what} have the same name")

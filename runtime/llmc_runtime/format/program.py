@@ -267,61 +267,61 @@ def _check(p: Program, where: str) -> None:
     known = frozenset(p.symbols)
     top = p.top()
     if len(by_name) != len(p.buffers):
-        raise damaged(where, "two buffers have one name")
+        raise damaged(where, "two buffers have the same name")
     if not set(p.serves) <= known:
-        raise damaged(where, "'serves' names a symbol that the program lacks")
+        raise damaged(where, "'serves' uses an undeclared symbol")
     for i, b in enumerate(p.buffers):
-        place = f"{where}.buffers[{i}]"
+        path = f"{where}.buffers[{i}]"
         for e in (*b.shape, b.bytes):
             if not e.symbols <= known:
-                raise damaged(place, f"size {e} uses a symbol that the program lacks")
+                raise damaged(path, f"size {e} uses an undeclared symbol")
         if b.alias is not None and b.alias not in by_name:
-            raise damaged(place, f"alias of unknown buffer {b.alias[:80]!r}")
+            raise damaged(path, f"alias of unknown buffer {b.alias[:80]!r}")
         if b.kind == "arena" and b.alias is None and b.offset + b.bytes(top) > p.arena_bytes:
-            raise damaged(place, f"ends past the arena of {p.arena_bytes} bytes")
+            raise damaged(path, f"ends past the arena of {p.arena_bytes} bytes")
     for i, x in enumerate(p.launches):
-        place = f"{where}.launches[{i}]"
+        path = f"{where}.launches[{i}]"
         if any(not 0 <= a < len(p.buffers) for a in x.args):
-            raise damaged(place, "an argument's index is out of range")
+            raise damaged(path, "an argument's index is out of range")
         mapped = (e for m in x.maps for e in (*m.shape, *m.strides, m.offset))
         if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *mapped)):
-            raise damaged(place, "a size uses a symbol that the program lacks")
-        _check_cluster(x, top, place)
+            raise damaged(path, "a size uses an undeclared symbol")
+        _check_cluster(x, top, path)
         for m in x.maps:
             if m.arg >= len(x.args) or (not x.params and sum(m.arg == other.arg for other in x.maps) > 1):
-                raise damaged(place, "a tensor map's argument is out of range, or has two")
+                raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
             b = p.buffers[x.args[m.arg]]
-            held = _memory(b, by_name)
-            if held.kind == "state":
-                raise damaged(place, "a tensor map is of a state")
-            m.check(b.dtype, held.offset, held.bytes(top), top, place)
+            owner = _memory(b, by_name)
+            if owner.kind == "state":
+                raise damaged(path, "a tensor map refers to a state")
+            m.check(b.dtype, owner.offset, owner.bytes(top), top, path)
         for j, param in enumerate(x.params):
-            _check_param(param, x, p, by_name, f"{place}.params[{j}]")
+            _check_param(param, x, p, by_name, f"{path}.params[{j}]")
 
 
-def _check_cluster(x: Launch, top: Mapping[str, int], place: str) -> None:
+def _check_cluster(x: Launch, top: Mapping[str, int], path: str) -> None:
     """Check that a cluster has three sizes, at most MAX_CLUSTER blocks, and divides the grid of the largest step."""
     if not x.cluster:
         return
     if len(x.cluster) != 3 or min(x.cluster) < 1 or math.prod(x.cluster) > MAX_CLUSTER:
-        raise damaged(place, f"a cluster has three sizes of at least 1 and at most {MAX_CLUSTER} blocks")
+        raise damaged(path, f"a cluster has three sizes of at least 1 and at most {MAX_CLUSTER} blocks")
     if len(x.grid) != 3 or any(g(top) % c for g, c in zip(x.grid, x.cluster)):
-        raise damaged(place, f"the grid is not a multiple of the cluster {list(x.cluster)} along every axis")
+        raise damaged(path, f"the grid is not a multiple of the cluster {list(x.cluster)} along every axis")
 
 
-def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buffer], place: str) -> None:
+def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buffer], path: str) -> None:
     """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""
     count = {"arg": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
     if param.index >= count:
-        raise damaged(place, f"the launch has no {param.kind} of number {param.index}")
+        raise damaged(path, f"the launch has no {param.kind} {param.index}")
     if any(e is not None and not e.symbols <= p.symbols.keys() for e in (param.size, param.offset)):
-        raise damaged(place, "a size uses a symbol that the program lacks")
+        raise damaged(path, "a size uses an undeclared symbol")
     if param.offset != ZERO:
-        held = _memory(p.buffers[x.args[param.index]], by_name)
+        owner = _memory(p.buffers[x.args[param.index]], by_name)
         # A state may be allocated for fewer pages or rows than the symbols' upper bounds.
-        least = {s: low for s, (low, _) in p.symbols.items()} if held.kind == "state" else p.top()
-        if not 0 <= param.offset(p.top()) < held.bytes(least):
-            raise damaged(place, f"the offset {param.offset} lies outside of the buffer {held.name[:80]!r}")
+        smallest = {s: low for s, (low, _) in p.symbols.items()} if owner.kind == "state" else p.top()
+        if not 0 <= param.offset(p.top()) < owner.bytes(smallest):
+            raise damaged(path, f"the offset {param.offset} is outside of the buffer {owner.name[:80]!r}")
 
 
 def _memory(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:

@@ -81,9 +81,9 @@ class TensorInfo:
         return self.end - self.begin
 
 
-def broken(where: str, why: str) -> LlmcError:
+def broken(where: str, reason: str) -> LlmcError:
     """Return the error for a file that violates the format."""
-    return LlmcError("E105", f"{where}: {why}", "copy or download the file again")
+    return LlmcError("E105", f"{where}: {reason}", "copy or download the file again")
 
 
 def header_length(prefix: bytes, size: int, where: str) -> int:
@@ -92,9 +92,9 @@ def header_length(prefix: bytes, size: int, where: str) -> int:
         raise broken(where, f"is not a safetensors file ({size} bytes)")
     n = int.from_bytes(prefix[:8], "little")
     if n > MAX_HEADER:
-        raise broken(where, f"claims a header of {n} bytes, over the cap of {MAX_HEADER}")
+        raise broken(where, f"states a header of {n} bytes; at most {MAX_HEADER} are allowed")
     if n + 8 > size:
-        raise broken(where, f"is cut short: its header ends at byte {n + 8}, the file at {size}")
+        raise broken(where, f"is truncated: its header ends at byte {n + 8}, the file at {size}")
     return n
 
 
@@ -107,22 +107,22 @@ def parse_header(header: bytes, size: int, where: str) -> dict[str, TensorInfo]:
     if not isinstance(doc, dict):
         raise broken(where, "its header is not an object of tensors")
     base = 8 + len(header)
-    found = [_tensor(k, v, base, where) for k, v in doc.items() if k != "__metadata__"]
-    found.sort(key=lambda t: (t.begin, t.end))
+    tensors = [_tensor(k, v, base, where) for k, v in doc.items() if k != "__metadata__"]
+    tensors.sort(key=lambda t: (t.begin, t.end))
     at = base
-    for t in found:
+    for t in tensors:
         if t.begin != at:
-            raise broken(where, f"tensor {t.name[:80]!r} does not begin where the one before it ends")
+            raise broken(where, f"tensor {t.name[:80]!r} does not start at the end of the one before it")
         at = t.end
     if at != size:
-        verb = "is cut short" if at > size else "has bytes left over"
-        raise broken(where, f"{verb}: its tensors end at byte {at}, the file at {size}")
-    return {t.name: t for t in found if not t.name.startswith(PAD)}
+        problem = "is truncated" if at > size else "has extra bytes"
+        raise broken(where, f"{problem}: its tensors end at byte {at}, the file at {size}")
+    return {t.name: t for t in tensors if not t.name.startswith(PAD)}
 
 
 def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
-    def bad(why: str) -> LlmcError:
-        return broken(where, f"tensor {name[:80]!r} {why}")
+    def bad(reason: str) -> LlmcError:
+        return broken(where, f"tensor {name[:80]!r} {reason}")
 
     if len(name) > 4096 or not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise bad("is malformed")
@@ -137,7 +137,7 @@ def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
     for d in shape:
         nbytes *= d
     if nbytes > MAX_BYTES or offsets[1] - offsets[0] != nbytes:
-        raise bad(f"has {offsets[1] - offsets[0]} bytes for its shape of {nbytes}")
+        raise bad(f"has {offsets[1] - offsets[0]} bytes; its shape needs {nbytes}")
     return TensorInfo(name, _OURS.get(dtype, dtype), tuple(shape), base + offsets[0], base + offsets[1])
 
 
@@ -146,10 +146,10 @@ def _natural(value: Any) -> bool:
 
 
 def plan(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[TensorInfo], int]:
-    """Lay out a file of tensors given as (name, dtype, shape, bytes).
+    """Lay out a file of tensors, each (name, dtype, shape, bytes).
 
-    Returns the prefix (length and header), the tensors' places, and the file's size. Tensors are aligned to 64 bytes,
-    those of 64 KiB and more to 4096. The places include padding tensors.
+    Returns the prefix (length and header), the tensors' positions and the file's size. Tensors are aligned to 64 bytes,
+    those of 64 KiB and more to 4096. The positions include padding tensors.
     """
     items: list[tuple[str, str, tuple[int, ...], int]] = []
     at = 0
@@ -168,5 +168,5 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[byte
     text += b" " * (-(8 + len(text)) % _PAGE)
     base = 8 + len(text)
     spans = [doc[n]["data_offsets"] for n, *_ in items]
-    places = [TensorInfo(n, d, s, base + b, base + e) for (n, d, s, _), (b, e) in zip(items, spans)]
-    return len(text).to_bytes(8, "little") + text, places, base + at
+    positions = [TensorInfo(n, d, s, base + b, base + e) for (n, d, s, _), (b, e) in zip(items, spans)]
+    return len(text).to_bytes(8, "little") + text, positions, base + at

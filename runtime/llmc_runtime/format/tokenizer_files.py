@@ -16,20 +16,20 @@ from typing import Any
 
 from llmc_runtime.format.json_fields import check_unicode, too_much
 
-MOST_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
-MOST_CONFIG, MOST_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
-MOST_GROWTH = 1000  # characters that one character may expand to
-MOST_SPECIAL = 1024  # special tokens added to a text
+MAX_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
+MAX_CONFIG, MAX_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
+MAX_GROWTH = 1000  # characters that one character may expand to
+MAX_SPECIAL = 1024  # special tokens added to a text
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
-def plain_bytes(path: Path, most: int) -> bytes:
-    """Read a regular file, following links. Raises OSError, or ValueError if it is larger than `most` bytes."""
+def plain_bytes(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file, following links. Raises OSError, or ValueError if it is larger than `max_bytes` bytes."""
     info = path.stat()
     if not S_ISREG(info.st_mode):
-        raise ValueError("it is no plain file")
-    if info.st_size > most:
-        raise ValueError(f"it has {info.st_size} bytes, over the cap of {most}")
+        raise ValueError("it is not a regular file")
+    if info.st_size > max_bytes:
+        raise ValueError(f"it has {info.st_size} bytes; at most {max_bytes} are allowed")
     return path.read_bytes()
 
 
@@ -37,12 +37,12 @@ def document(path: Path) -> Any:
     """Read and parse a JSON file. Raises OSError, ValueError or RecursionError if it is unreadable, too large or
     invalid.
     """
-    data = plain_bytes(path, MOST_CONFIG)
-    if (why := too_much(data, MOST_CONFIG, MOST_VALUES)) is not None:
-        raise ValueError(why)
-    found = json.loads(data.decode("utf-8"))
-    check_unicode(data, found)
-    return found
+    data = plain_bytes(path, MAX_CONFIG)
+    if (reason := too_much(data, MAX_CONFIG, MAX_VALUES)) is not None:
+        raise ValueError(reason)
+    value = json.loads(data.decode("utf-8"))
+    check_unicode(data, value)
+    return value
 
 
 def check_charsmaps(data: bytes) -> None:
@@ -50,9 +50,9 @@ def check_charsmaps(data: bytes) -> None:
 
     A charsmap consists of the table's size in 4 bytes and the table.
     """
-    for found in _CHARSMAP.finditer(data):
+    for match in _CHARSMAP.finditer(data):
         try:
-            raw = base64.b64decode(found[1], validate=True)
+            raw = base64.b64decode(match[1], validate=True)
         except binascii.Error as e:
             raise ValueError(f"its charsmap is not base64: {e}") from None
         size = int.from_bytes(raw[:4], "little")
@@ -61,8 +61,8 @@ def check_charsmaps(data: bytes) -> None:
 
 
 def check_growth(backend: Any) -> None:
-    """Raise ValueError if a `tokenizers.Tokenizer` may expand a character to more than `MOST_GROWTH` characters, or
-    adds more than `MOST_SPECIAL` special tokens to a text.
+    """Raise ValueError if a `tokenizers.Tokenizer` may expand a character to more than `MAX_GROWTH` characters, or
+    adds more than `MAX_SPECIAL` special tokens to a text.
     """
     for part in (backend.normalizer, backend.decoder):
         growth = 1.0
@@ -70,11 +70,13 @@ def check_growth(backend: Any) -> None:
             content, pattern = str(step.get("content", "")), step.get("pattern")
             length = len(pattern.get("String", "x")) if isinstance(pattern, dict) else len(str(pattern))
             growth *= max(1.0, len(content) / length if length else len(content) + 1)
-        if growth > MOST_GROWTH:
-            raise ValueError(f"it makes up to {growth:.3g} letters of one; at most {MOST_GROWTH} are allowed")
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"it expands a character to up to {growth:.3g} characters; at most {MAX_GROWTH} are allowed"
+            )
     special = backend.num_special_tokens_to_add(False)
-    if special > MOST_SPECIAL:
-        raise ValueError(f"it puts {special} special tokens around a text; at most {MOST_SPECIAL} are allowed")
+    if special > MAX_SPECIAL:
+        raise ValueError(f"it adds {special} special tokens to a text; at most {MAX_SPECIAL} are allowed")
 
 
 def _steps(state: Any) -> Iterator[dict[str, Any]]:

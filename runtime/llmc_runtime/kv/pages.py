@@ -27,7 +27,7 @@ class PagePool:
         self.num_free = num_pages
         self.forget = forget
         self.refs = [0] * num_pages
-        self.kept = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
+        self.cached = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
         # The free list is a ring with a sentinel, whose number is num_pages: next[sentinel] is the head.
         self._next = [*range(1, num_pages + 1), 0]
         self._prev = [num_pages, *range(num_pages)]
@@ -42,22 +42,22 @@ class PagePool:
         fewer.
         """
         if count > self.num_free:
-            raise PageError(f"{count} pages requested, {self.num_free} are free")
-        following, refs, kept, end = self._next, self.refs, self.kept, self.num_pages
-        taken = []
+            raise PageError(f"{count} pages requested; {self.num_free} are free")
+        following, refs, cached, end = self._next, self.refs, self.cached, self.num_pages
+        allocated = []
         page = following[end]
         for _ in range(count):
-            if kept[page]:
-                kept[page] = 0
+            if cached[page]:
+                cached[page] = 0
                 if self.forget is not None:
                     self.forget(page)
             refs[page] = 1
-            taken.append(page)
+            allocated.append(page)
             page = following[page]
         following[end] = page
         self._prev[page] = end
         self.num_free -= count
-        return taken
+        return allocated
 
     def share(self, page: int) -> None:
         """Add a reference to a page, whether it is in use or cached on the free list."""
@@ -69,42 +69,42 @@ class PagePool:
         self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference to each page, in the given order.
+        """Drop one reference to each page, in order.
 
         Pass a table's pages last to first, so that the end of a sequence is evicted before its beginning. Raises
         PageError if a page has no reference.
         """
-        refs, kept, following, previous, end = self.refs, self.kept, self._next, self._prev, self.num_pages
+        refs, cached, following, previous, end = self.refs, self.cached, self._next, self._prev, self.num_pages
         for page in pages:
-            left = refs[page] - 1
-            if left < 0:
+            count = refs[page] - 1
+            if count < 0:
                 raise PageError(f"page {page} freed twice")
-            refs[page] = left
-            if left:
+            refs[page] = count
+            if count:
                 continue
             # Cached pages go to the tail, others to the head, from which pages are taken.
-            before, after = (previous[end], end) if kept[page] else (end, following[end])
+            before, after = (previous[end], end) if cached[page] else (end, following[end])
             following[before] = previous[after] = page
             previous[page], following[page] = before, after
             self.num_free += 1
 
-    def keep(self, page: int) -> None:
+    def mark_cached(self, page: int) -> None:
         """Mark the content of a page in use as cached: once free, the page goes to the tail of the free list."""
         if not self.refs[page]:
-            raise PageError(f"page {page} is free: its content cannot be kept")
-        self.kept[page] = 1
+            raise PageError(f"page {page} is free: its content cannot be cached")
+        self.cached[page] = 1
 
     def drop_all(self) -> None:
         """Forget all cached content. Raises PageError if a page is in use."""
         if self.num_used:
             raise PageError(f"{self.num_used} pages are in use")
-        self.kept = bytearray(self.num_pages)
+        self.cached = bytearray(self.num_pages)
 
     def free_list(self) -> list[int]:
         """Return the free pages in the order of allocation. Takes O(pages) time; for audits."""
-        found: list[int] = []
+        pages: list[int] = []
         page = self._next[self.num_pages]
-        while page != self.num_pages and len(found) <= self.num_pages:
-            found.append(page)
+        while page != self.num_pages and len(pages) <= self.num_pages:
+            pages.append(page)
             page = self._next[page]
-        return found
+        return pages

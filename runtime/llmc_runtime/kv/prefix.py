@@ -46,17 +46,17 @@ class PrefixCache:
         as needed.
         """
         size = self.page_size
-        found: list[int] = []
+        pages: list[int] = []
         if not self.enabled:
-            return found
+            return pages
         for index in range((len(tokens) - 1) // size):  # full pages without the last token
             if len(chain) - 1 <= index:
                 self.extend(chain, tokens, index + 1)
             page = self._page.get(chain[index + 1])
             if page is None or self._content[page][1] != tuple(tokens[index * size : (index + 1) * size]):
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def publish(self, chain: list[bytes], tokens: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
         """Add the pages `start` to `stop` of a table to the cache. They must be full and computed.
@@ -70,7 +70,7 @@ class PrefixCache:
         for index in range(start, stop):
             digest, page = chain[index + 1], pages[index]
             if digest not in self._page and page not in self._content:
-                self.pool.keep(page)
+                self.pool.mark_cached(page)
                 self._page[digest] = page
                 self._content[page] = (digest, tuple(tokens[index * size : (index + 1) * size]))
 

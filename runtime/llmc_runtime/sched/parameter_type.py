@@ -1,4 +1,4 @@
-"""What a sampling parameter is: its values, their JSON type, and where it can be set.
+"""The declaration of a sampling parameter: its values, their JSON type, and where it can be set.
 
 `SamplingParams` declares each parameter once, as a dataclass field made by `parameter`. Its checks, the fields of HTTP
 requests, the OpenAPI description, the flags of llmc-run, the message to the engine process and the table in

@@ -27,7 +27,7 @@ class Status(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The service that a tenant got, in weighted tokens (see waiting_queue)."""
+    """The service that a tenant has received, in weighted tokens (see waiting_queue)."""
 
     service: int = 0
 
@@ -102,8 +102,8 @@ class Request:
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""
         self.needs_init = False
-        known, computed = list(self.tokens), self.num_computed
-        return RowInit(self.row, known, computed, self.num_prompt, self.row_params, list(self.pages))
+        tokens, computed = list(self.tokens), self.num_computed
+        return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages))
 
     def restart(self) -> None:
         """Drop the token of the step in flight: the row, if there is one, is rebuilt as it was before that step."""
@@ -127,7 +127,7 @@ class Request:
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What one step did for one request.
+    """The result of one step for one request.
 
     new_token_ids:    includes a stop token, in which case `stopped` is True
     finish_reason:    None while the request goes on, else "stop", "length" or "error" (with `error`)

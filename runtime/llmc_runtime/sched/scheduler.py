@@ -153,7 +153,7 @@ class Scheduler:
             self._score(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
-        for request, item, token, found in zip(planned, work, tokens, logprobs):
+        for request, item, token, row_logprobs in zip(planned, work, tokens, logprobs):
             scheduled += item.num_tokens
             if request.dropped:
                 request.restart()
@@ -165,7 +165,7 @@ class Scheduler:
             elif request.status is _FINISHED:
                 continue  # it ended while the step ran
             if item.emit:
-                deltas.append(append(request, token, found))
+                deltas.append(append(request, token, row_logprobs))
         self.counters.step(scheduled)
         return deltas
 

@@ -22,7 +22,7 @@ POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a scheduler. Raises LlmcError E201 for values that are not possible.
+    """The limits of a scheduler. Raises LlmcError E201 for values that are not allowed.
 
     num_pages, page_size:    pages of the KV cache, and tokens in a page
     max_model_len:           maximum length of a sequence, in tokens
@@ -51,9 +51,9 @@ class SchedulerConfig:
         for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise LlmcError("E201", f"{name} = {value!r} is not possible", f"give {name} a value of at least 1")
+                raise LlmcError("E201", f"{name} = {value!r} is not allowed", f"set {name} to at least 1")
         if self.policy not in POLICIES:
-            raise LlmcError("E201", f"no scheduling policy {self.policy!r}", f"choose one of {', '.join(POLICIES)}")
+            raise LlmcError("E201", f"unknown scheduling policy {self.policy!r}", f"use one of {', '.join(POLICIES)}")
         if not 0 <= self.watermark < 1 or self.long_prefill_threshold < 0:
             cause = f"watermark = {self.watermark}, long_prefill_threshold = {self.long_prefill_threshold}"
             raise LlmcError("E201", cause, "watermark is from 0 to below 1, long_prefill_threshold 0 or more")
@@ -162,12 +162,14 @@ def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
 def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
     """Raise LlmcError E605 for an empty prompt, E606 for a token id that the vocabulary lacks."""
     if not prompt:
-        raise LlmcError("E605", "the prompt has no tokens", "give at least one token, e.g. the model's BOS token")
+        raise LlmcError(
+            "E605", "the prompt has no tokens", "pass at least one token, for example the model's BOS token"
+        )
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise LlmcError(
             "E606",
-            f"the prompt holds token id {low if low < 0 else high}, the vocabulary has 0 to {vocab_size - 1}",
+            f"the prompt contains token id {low if low < 0 else high}; valid ids are 0 to {vocab_size - 1}",
             "tokenize the prompt with the artifact's own tokenizer",
         )
 

@@ -80,17 +80,17 @@ def is_over(value: Any, max_bytes: int) -> bool:
     It returns as soon as that is known, so the time is bounded by `max_bytes`, not by the value.
     """
     level: list[Any] = [value]
-    left = max_bytes
+    remaining = max_bytes
     while level:
-        maps = [one for one in level if type(one) is dict]
-        lists = [one for one in level if type(one) is list or type(one) is tuple]
-        left -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # punctuation and a character for each value
-        left -= sum(map(len, [one for one in level if type(one) is str]))
-        if left < 0:
+        maps = [item for item in level if type(item) is dict]
+        lists = [item for item in level if type(item) is list or type(item) is tuple]
+        remaining -= 4 * sum(map(len, maps)) + 2 * sum(map(len, lists))  # punctuation and a character for each value
+        remaining -= sum(map(len, [item for item in level if type(item) is str]))
+        if remaining < 0:
             return True
-        left -= sum(map(len, [key for one in maps for key in one if type(key) is str]))
+        remaining -= sum(map(len, [key for item in maps for key in item if type(key) is str]))
         level = list(chain(chain.from_iterable(map(dict.values, maps)), chain.from_iterable(lists)))
-    return left < 0
+    return remaining < 0
 
 
 def _texts(value: Any) -> tuple[Any, ...]:

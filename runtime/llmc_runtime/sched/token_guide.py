@@ -67,7 +67,7 @@ def both(a: bytes, b: bytes) -> bytes:
 
 
 def empty(mask: bytes) -> bool:
-    """Whether the mask allows no id."""
+    """Whether the mask allows no ids."""
     return mask.count(0) == len(mask)
 
 
@@ -80,7 +80,7 @@ class Bans:
 
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
         self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
-        self.keep = max(map(len, sequences), default=1) - 1  # number of last tokens that determine the next mask
+        self.window = max(map(len, sequences), default=1) - 1  # number of last tokens that determine the next mask
         self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token before the banned one
         for s in sequences:
             if len(s) > 1:
@@ -92,12 +92,12 @@ class Bans:
         return not self._behind
 
     def after(self, past: Sequence[int]) -> bytes:
-        """Return the mask after `past`, the last `keep` tokens of an output."""
-        found = self._behind.get(past[-1]) if past else None
-        if not found:
+        """Return the mask after `past`, the last `window` tokens of an output."""
+        endings = self._behind.get(past[-1]) if past else None
+        if not endings:
             return self.mask
         text = array("I", past).tobytes()  # comparing bytes is fast for long words, too
-        hits = [last for begin, last in found if text.endswith(begin)]
+        hits = [last for prefix, last in endings if text.endswith(prefix)]
         return without(self.mask, hits) if hits else self.mask
 
 
@@ -119,8 +119,8 @@ class Banned:
         """See Guide."""
         if self._inner is not None:
             self._inner.accept(token)
-        keep = self._bans.keep
-        self._past = [*self._past, token][-keep:] if keep else []
+        window = self._bans.window
+        self._past = [*self._past, token][-window:] if window else []
         self._mask = None
 
     def close(self) -> None:
@@ -137,6 +137,6 @@ class Banned:
                 return inner
             mask = both(inner, mask)
         if mask is not bans.mask and empty(both(mask, bans.needed)):
-            cause = "no token may come next: bad_words, allowed_token_ids and structured_outputs leave none"
+            cause = "no token is allowed next: bad_words, allowed_token_ids and structured_outputs exclude all of them"
             raise LlmcError("E610", cause, "ban fewer words, or allow more ids")
         return mask

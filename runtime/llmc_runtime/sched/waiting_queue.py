@@ -1,11 +1,11 @@
 """WaitingQueue: the requests that wait for a row, and which of them is admitted next.
 
-The tenant that got the least service is next (the virtual token counter of Sheng et al., "Fairness in Serving Large
-Language Models", OSDI 2024). Service is counted in tokens: 1 for each prompt token that was computed when its request
-first got a row, OUTPUT_WEIGHT for each generated token and each scored prompt token, as both need a row of logits. A
-tenant without waiting requests accumulates no credit: when it gets one, its count is raised to the minimum of the
-waiting tenants. Preempted requests come before all others, the oldest first, unless their tenant has an earlier request
-waiting. Within a tenant, requests are ordered by their keys.
+The tenant that has received the least service is next (the virtual token counter of Sheng et al., "Fairness in Serving
+Large Language Models", OSDI 2024). Service is counted in tokens: 1 for each prompt token that was computed when its
+request first received a row, OUTPUT_WEIGHT for each generated token and each scored prompt token, as both need a row
+of logits. A tenant without waiting requests accumulates no credit: when it gets one, its count is raised to the
+minimum of the waiting tenants. Preempted requests come before all others, the oldest first, unless their tenant has an
+earlier request waiting. Within a tenant, requests are ordered by their keys.
 
 Counts only grow, so entries of the tenants' heap may be outdated: they are corrected when they reach the top.
 """
@@ -31,16 +31,16 @@ class Tenant(Account):
     turn:  order in which tenants began to wait, which decides between equal service
     """
 
-    __slots__ = ("_gone", "_queue", "live", "name", "turn")
+    __slots__ = ("_num_removed", "_queue", "live", "name", "turn")
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.live, self.turn = name, 0, 0
         self._queue: list[Request] = []
-        self._gone = 0  # number of removed requests at the start of the queue: at most half of it
+        self._num_removed = 0  # number of removed requests at the start of the queue: at most half of it
 
     def __len__(self) -> int:
-        return len(self._queue) - self._gone
+        return len(self._queue) - self._num_removed
 
     def __bool__(self) -> bool:
         return True
@@ -48,12 +48,12 @@ class Tenant(Account):
     @property
     def head(self) -> Request:
         """Its first waiting request."""
-        return self._queue[self._gone]
+        return self._queue[self._num_removed]
 
     @property
     def queue(self) -> list[Request]:
         """Its waiting requests."""
-        return self._queue[self._gone :]
+        return self._queue[self._num_removed :]
 
     def add(self, request: Request) -> None:
         """Insert a request by its key."""
@@ -61,17 +61,17 @@ class Tenant(Account):
         if not queue or queue[-1].key < request.key:
             queue.append(request)
         else:
-            insort(queue, request, lo=self._gone, key=_KEY)
+            insort(queue, request, lo=self._num_removed, key=_KEY)
 
     def remove(self, request: Request) -> None:
         """Remove a request; the first one in O(1) amortized."""
         if self.head is not request:
-            del self._queue[bisect_left(self._queue, request.key, lo=self._gone, key=_KEY)]
+            del self._queue[bisect_left(self._queue, request.key, lo=self._num_removed, key=_KEY)]
             return
-        self._gone += 1
-        if 2 * self._gone > len(self._queue):
-            del self._queue[: self._gone]
-            self._gone = 0
+        self._num_removed += 1
+        if 2 * self._num_removed > len(self._queue):
+            del self._queue[: self._num_removed]
+            self._num_removed = 0
 
 
 def prompt_service(request: Request, cached: int) -> int:
@@ -123,7 +123,7 @@ class WaitingQueue:
         """Insert a request by its key."""
         tenant = self.tenants[request.tenant]
         if not len(tenant):
-            self._begin(tenant)
+            self._start_waiting(tenant)
         tenant.add(request)
         self._count += 1
         if request.status is Status.PREEMPTED:
@@ -159,7 +159,7 @@ class WaitingQueue:
         self._count = self._live = 0
         self._last = None
 
-    def _begin(self, tenant: Tenant) -> None:
+    def _start_waiting(self, tenant: Tenant) -> None:
         """Handle that a tenant gets its first waiting request."""
         least = self._least() or self._last
         if least is not None:

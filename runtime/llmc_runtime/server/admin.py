@@ -103,9 +103,9 @@ class Admin:
     @catch_errors
     async def abort(self, request: Request) -> Response:
         """POST /admin/abort: end a response; its client receives 503."""
-        wanted, llm = (await self._read(request, AbortRequest)).id, self.serving.llm
+        requested, llm = (await self._read(request, AbortRequest)).id, self.serving.llm
         ids = {row["id"] for row in llm.open_requests()}
-        aborted = sum([await llm.abort(id) for id in ids if wanted in (id, id.rpartition("-")[0])])
+        aborted = sum([await llm.abort(id) for id in ids if requested in (id, id.rpartition("-")[0])])
         if not aborted:
             raise not_found("no open request has this id", "id")
         return as_json({"aborted": aborted})

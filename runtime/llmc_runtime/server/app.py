@@ -138,8 +138,8 @@ class Endpoints:
                     ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
                 else:
                     tools, short = tools_of(fields.tools, None, None), serving.dialect.short_ids
-                    given = None if tools is None else tools.given
-                    ids = (await prompting.in_thread(prompting.chat, fields, given, short)).ids
+                    definitions = None if tools is None else tools.given
+                    ids = (await prompting.in_thread(prompting.chat, fields, definitions, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
         return await self._text(request, TokenizeRequest, TOKENIZE, run)
@@ -259,12 +259,12 @@ class Endpoints:
         """
         encoding, gone, sent = self.serving.encoding, self.serving.meters.gone, call.hold.sent
 
-        async def whole() -> Response:
-            return await as_answer(await answer.whole(), encoding, gone, sent)
+        async def complete() -> Response:
+            return await as_answer(await answer.complete(), encoding, gone, sent)
 
         try:
             if not stream:
-                return await while_connected(request.receive, whole())
+                return await while_connected(request.receive, complete())
             chunks = await while_connected(request.receive, answer.pieces())
         except BaseException:
             call.hold.release()

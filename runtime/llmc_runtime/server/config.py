@@ -45,15 +45,15 @@ class Settings:
 
 
 def read(argv: Sequence[str], prog: str = "llmc-serve") -> Settings:
-    """Return the options of a command line and of the file that it names. Wrong usage exits with code 2.
+    """Return the options of a command line and of the file that it names. Invalid arguments exit with code 2.
 
     Raises LlmcError E648 if the file cannot be used, and E665 if it needs a package.
     """
     parser, known = serve_parser(prog), serve_options()
-    words = [_with_dashes(word) for word in argv]
-    _check_known(parser, known, words)
+    arguments = [_with_dashes(argument) for argument in argv]
+    _check_known(parser, known, arguments)
     defaults = {"model": None, **{name: option.unset for name, option in known.items()}, "ignored_flags": []}
-    args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
+    args = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(defaults)))
     sources = {name: "default" if getattr(args, name) is None else "flag" for name in defaults}
     if args.config is not None:
         of_file = _of_file(args.config, known)
@@ -122,35 +122,35 @@ def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapp
 def _checked(texts: list[str], source: str) -> list[str]:
     keys = [key for key in map(str.strip, texts) if key]
     if not keys:
-        raise LlmcError("E647", f"{source} contains no API key", "put keys there, or leave the option out")
+        raise LlmcError("E647", f"{source} contains no API key", "put keys there, or omit the option")
     if min(map(len, keys)) < _MIN_KEY or not all(key.isascii() and key.isprintable() for key in keys):
         cause = f"{source} contains a key of fewer than {_MIN_KEY} characters, or with characters outside ASCII"
         raise LlmcError("E647", cause, "create keys with: openssl rand -hex 24")
     return keys
 
 
-def _with_dashes(word: str) -> str:
+def _with_dashes(argument: str) -> str:
     """Return a flag with dashes for underscores; other words are unchanged."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
-def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], words: Sequence[str]) -> None:
+def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], arguments: Sequence[str]) -> None:
     """Exit with a suggestion if a flag is unknown."""
     flags = [flag for option in known.values() for flag in (*option.spellings, *option.negations)]
     flags += ["--help", "--version"]
     ignored = by_flag()
-    for word in words:
-        if word == "--":
+    for argument in arguments:
+        if argument == "--":
             return
-        name = word.partition("=")[0]
+        name = argument.partition("=")[0]
         if name.startswith("--") and name not in flags and name not in ignored:
             parser.error(f"unknown option {name}{_suggestion(name, flags)}")
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
     if name == "--model":
-        return "; the model is named without a flag: llmc-serve MODEL"
+        return "; pass the model without a flag: llmc-serve MODEL"
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else "; --help lists all"
 
@@ -167,9 +167,9 @@ def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
                 raise _unusable(path, f"{key} has to be true or false")
             values[option.dest] = value
         elif option is not None:
-            words = _as_flags(path, name, option, value)
+            arguments = _as_flags(path, name, option, value)
             try:
-                values[option.dest] = getattr(parser.parse_args(words), option.dest)
+                values[option.dest] = getattr(parser.parse_args(arguments), option.dest)
             except argparse.ArgumentError as e:
                 raise _unusable(path, f"{key}: {e.message}") from None
         elif name == "model":
@@ -218,7 +218,7 @@ def _load(path: Path) -> dict[Any, Any]:
     keys = [str(key.value) for key, _ in document.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise _unusable(path, f"{twice[:60]!r} is there twice")
+        raise _unusable(path, f"{twice[:60]!r} occurs twice")
     return mapping
 
 

@@ -52,14 +52,14 @@ class FairSlots:
         if self._free and self._running[key] < self._each and key not in self._waiting:
             self._take(key)
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(waiter)
         self._shed()
         try:
             async with asyncio.timeout(self._seconds):
-                await turn
+                await waiter
         except BaseException as e:
-            self._forget(key, turn)
+            self._forget(key, waiter)
             if isinstance(e, TimeoutError):
                 raise self._refusal() from None
             raise
@@ -81,13 +81,13 @@ class FairSlots:
             key = next((key for key in self._waiting if self._running[key] < self._each), None)
             if key is None:
                 return
-            turn = self._waiting[key][0]
-            self._remove(key, turn)
+            waiter = self._waiting[key][0]
+            self._remove(key, waiter)
             if key in self._waiting:
                 self._waiting.move_to_end(key)
-            if not turn.done():  # a job cancelled in this turn of the event loop is still in the queue
+            if not waiter.done():  # a job cancelled in this iteration of the event loop is still in the queue
                 self._take(key)
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _shed(self) -> None:
         if self.waiting > self._max_waiting:
@@ -97,15 +97,15 @@ class FairSlots:
             if not newest.done():
                 newest.set_exception(self._refusal())
 
-    def _forget(self, key: str, turn: asyncio.Future[None]) -> None:
+    def _forget(self, key: str, waiter: asyncio.Future[None]) -> None:
         """Remove a job that will not run; it may have received a slot at the same moment."""
-        if turn in self._waiting.get(key, ()):
-            self._remove(key, turn)
-        elif not turn.cancelled() and turn.exception() is None:
+        if waiter in self._waiting.get(key, ()):
+            self._remove(key, waiter)
+        elif not waiter.cancelled() and waiter.exception() is None:
             self.release(key)
 
-    def _remove(self, key: str, turn: asyncio.Future[None]) -> None:
-        line = self._waiting[key]
-        line.remove(turn)
-        if not line:
+    def _remove(self, key: str, waiter: asyncio.Future[None]) -> None:
+        queue = self._waiting[key]
+        queue.remove(waiter)
+        if not queue:
             del self._waiting[key]

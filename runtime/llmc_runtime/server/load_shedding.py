@@ -1,4 +1,4 @@
-"""Load shedding: refuses requests from their heads alone, before the body is read, if their key would not be admitted.
+"""Load shedding: refuses requests by their heads, before the body is read, if their key would not be admitted.
 
 There are two paths. `answer` takes the bytes of a plain head and returns the complete response, bypassing the HTTP
 parser and all middleware; it handles most refusals under overload. `refuse` performs the same check in the middleware,
@@ -35,8 +35,8 @@ _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \
 _MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and bytes of one
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _LENGTH = re.compile(rb"[0-9]{1,10}")
-_LEFT = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
-_ONCE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
+_PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
+_SINGLE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class LoadShedder:
         self._serving, self.refusals = serving, refusals or RefusalLog(False)
         paths = [path + end for path in PATHS for end in ("", "/")]
         self._paths = frozenset(paths)
-        spelled = [
+        lines = [
             (f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", normalize_root(root_path)} for path in paths
         ]
-        self._lines = dict(spelled)
-        self._known: dict[bytes, _Request] = {}  # parsed requests by head
+        self._lines = dict(lines)
+        self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
         self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
 
     @property
@@ -105,7 +105,7 @@ class LoadShedder:
         `common` are the headers of every response. Returns None if the request may be admitted or its head is not
         plain.
         """
-        request = self._known.get(head) or self._parsed(head)
+        request = self._parsed_heads.get(head) or self._parsed(head)
         if request is None or self.check is None:
             return None
         began = time.monotonic()
@@ -128,7 +128,9 @@ class LoadShedder:
         names = [name for name, _ in raw]
         headers = dict(reversed(raw))
         length = headers.get(b"content-length", b"0")
-        if not _LEFT.isdisjoint(names) or sum(name in _ONCE for name in names) != len(_ONCE & headers.keys()):
+        if not _PARSER_ONLY.isdisjoint(names) or sum(name in _SINGLE for name in names) != len(
+            _SINGLE & headers.keys()
+        ):
             return None
         if _LENGTH.fullmatch(length) is None or b"host" not in headers:
             return None
@@ -142,9 +144,9 @@ class LoadShedder:
         self.check(scope, request.headers)
         request.key = scope["llmc.key"]
         if len(head) <= _MAX_CACHED_HEAD:
-            if len(self._known) >= _MAX_CACHED:
-                self._known.clear()
-            self._known[head] = request
+            if len(self._parsed_heads) >= _MAX_CACHED:
+                self._parsed_heads.clear()
+            self._parsed_heads[head] = request
 
     def _answer(
         self, error: ApiError, request: _Request, common: Sequence[tuple[bytes, bytes]], began: float
@@ -163,7 +165,7 @@ class LoadShedder:
     def _joined(self, common: Sequence[tuple[bytes, bytes]]) -> str:
         """Return the common headers as text; they change once a second."""
         if common is not self._common[0]:
-            self._common = common, b"\r\n".join(b"%b: %b" % one for one in common).decode("latin-1")
+            self._common = common, b"\r\n".join(b"%b: %b" % header for header in common).decode("latin-1")
         return self._common[1]
 
     def _record(self, error: ApiError, path: str, name: str, began: float) -> None:

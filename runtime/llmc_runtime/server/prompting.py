@@ -71,9 +71,9 @@ class Prompting:
             raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
         return self._tokenizer
 
-    def spelled(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return the text of one id, or "token_id:N" without a tokenizer."""
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.spelled(token)
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
 
     def raw(self, token: int, text: str) -> bytes:
         """Return the bytes of an id with the text `text`. They are exact even if the token contains only part of a
@@ -90,7 +90,7 @@ class Prompting:
         """Return how many special tokens the tokenizer has added before the prompt's text."""
         text, count = prompt.text or "", 0
         for token in prompt.ids:
-            if not self.is_special(token) or text.startswith(self.spelled(token)):
+            if not self.is_special(token) or text.startswith(self.token_text(token)):
                 break
             count += 1
         return count

@@ -24,7 +24,7 @@ from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
-from llmc_runtime.server.http.lingering_close import Lingering, Room
+from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
 from llmc_runtime.server.load_shedding import Answer, LoadShedder
 
@@ -49,7 +49,7 @@ class ConnectionLimit:
     on_refused: Callable[[], None] = lambda: None
     open: int = 0
     max_refused: int = _MAX_REFUSED
-    lingering: Room = field(default_factory=Room)
+    lingering: LingerCount = field(default_factory=LingerCount)
     body_turns: BodyTurns = field(default_factory=BodyTurns)
     head_turns: HeadTurns = field(default_factory=HeadTurns)
 
@@ -62,22 +62,22 @@ class ConnectionLimit:
         )
 
 
-def set_descriptor_limit(wanted: int | None) -> int:
-    """Return the maximum number of connections: `wanted`, or MAX_CONNECTIONS and at most what the system allows.
+def set_descriptor_limit(requested: int | None) -> int:
+    """Return the maximum number of connections: `requested`, or MAX_CONNECTIONS and at most what the system allows.
 
-    The process's soft limit of file descriptors is raised if necessary. Raises LlmcError E667 if `wanted` connections
-    need more descriptors than the hard limit.
+    The process's soft limit of file descriptors is raised if necessary. Raises LlmcError E667 if `requested`
+    connections need more descriptors than the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = (wanted or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
+    need = (requested or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
     if soft != resource.RLIM_INFINITY and soft < need:
         soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < need and wanted is not None:
-            cause = f"{wanted} connections need {need} file descriptors, the limit is {hard}"
+        if soft < need and requested is not None:
+            cause = f"{requested} connections need {need} file descriptors, the limit is {hard}"
             raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
-        return min(wanted or MAX_CONNECTIONS, allowed(soft)[0])
-    return wanted or MAX_CONNECTIONS
+        return min(requested or MAX_CONNECTIONS, allowed(soft)[0])
+    return requested or MAX_CONNECTIONS
 
 
 def allowed(soft: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The options of llmc-serve, each declared once; those of the engine are in llmc_runtime.engine_options.
 
-Flags are spelled as vLLM's where they mean the same.
+Flags have vLLM's names if their meaning is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _port(text: str) -> int:
 def _limit(name: str, seconds: float | None) -> float | None:
     """Return the seconds, or None for 0. Raises LlmcError E668 if they are out of range."""
     if seconds is not None and not 0 <= seconds <= 1e6:
-        raise LlmcError("E668", f"{name} {seconds} is out of range", "give seconds up to 1000000, or 0 for no limit")
+        raise LlmcError("E668", f"{name} {seconds} is out of range", "use seconds up to 1000000, or 0 for no limit")
     return seconds or None
 
 

@@ -22,7 +22,7 @@ from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
 from llmc_runtime.server.http.request_log import Record
-from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AnswerRoom, Place
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot, ResponseReservation
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.parse import check_model
@@ -45,23 +45,23 @@ Updates = AsyncIterator[tuple[int, RequestOutput]]  # the index of a prompt, and
 @dataclass
 class Hold:
     """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic) and its
-    place.
+    admission slot.
     """
 
     seconds: float | None = None
     deadline: float | None = None
-    place: Place | None = None
-    answer: AnswerRoom | None = None
+    slot: AdmissionSlot | None = None
+    answer: ResponseReservation | None = None
 
     @property
-    def left(self) -> float | None:
+    def remaining(self) -> float | None:
         """The remaining seconds; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def release(self, tokens: int = 0) -> None:
-        """Release the place after `tokens` generated tokens."""
-        if self.place is not None:
-            self.place.close(tokens)
+        """Release the admission slot after `tokens` generated tokens."""
+        if self.slot is not None:
+            self.slot.close(tokens)
 
     def sent(self) -> None:
         """Record that the response was sent or is no longer needed."""
@@ -120,7 +120,7 @@ class Serving:
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
-        self.bodies = BodyBudget(self._no_room)
+        self.bodies = BodyBudget(self._too_many_bodies)
         self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
         self._options = template, calls, thoughts
         self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
@@ -141,13 +141,13 @@ class Serving:
             dict(self.llm.generation),
         )  # fmt: skip
 
-    def _no_room(self) -> ApiError:
-        error = self.admission.turn_away("bodies", "too many bytes of request bodies are being received")
+    def _too_many_bodies(self) -> ApiError:
+        error = self.admission.refuse("bodies", "too many bytes of request bodies are being received")
         error.headers["Connection"] = "close"
         return error
 
     def _too_many_texts(self) -> ApiError:
-        return self.admission.turn_away("texts", "too many texts are being tokenized")
+        return self.admission.refuse("texts", "too many texts are being tokenized")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if the model is not served here. No name means the default model."""
@@ -171,7 +171,7 @@ class Serving:
     def _check_engine(self) -> None:
         if not self.admission.draining and not self.llm.is_running:
             cause, seconds = self._absence()
-            raise self.admission.turn_away("engine", cause, "engine_unavailable", seconds)
+            raise self.admission.refuse("engine", cause, "engine_unavailable", seconds)
 
     def _absence(self) -> tuple[str, float]:
         """Return why the engine is not running, and the seconds after which to retry.
@@ -215,25 +215,27 @@ class Serving:
         return Hold(seconds, None if seconds is None else time.monotonic() + seconds)
 
     def reserve(self, call: Call, params: SamplingParams, count: int = 1, known: int = 0) -> None:
-        """Reserve a place for `count` prompts before they are tokenized; they have at least `known` tokens.
+        """Reserve an admission slot for `count` prompts before they are tokenized; they have at least `known` tokens.
 
-        Raises the ApiErrors of Admission.place, and 400 if the model can never serve the request. The caller releases
+        Raises the ApiErrors of Admission.reserve, and 400 if the model can never serve the request. The caller releases
         the call's hold if `run` is not reached.
         """
         sequences, length = params.n * count, self.llm.config.max_model_len
         if known >= length and count == 1:
             raise self._too_long(known, call)
         if (params.max_tokens or 0) >= length:
-            cause = f"max_tokens ({params.max_tokens}) leaves no room for a prompt; the model was compiled for {length}"
+            cause = (
+                f"max_tokens ({params.max_tokens}) leaves no tokens for a prompt; the model was compiled for {length}"
+            )
             raise to_api_error(
                 LlmcError("E603", cause, f"a smaller max_tokens, at most {length - 1}"), call.prompt_param
             )
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")
-        remaining = math.inf if call.hold.left is None else call.hold.left
+        remaining = math.inf if call.hold.remaining is None else call.hold.remaining
         tokens = max(known, count), (params.max_tokens or 1) * sequences
-        call.hold.place = self.admission.place(sequences, *tokens, call.key, remaining)
+        call.hold.slot = self.admission.reserve(sequences, *tokens, call.key, remaining)
 
     def run(self, prompts: list[Prompt], params: SamplingParams, request: Generation, call: Call) -> Updates:
         """Generate, and yield (index of the prompt, update of its outputs) as they arrive.
@@ -246,18 +248,18 @@ class Serving:
         limited = request.max_tokens is not None or getattr(request, "max_completion_tokens", None) is not None
         each = [params] * len(prompts)
         if not limited:
-            room = min(config.max_model_len, config.num_pages * config.page_size + 1)
-            each = [fitted(params, room - length) for length in lengths]
+            context = min(config.max_model_len, config.num_pages * config.page_size + 1)
+            each = [fitted(params, context - length) for length in lengths]
         size = size_of(request, params, lengths, self._tokens(each, lengths))
         if not limited and size.total > self.max_answer:  # shorten the outputs
             each = [cut(own, size, self.max_answer, params.n * len(prompts)) for own in each]
             size = replace(size, tokens=self._tokens(each, lengths))
         check_size(request, size, self.max_answer)
         if size.reserved:
-            call.hold.answer = self.admission.answer(call.key, size.total)
+            call.hold.answer = self.admission.reserve_response(call.key, size.total)
         if request.priority is not None and not -(2**31) <= request.priority < 2**31:
             raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
-        if call.hold.place is None:
+        if call.hold.slot is None:
             self.reserve(call, params, len(prompts))
         jobs = list(zip(prompts, each, strict=True))
         return self._admitted(jobs, request.priority or 0, f"{call.key}/{request.cache_salt or ''}", call)
@@ -278,18 +280,18 @@ class Serving:
         record, hold = call.record or Record(), call.hold
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
         meters = [self.meters.begin(len(prompt.ids), params) for prompt, params in jobs]
-        assert hold.place is not None  # reserved in `run`
+        assert hold.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
             weights = (1 if params.prompt_logprobs is None else SCORE_WEIGHT for _, params in jobs)
-            hold.place.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
+            hold.slot.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
             updates = [
                 self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
             ]
             async with aclosing(_merged(updates)) as merged:  # type: ignore[type-var]
                 async for item in merged:
-                    hold.place.begin()
+                    hold.slot.begin()
                     record.take(item[1])
                     yield item
         except ApiError as e:
@@ -312,7 +314,7 @@ class Serving:
         unfinished = "error"  # the finish reason of outputs that have none
         try:
             generated = self.llm.generate(
-                prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.left,
+                prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining,
                 output_kind="delta", visible=call.visible,
             )  # fmt: skip
             async with aclosing(generated) as outputs:

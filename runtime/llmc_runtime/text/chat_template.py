@@ -74,8 +74,8 @@ def choose_template(templates: Mapping[str, str], option: str | None, tools: Seq
         return templates["default"]
     if templates:
         cause = f"the model has {len(templates)} chat templates and no default"
-        raise LlmcError("E630", cause, f"name one of {sorted(templates)}")
-    remedy = "use a plain prompt, or give a template (chat_template=TEXT)"
+        raise LlmcError("E630", cause, f"choose one of {sorted(templates)}")
+    remedy = "use a plain prompt, or pass a template (chat_template=TEXT)"
     raise LlmcError("E630", "the model has no chat template", remedy)
 
 
@@ -179,8 +179,8 @@ def checked_messages(messages: Any) -> Sequence[Message]:
     """
     remedy = 'pass a list like [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, (list, tuple)) or not messages:
-        what = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
-        raise LlmcError("E631", f"messages is {what}", remedy)
+        kind = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
+        raise LlmcError("E631", f"messages is {kind}", remedy)
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise LlmcError("E631", f'message {i} is not a dict with a "role"', remedy)
@@ -201,7 +201,7 @@ def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
             text = part["text"]
             part["text"] = text + _CONTINUE
             return chat, text
-    raise LlmcError("E631", "the final message has no text to continue", "give it content, or start a new message")
+    raise LlmcError("E631", "the final message has no text to continue", "add content to it, or start a new message")
 
 
 def _cut_at_mark(text: str, final: str) -> str:
@@ -209,8 +209,8 @@ def _cut_at_mark(text: str, final: str) -> str:
     if final.strip() not in text or mark not in text:
         raise LlmcError("E632", "the chat template drops the final message, so it cannot be continued", _ANOTHER)
     at = text.rindex(mark)
-    kept = text[:at]
-    return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
+    prefix = text[:at]
+    return prefix if text[at : at + len(_CONTINUE)] == _CONTINUE else prefix.rstrip()
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def _explained(error: Exception) -> LlmcError:
     if isinstance(error, jinja2.TemplateSyntaxError):
         return LlmcError("E633", f"the chat template has a syntax error in line {error.lineno}: {text}", _ANOTHER)
     if isinstance(error, SecurityError):
-        return LlmcError("E633", f"the chat template tried what is not allowed: {text}", _ANOTHER)
+        return LlmcError("E633", f"the chat template uses a forbidden operation: {text}", _ANOTHER)
     if type(error) is jinja2.TemplateError:
-        return LlmcError("E632", f"the chat template refused the messages: {text}", "change the messages as it asks")
+        return LlmcError("E632", f"the chat template refused the messages: {text}", "change the messages accordingly")
     return LlmcError("E633", f"the chat template failed: {type(error).__name__}: {text}", _ANOTHER)

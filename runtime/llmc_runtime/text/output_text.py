@@ -73,12 +73,12 @@ class OutputText:
         visible: frozenset[int] = frozenset(),
     ) -> None:
         self._text = ""  # used if there are stop strings, which are searched in it; else the text is in pieces:
-        self._taken_pieces: list[str] = []  # already returned by `take`
+        self._returned_pieces: list[str] = []  # already returned by `take`
         self._new_pieces: list[str] = []  # not yet returned
         self.stopped_by: str | None = None
         self._stops = StopStrings(stop, include=include_stop)
         self._min = min_tokens
-        self._count = self._gate = self._taken = 0
+        self._count = self._gate = self._num_returned = 0
         self._detokenizer = (
             None
             if tokenizer is None
@@ -107,20 +107,20 @@ class OutputText:
         """The whole text so far."""
         if self._stops.stops:
             return self._text
-        self._taken_pieces[:] = ["".join(self._taken_pieces)]  # join once: this is read after every token
-        return "".join((*self._taken_pieces, *self._new_pieces))
+        self._returned_pieces[:] = ["".join(self._returned_pieces)]  # join once: this is read after every token
+        return "".join((*self._returned_pieces, *self._new_pieces))
 
     def take(self, *, final: bool = False) -> str:
         """Return the text not returned before. Unless `final`, text that might become part of a stop string is held
         back.
         """
         if not self._stops.stops:
-            self._taken_pieces.append(piece := "".join(self._new_pieces))
+            self._returned_pieces.append(piece := "".join(self._new_pieces))
             self._new_pieces.clear()
             return piece
         end = len(self._text) if final or self.stopped_by is not None else self._stops.safe(self._text)
-        piece = self._text[self._taken : end]
-        self._taken = max(self._taken, end)
+        piece = self._text[self._num_returned : end]
+        self._num_returned = max(self._num_returned, end)
         return piece
 
     def _append(self, piece: str) -> str | None:

@@ -54,12 +54,12 @@ class Budget:
         self.seconds = seconds
         self.size = size
         self._deadline = float("inf")
-        self._left = _TOTAL_BYTES
+        self._remaining = _TOTAL_BYTES
 
     def start(self) -> None:
         """Start a rendering and its timer."""
         self._deadline = time.thread_time() + self.seconds
-        self._left = _TOTAL_BYTES
+        self._remaining = _TOTAL_BYTES
 
     def tick(self) -> None:
         """Raise OverBudget if the time is up."""
@@ -84,18 +84,18 @@ class Budget:
         Values are counted once per reference: a list that contains another list twice, nested forty times, is small in
         memory but exponentially large when printed.
         """
-        left, todo = _MAX_NODES, [v for v in values if isinstance(v, _HOLDERS)]
+        remaining, todo = _MAX_NODES, [v for v in values if isinstance(v, _HOLDERS)]
         while todo:
             value = todo.pop()
             inner = [*value, *value.values()] if isinstance(value, dict) else _inside(value)
-            left -= len(inner)
-            if left < 0:
+            remaining -= len(inner)
+            if remaining < 0:
                 raise OverBudget(f"it prints or compares a value of more than {_MAX_NODES} parts")
             todo += [v for v in inner if isinstance(v, _HOLDERS)]
 
     def _charge(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
+        self._remaining -= size
+        if self._remaining < 0:
             raise OverBudget(f"it builds values of more than {_TOTAL_BYTES} bytes in all")
 
 

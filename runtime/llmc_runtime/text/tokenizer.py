@@ -1,7 +1,7 @@
 """A model's tokenizer files, opened with the `tokenizers` library.
 
-The files are those of the Hugging Face folder, unmodified. They are interpreted as in transformers 5: `tokenizer.json`
-alone decides which special tokens surround a text (its post-processor; `add_bos_token` has no effect), while
+The files are those of the Hugging Face folder, unmodified. They are interpreted as in transformers 5: only
+`tokenizer.json` decides which special tokens surround a text (its post-processor; `add_bos_token` has no effect), while
 `tokenizer_config.json` and `special_tokens_map.json` name special tokens and may add missing ones.
 """
 
@@ -34,7 +34,7 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see detokenizer
-        self._spelled: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
         self.pieces: dict[int, tuple[bytes, str | None]] = {}  # cache of the detokenizers, see detokenizer
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
@@ -75,13 +75,13 @@ class Tokenizer:
         decode = self.backend.decode_batch  # a batch of one, as in `encode`
         return str(decode([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
-    def spelled(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """Return the text of a single id, special or not. Results are cached, as log-probabilities reuse the same
         ids.
         """
-        text = self._spelled.get(token_id)
+        text = self._token_texts.get(token_id)
         if text is None:
-            text = self._spelled[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -114,15 +114,15 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER_FILE
     if not path.exists():
         others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
-        found = f"; found only {', '.join(others)}" if others else ""
+        other_files = f"; it has only {', '.join(others)}" if others else ""
         raise LlmcError(
             "E150",
-            f"no {TOKENIZER_FILE} in {folder}{found}",
+            f"no {TOKENIZER_FILE} in {folder}{other_files}",
             "write one (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) and compile again,"
             " or pass token ids instead of text",
         )
     try:
-        data = files.plain_bytes(path, files.MOST_BYTES)  # the library's own open rejects paths that are not UTF-8
+        data = files.plain_bytes(path, files.MAX_BYTES)  # the library's own open rejects paths that are not UTF-8
         files.check_charsmaps(data)
         backend = Backend.from_buffer(data)
         backend.no_truncation()
@@ -175,11 +175,11 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     declared = config.get("added_tokens_decoder")
     rows = sorted(declared.items(), key=lambda kv: _index(kv[0])) if isinstance(declared, dict) else []
     missing = [t for _, v in rows if _content(v) is not None and repr(t := _added(v, special=False)) not in seen]
-    known = {token.content for token in present} | {token.content for token in missing}
+    contents = {token.content for token in present} | {token.content for token in missing}
     for value in _named_and_extra(config, names):
         text = _content(value)
-        if text is not None and text not in known:
-            known.add(text)
+        if text is not None and text not in contents:
+            contents.add(text)
             missing.append(_added(value, special=True))
     if missing:
         backend.add_tokens(missing)

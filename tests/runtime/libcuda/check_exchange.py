@@ -170,7 +170,7 @@ def test_which_stream_waits(device: CudaDevice, driver: Driver) -> None:
     array.__dlpack__(stream=device.stream_handle)
     assert "waits" not in driver.log(), "its own stream is in order anyway"
     for wrong in (0, -2, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="says no stream"):
+        with pytest.raises(ValueError, match="is invalid"):
             array.__dlpack__(stream=wrong)  # type: ignore[arg-type]
 
 
@@ -181,9 +181,9 @@ def test_what_cannot_be_had(device: CudaDevice) -> None:
         with pytest.raises(BufferError):
             memory.__dlpack__(**options)
     for dtype, shape in (("bf16", (31,)), ("f32", (-4, -4)), ("u8", ())):
-        with pytest.raises(ValueError, match=r"takes .* bytes, not 64"):
+        with pytest.raises(ValueError, match=r"needs .* bytes, not 64"):
             memory.array(dtype, shape)
-    with pytest.raises(ValueError, match="u4 is no type of whole bytes"):
+    with pytest.raises(ValueError, match="u4 cannot be exported"):
         memory.array("u4", (128,))
     device.close()
     with pytest.raises(BufferError, match="closed"):

@@ -105,10 +105,10 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         ({"shape": (expr.of("T+1"), expr.of(40))}, "inside its buffer"),
         ({"shape": (expr.of(0), expr.of(40))}, "no size"),
         ({"shape": (expr.of("Q"), expr.of(40))}, "symbol"),
-        ({"shape": (expr.of("T"),)}, "as many sizes"),
+        ({"shape": (expr.of("T"),)}, "one size per axis"),
         ({"shape": (expr.of("0-T"), expr.of(-40))}, "no size"),
         ({"shape": (expr.of(1 << 31), expr.of(8))}, "more than"),
-        ({"shape": (expr.of("T"), expr.of(36))}, "no multiples of 16 bytes"),
+        ({"shape": (expr.of("T"), expr.of(36))}, "not multiples of 16 bytes"),
         ({"box": (16, 36)}, "rows of 72 bytes"),
         ({"swizzle": 2}, "too wide for its swizzle"),
         ({"box": (16, 512)}, "1 to 256"),
@@ -129,7 +129,7 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     ("change", "words"),
     [
         ({"kind": "state"}, "state"),
-        ({"kind": "arena", "offset": 8}, "no multiples of 16 bytes"),
+        ({"kind": "arena", "offset": 8}, "not multiples of 16 bytes"),
         ({"kind": "arena", "alias": "tiny"}, "inside its buffer"),
         ({"kind": "arena", "alias": "x"}, ""),  # an alias of itself: its own size is the limit
         ({"dtype": "f32"}, "inside its buffer"),

@@ -136,14 +136,14 @@ def test_the_new_fields_are_written_only_if_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"strides": (expr.of(128),)}, "a stride for every axis except the last"),
+        ({"strides": (expr.of(128),)}, "one stride per axis except the last"),
         ({"strides": (expr.of(0), expr.of(128))}, "out of range"),
         ({"strides": (expr.of("0-192"), expr.of(128))}, "out of range"),
         ({"strides": (expr.of(1 << 40), expr.of(128))}, "out of range"),
-        ({"strides": (expr.of(192), expr.of(60))}, "no multiples of 16 bytes"),
+        ({"strides": (expr.of(192), expr.of(60))}, "not multiples of 16 bytes"),
         ({"strides": (expr.of(512), expr.of(128))}, "inside its buffer"),
         ({"strides": (expr.of("Q"), expr.of(128))}, "symbol"),
-        ({"offset": expr.of(40)}, "no multiples of 16 bytes"),
+        ({"offset": expr.of(40)}, "not multiples of 16 bytes"),
         ({"offset": expr.of(-16)}, "out of range"),
         ({"offset": expr.of(24 * 128)}, "inside its buffer"),
         ({"offset": expr.of("Q")}, "symbol"),
@@ -173,7 +173,7 @@ def test_an_offset_into_a_state_holds_for_its_least_size() -> None:
     """States are allocated for fewer rows than the upper bounds."""
     good = program(Param("arg", 0, offset=expr.of(1024)))
     state = replace(good.buffers[0], kind="state", shape=(expr.of("R"), expr.of(512)), bytes=expr.of("1024*R"))
-    with pytest.raises(LlmcError, match="the offset 1024 lies outside of the buffer 'x'"):
+    with pytest.raises(LlmcError, match="the offset 1024 is outside of the buffer 'x'"):
         Program.load(replace(good, buffers=(state, good.buffers[1]), launches=_without_maps(good)).dump(), "params")
 
 
@@ -192,14 +192,14 @@ def test_params_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize(
     ("param", "words"),
     [
-        (Param("arg", 2), "no arg of number 2"),
-        (Param("map", 1), "no map of number 1"),
-        (Param("arg", 0, offset=expr.of("Q")), "a symbol that the program lacks"),
-        (Param("arg", 0, offset=expr.of(24 * 128)), "lies outside of the buffer"),
-        (Param("arg", 0, offset=expr.of("4-T")), "lies outside of the buffer"),
-        (Param("size", size=expr.of("Q"), type="i32"), "a symbol that the program lacks"),
-        (Param("size", size=expr.of("T"), type="f32"), "a size has no type 'f32'"),
-        (Param("value", value=1, type="i8"), "a value has no type 'i8'"),
+        (Param("arg", 2), "no arg 2"),
+        (Param("map", 1), "no map 1"),
+        (Param("arg", 0, offset=expr.of("Q")), "an undeclared symbol"),
+        (Param("arg", 0, offset=expr.of(24 * 128)), "is outside of the buffer"),
+        (Param("arg", 0, offset=expr.of("4-T")), "is outside of the buffer"),
+        (Param("size", size=expr.of("Q"), type="i32"), "an undeclared symbol"),
+        (Param("size", size=expr.of("T"), type="f32"), "a size cannot have type 'f32'"),
+        (Param("value", value=1, type="i8"), "a value cannot have type 'i8'"),
         (Param("value", value=1 << 31, type="i32"), "does not fit i32"),
         (Param("value", value=0.5, type="i64"), "does not fit i64"),
         (Param("value", value=1e39, type="f32"), "does not fit f32"),

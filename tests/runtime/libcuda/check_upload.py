@@ -45,16 +45,16 @@ def a_file(root: Path, name: str, size: int, block: int) -> tuple[WeightFile, np
 
 
 def send(
-    device: CudaDevice, root: Path, files: list[WeightFile], check: bool = True, threads: int = 5, way: str = MAPPED
+    device: CudaDevice, root: Path, files: list[WeightFile], check: bool = True, threads: int = 5, method: str = MAPPED
 ) -> tuple[dict[str, CudaMemory], Upload]:
     memories = {f.file: device._alloc(f.bytes) for f in files}
     at = {name: m.address for name, m in memories.items()}
     given = (device._cuda, device._enter, Folder(root), files, at)
-    return memories, upload(*given, check=check, threads=threads, way=way)
+    return memories, upload(*given, check=check, threads=threads, method=method)
 
 
 @pytest.fixture(params=[MAPPED, PINNED])
-def way(request: pytest.FixtureRequest) -> str:
+def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -70,18 +70,18 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
 @pytest.mark.parametrize("span", [1, 3 << 20, 64 << 20])
 def test_every_byte_arrives(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    block: int, threads: int, span: int, way: str,
+    block: int, threads: int, span: int, method: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(upload_work, "SPAN", span)
     sizes = {"a": (5 << 20) + 12345, "b": 17, "c": 2 << 20, "d": 0}
     made = [a_file(tmp_path, n, s if block > 5000 else -(-s // 50), block) for n, s in sizes.items()]
     for check in (True, False):
-        memories, report = send(device, tmp_path, [f for f, _ in made], check, threads, way)
+        memories, report = send(device, tmp_path, [f for f, _ in made], check, threads, method)
         for f, data in made:
             np.testing.assert_array_equal(device.read(memories[f.file]), data)
         assert report.nbytes == sum(f.bytes for f, _ in made) and report.rate > 0 and report.threads <= threads
-        assert (report.way, report.why) == (way, "") and str(report).endswith(f"threads, {way})")
-    assert (driver.registrations > 0) == (way == MAPPED)
+        assert (report.method, report.fallback_reason) == (method, "") and str(report).endswith(f"threads, {method})")
+    assert (driver.registrations > 0) == (method == MAPPED)
 
 
 def test_what_is_registered_at_once_is_bounded(
@@ -94,14 +94,14 @@ def test_what_is_registered_at_once_is_bounded(
     assert driver.registrations == -(-f.bytes // (256 << 10)) and driver.most_registered <= 3 * (256 << 10)
 
 
-def test_the_first_wrong_block_is_named(device: CudaDevice, tmp_path: Path, way: str) -> None:
+def test_the_first_wrong_block_is_named(device: CudaDevice, tmp_path: Path, method: str) -> None:
     f, data = a_file(tmp_path, "a", 9 << 20, 1 << 20)
     data[[3 << 20, 7 << 20]] ^= 1
     (tmp_path / "a").write_bytes(data.tobytes())
     for threads in (1, 5, 9):
         with pytest.raises(LlmcError, match=r"E107.*a is damaged: block 4 of 9 \(from byte 3145728\)"):
-            send(device, tmp_path, [f], threads=threads, way=way)
-    memories, _ = send(device, tmp_path, [f], check=False, way=way)
+            send(device, tmp_path, [f], threads=threads, method=method)
+    memories, _ = send(device, tmp_path, [f], check=False, method=method)
     np.testing.assert_array_equal(device.read(memories["a"]), data)
 
 
@@ -138,7 +138,11 @@ def test_a_driver_that_refuses_to_register(
     driver.fail("cuMemHostRegister", status, after)
     memories, report = send(device, tmp_path, [f])
     np.testing.assert_array_equal(device.read(memories["a"]), data)
-    assert report.way == PINNED and report.why == f"cuMemHostRegister: CUDA_ERROR_{name}" and report.why in str(report)
+    assert (
+        report.method == PINNED
+        and report.fallback_reason == f"cuMemHostRegister: CUDA_ERROR_{name}"
+        and report.fallback_reason in str(report)
+    )
     data[0] ^= 1
     (tmp_path / "a").write_bytes(data.tobytes())
     driver.fail("cuMemHostRegister", status, after)
@@ -147,11 +151,11 @@ def test_a_driver_that_refuses_to_register(
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_file_that_is_too_short(device: CudaDevice, tmp_path: Path, way: str, check: bool) -> None:
+def test_a_file_that_is_too_short(device: CudaDevice, tmp_path: Path, method: str, check: bool) -> None:
     f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
     (tmp_path / "a").write_bytes(data[: 2 << 20].tobytes())
-    with pytest.raises(LlmcError, match=r"E106.*became shorter"):
-        send(device, tmp_path, [f], check, way=way)
+    with pytest.raises(LlmcError, match=r"E106.*was truncated"):
+        send(device, tmp_path, [f], check, method=method)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -160,7 +164,7 @@ def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyP
     f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
     work = Work(Folder(tmp_path), [f], mapped=True)
     _, block = next(iter(work))
-    np.testing.assert_array_equal(work.bring(block), data[: 1 << 20])
+    np.testing.assert_array_equal(work.load(block), data[: 1 << 20])
     _, block = next(iter(work))
 
     def cut() -> None:
@@ -174,8 +178,8 @@ def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Work, "_check_size", looked)
     else:
         cut()
-    with pytest.raises(LlmcError, match=r"E106.*became shorter"):
-        work.bring(block)
+    with pytest.raises(LlmcError, match=r"E106.*was truncated"):
+        work.load(block)
     work.close()
 
 
@@ -184,7 +188,7 @@ def test_a_kernel_that_does_not_populate(device: CudaDevice, tmp_path: Path, mon
     f, data = a_file(tmp_path, "a", (3 << 20) + 77, 1 << 20)
     memories, report = send(device, tmp_path, [f])
     np.testing.assert_array_equal(device.read(memories["a"]), data)
-    assert report.way == MAPPED
+    assert report.method == MAPPED
 
 
 @pytest.mark.parametrize(
@@ -192,15 +196,15 @@ def test_a_kernel_that_does_not_populate(device: CudaDevice, tmp_path: Path, mon
              "cuEventCreate", "cuEventRecord", "cuEventSynchronize"],
 )  # fmt: skip
 def test_a_failure_of_the_gpu_meanwhile(
-    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str
+    device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
 ) -> None:
-    if name in (("cuMemAllocHost",) if way == MAPPED else ("cuMemHostRegister", "cuMemHostUnregister")):
+    if name in (("cuMemAllocHost",) if method == MAPPED else ("cuMemHostRegister", "cuMemHostUnregister")):
         pytest.skip("not called")
     monkeypatch.setattr(upload_work, "SPAN", 1 << 20)
     f, _ = a_file(tmp_path, "a", 9 << 20, 1 << 20)
     driver.fail(name, 719, 1)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_LAUNCH_FAILED"):
-        send(device, tmp_path, [f], way=way, threads=2)
+        send(device, tmp_path, [f], method=method, threads=2)
 
 
 def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

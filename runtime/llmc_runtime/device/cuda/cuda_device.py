@@ -23,7 +23,7 @@ from llmc_runtime.host_info import default_threads
 
 ABI = "cuda-1"
 ALIGN = 64  # bytes; the alignment of weights within their files
-_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # maximum threads with and without hashing; more bring no gain
+_UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # maximum threads with and without hashing; more are not faster
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without opting in
 
 
@@ -65,7 +65,7 @@ class CudaDevice(Device):
         check_arch(target, self.arch, self.name)
         self.driver = cuda_.check_driver(target.arch)
         self._shared = cuda_.attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        self._way = MAPPED if cuda_.attribute(self._device, "READ_ONLY_HOST_REGISTER_SUPPORTED") else PINNED
+        self._method = MAPPED if cuda_.attribute(self._device, "READ_ONLY_HOST_REGISTER_SUPPORTED") else PINNED
         self._context = cuda_.ok(cu.cuDevicePrimaryCtxRetain(self._device))
         try:
             self._enter()
@@ -88,7 +88,7 @@ class CudaDevice(Device):
             error = self._cuda.error(int(status))
             if error.code == "E203":
                 free = self.free_memory()
-                error = LlmcError("E203", f"the GPU cannot give {nbytes} bytes; {free} are free", error.remedy)
+                error = LlmcError("E203", f"cannot allocate {nbytes} bytes on the GPU; {free} are free", error.remedy)
             raise error
         self._memories.append(int(address))
         return CudaMemory(int(address), nbytes, np.empty(0, np.uint8), self)
@@ -149,7 +149,7 @@ class CudaDevice(Device):
     def stream_handle(self) -> int:
         """The CUstream as an integer; raises BufferError after `close`."""
         if self._stream is None:
-            raise BufferError("the device is closed; its memory is gone")
+            raise BufferError("the device is closed and its memory freed")
         return int(self._stream)
 
     def follow(self, stream: int) -> None:
@@ -182,11 +182,11 @@ class CudaDevice(Device):
         """
         files = artifact.manifest.weights.files
         bases = {f.file: self._alloc(f.bytes).address for f in files}
-        given = (self._cuda, self._enter, artifact.folder, files, bases)
+        args = (self._cuda, self._enter, artifact.folder, files, bases)
         if artifact.unchecked:
-            self._upload = upload(*given, check=True, threads=self.threads, way=self._way)
+            self._upload = upload(*args, check=True, threads=self.threads, method=self._method)
         else:
-            self._upload = upload(*given, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), way=PINNED)
+            self._upload = upload(*args, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), method=PINNED)
         out = {}
         for name in names:
             tensor = artifact.tensors[name]
@@ -202,10 +202,10 @@ class CudaDevice(Device):
         self._enter()
         for kernel in artifact.manifest.kernels:
             if kernel.abi != ABI:
-                cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime knows {ABI!r}"
+                cause = f"kernel {kernel.file} has the calling convention {kernel.abi!r}; this runtime supports {ABI!r}"
                 raise LlmcError("E112", cause, "upgrade llmc-aot, or recompile the artifact")
             if kernel.shared > self._shared:
-                cause = f"kernel {kernel.file} needs {kernel.shared} bytes of shared memory; {self.name} gives a block"
+                cause = f"kernel {kernel.file} needs {kernel.shared} bytes of shared memory per block; {self.name} has"
                 raise LlmcError("E112", f"{cause} {self._shared}", f"recompile with --target cuda:{self.arch}")
             self._load(kernel, artifact.folder.read(kernel.file, artifact.manifest.files[kernel.file].bytes))
 
@@ -231,7 +231,7 @@ class CudaDevice(Device):
         for launch in program.launches:
             function = self._functions.get((launch.kernel, launch.entry))
             if function is None or not launch.threads:
-                cause = f"program {program.name} launches {launch.entry} of {launch.kernel[:16]}, which is not there"
+                cause = f"program {program.name} launches {launch.entry} of {launch.kernel[:16]}, which is not loaded"
                 raise LlmcError("E113", cause, "recompile the artifact")
             functions.append(function)
         run = CudaRun(self._cuda, self._enter, self._stream, program, functions, addresses, symbols, self._careful)
@@ -272,8 +272,8 @@ class CudaDevice(Device):
         cu.cuCtxSetCurrent(None)
         cu.cuDevicePrimaryCtxRelease(self._device)
         self._context = self._ring = self._stream = None
-        for kept in (self._runs, self._modules, self._memories, self._tiles):
-            kept.clear()
+        for resources in (self._runs, self._modules, self._memories, self._tiles):
+            resources.clear()
         self._functions.clear()
 
     def describe(self) -> Mapping[str, object]:
@@ -284,11 +284,11 @@ class CudaDevice(Device):
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)
             facts["upload_threads"] = self._upload.threads
-            facts["upload_way"] = self._upload.way
+            facts["upload_way"] = self._upload.method
         return facts
 
     @property
-    def brought(self) -> str:
+    def upload_summary(self) -> str:
         """How the weights were uploaded, for example "weights 15.0 GB/s (16 threads, mapped)"; empty before `place`."""
         return str(self._upload) if self._upload else ""
 
@@ -311,10 +311,10 @@ def check_arch(target: TargetInfo, arch: str, gpu: str) -> None:
     From sm_90 on, kernels use instructions of exactly one architecture. Before that, binaries also run on later
     architectures of the same major version.
     """
-    want, have = (re.fullmatch(r"sm_(\d+)(\d)[af]?", x) for x in (target.arch, arch))
-    if want and have and want[1] == have[1]:
-        if want[2] == have[2] or (int(want[1]) < 9 and int(want[2]) < int(have[2])):
+    wanted, actual = (re.fullmatch(r"sm_(\d+)(\d)[af]?", x) for x in (target.arch, arch))
+    if wanted and actual and wanted[1] == actual[1]:
+        if wanted[2] == actual[2] or (int(wanted[1]) < 9 and int(wanted[2]) < int(actual[2])):
             return
-    right = "sm_80" if have and have[1] == "8" else arch
+    suitable = "sm_80" if actual and actual[1] == "8" else arch
     cause = f"the artifact is for {target.name} ({target.arch}); this GPU is {arch} ({gpu})"
-    raise LlmcError("E117", cause, f"recompile for it: llmc compile MODEL --target cuda:{right}")
+    raise LlmcError("E117", cause, f"recompile for it: llmc compile MODEL --target cuda:{suitable}")

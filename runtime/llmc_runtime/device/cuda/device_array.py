@@ -76,10 +76,10 @@ class CudaArray:
 
     def __post_init__(self) -> None:
         if self.dtype not in dlpack.TYPES:
-            raise ValueError(f"{self.dtype} is no type of whole bytes: one of {', '.join(dlpack.TYPES)} is")
-        want = math.prod(self.shape) * dlpack.TYPES[self.dtype][1]
-        if want != self.memory.nbytes or any(n < 0 for n in self.shape):
-            raise ValueError(f"{self.dtype}{list(self.shape)} takes {want} bytes, not {self.memory.nbytes}")
+            raise ValueError(f"dtype {self.dtype} cannot be exported; supported are {', '.join(dlpack.TYPES)}")
+        nbytes = math.prod(self.shape) * dlpack.TYPES[self.dtype][1]
+        if nbytes != self.memory.nbytes or any(n < 0 for n in self.shape):
+            raise ValueError(f"{self.dtype}{list(self.shape)} needs {nbytes} bytes, not {self.memory.nbytes}")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class CudaArray:
         """
         code, size = dlpack.TYPES[self.dtype]
         if code not in _PREFIX:
-            raise AttributeError(f"the CUDA array interface has no {self.dtype}; DLPack has")
+            raise AttributeError(f"the CUDA array interface does not support {self.dtype}; use DLPack")
         typestr = f"{'|' if size == 1 else '<'}{_PREFIX[code]}{size}"
         address = self.memory.address if self.memory.nbytes else 0
         stream = self.memory.owner.stream_handle
@@ -112,15 +112,15 @@ class CudaArray:
         if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
             raise BufferError(f"the array is on device {self.__dlpack_device__()}, not on {dl_device}")
         if copy:
-            raise BufferError("a copy is not made here: take the array without one, and copy it")
+            raise BufferError("copy=True is not supported: import the array without a copy, and copy it")
         stream = _LEGACY if stream is None else stream
         if isinstance(stream, bool) or not isinstance(stream, int) or stream == 0 or stream < _NO_SYNC:
-            raise ValueError(f"stream = {stream!r} says no stream of CUDA: None, -1, 1, 2 or a handle do")
+            raise ValueError(f"stream = {stream!r} is invalid: use None, -1, 1, 2 or a CUstream handle")
         owner = self.memory.owner
         if stream not in (_NO_SYNC, owner.stream_handle):
             owner.follow(stream)
-        given = (self.memory.address, self.dtype, self.shape, self.__dlpack_device__(), self.memory)
-        return dlpack.capsule(*given, max_version=max_version)
+        args = (self.memory.address, self.dtype, self.shape, self.__dlpack_device__(), self.memory)
+        return dlpack.capsule(*args, max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return (DLDeviceType, device ordinal)."""

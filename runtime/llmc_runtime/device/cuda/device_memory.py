@@ -25,7 +25,7 @@ class Pinned:
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
     def free(self) -> None:
-        """Release the memory. Errors are ignored, as nothing can be done about them."""
+        """Release the memory, ignoring errors."""
         self.array = np.empty(0, np.uint8)
         self._cuda.cu.cuMemFreeHost(self.address)
 
@@ -59,7 +59,7 @@ class Ring:
 
     def __init__(self, cuda: Cuda, stream: Any, slots: int, up: int = 4 << 20, down: int = 1 << 20) -> None:
         self._cuda, self._stream = cuda, stream
-        self._now = 0
+        self._current = 0
         self._slots: list[Slot] = []
         self._pinned: list[Pinned] = []
         self._events: list[Any] = []
@@ -75,11 +75,11 @@ class Ring:
 
     def send(self, address: int, data: np.ndarray) -> None:
         """Copy u8[n] to the device, in pieces if it is larger than a slot."""
-        slot = self._slots[self._now]
-        room = len(slot.up.array)
-        for begin in range(0, len(data), room):
-            piece = data[begin : begin + room]
-            if slot.sent + len(piece) > room:  # rare: earlier copies must have left the slot first
+        slot = self._slots[self._current]
+        capacity = len(slot.up.array)
+        for begin in range(0, len(data), capacity):
+            piece = data[begin : begin + capacity]
+            if slot.sent + len(piece) > capacity:  # rare: earlier copies must have left the slot first
                 self._cuda.ok(self._cuda.cu.cuStreamSynchronize(self._stream))
                 slot.sent = 0
             at = slot.sent
@@ -91,7 +91,7 @@ class Ring:
 
     def fetch(self, address: int, nbytes: int) -> np.ndarray:
         """Start a copy from the device. Returns u8[nbytes], which is valid once the slot's event has completed."""
-        slot, at = self._slots[self._now], 0
+        slot, at = self._slots[self._current], 0
         pinned = slot.down
         if slot.fetched + nbytes <= len(pinned.array):
             at = slot.fetched
@@ -105,13 +105,13 @@ class Ring:
 
     def mark(self) -> Slot:
         """End the step: record the event of the current slot and return the slot. Waits until the next slot is free."""
-        slot = self._slots[self._now]
+        slot = self._slots[self._current]
         self._cuda.ok(self._cuda.cu.cuEventRecord(slot.event, self._stream))
         slot.pending = True
-        after = (self._now + 1) % len(self._slots)
-        self.wait(self._slots[after])
-        self._slots[after].reset()
-        self._now = after
+        following = (self._current + 1) % len(self._slots)
+        self.wait(self._slots[following])
+        self._slots[following].reset()
+        self._current = following
         return slot
 
     def wait(self, slot: Slot) -> None:
@@ -122,7 +122,7 @@ class Ring:
 
     def done(self, slot: Slot) -> bool:
         """Return whether the slot's step has ended."""
-        return not slot.pending or self._cuda.came(slot.event)
+        return not slot.pending or self._cuda.completed(slot.event)
 
     def free(self) -> None:
         """Release everything. No copy may be running."""
@@ -132,5 +132,5 @@ class Ring:
             pinned.free()
         for event in self._events:
             self._cuda.cu.cuEventDestroy(event)
-        for kept in (self._slots, self._pinned, self._events):
-            kept.clear()
+        for resources in (self._slots, self._pinned, self._events):
+            resources.clear()

@@ -16,23 +16,22 @@ from llmc_runtime.format.errors import LlmcError
 
 # The minimum CUDA version of the driver (1000 * major + 10 * minor) for loading an architecture's binaries and for
 # programmatic dependent launch inside graphs.
-_LEAST = 12030
-_LEAST_OF: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
+_MIN_DRIVER = 12030
+_MIN_DRIVER_BY_ARCH: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
 MAP_BYTES = 128
 _MAPS_SINCE = 12000  # the driver API version that introduced tensor maps
-_MAPPED: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
+_TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
-# Statuses with which the system, the driver or the file system refuses to register host memory. They say nothing about
-# the work on the GPU.
+# Statuses of a refusal to register host memory. They do not indicate a failure of the GPU.
 _REFUSALS = frozenset(
     "CUDA_ERROR_" + name
     for name in ("INVALID_VALUE", "OUT_OF_MEMORY", "OPERATING_SYSTEM", "NOT_PERMITTED", "NOT_SUPPORTED")
 )
-# Errors of executed work that leave the context unusable.
-_DEADLY = frozenset(
+# Errors of executed work after which the context is unusable.
+_FATAL = frozenset(
     "CUDA_ERROR_" + name
     for name in (
         "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT",
@@ -52,10 +51,8 @@ class Cuda:
         try:
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
-            cause = f"no NVIDIA driver is found ({str(error)[:120]})"
-            raise LlmcError(
-                "E115", cause, f"install the driver (give containers the GPU: --gpus all), {_CPU}"
-            ) from None
+            cause = f"no NVIDIA driver found ({str(error)[:120]})"
+            raise LlmcError("E115", cause, f"install the driver (for containers: --gpus all), {_CPU}") from None
         if status:
             name = self.name(status)
             cause = f"the NVIDIA driver does not start: {name}"
@@ -75,10 +72,10 @@ class Cuda:
         """Return the error for a status other than success."""
         name = self.name(status)
         if name == "CUDA_ERROR_OUT_OF_MEMORY":
-            remedy = "stop other programs on the GPU, or give the KV cache less memory"
+            remedy = "stop other programs on the GPU, or reduce --kv-cache-memory-bytes"
             return LlmcError("E203", "the GPU has too little free memory", remedy)
         cause = self.lost or f"the GPU failed: {name} ({self._text(status)})"
-        if name in _DEADLY:
+        if name in _FATAL:
             self.lost = cause
         return LlmcError("E114", cause, "start the program again; if it fails again, run llmc verify on the artifact")
 
@@ -91,19 +88,19 @@ class Cuda:
 
     def _text(self, status: int) -> str:
         try:
-            found = self.cu.cuGetErrorString(self.cu.CUresult(status))
+            result = self.cu.cuGetErrorString(self.cu.CUresult(status))
         except (RuntimeError, ValueError):
             return "unknown"
-        return found[1].decode() if not found[0] and found[1] else "unknown"
+        return result[1].decode() if not result[0] and result[1] else "unknown"
 
     def check_driver(self, arch: str) -> str:
         """Return the driver's CUDA version as text. Raises LlmcError E116 if binaries for `arch` need a newer
         driver.
         """
         version = int(self.ok(self.cu.cuDriverGetVersion()))
-        least = max(_LEAST, _LEAST_OF.get(arch.rstrip("af"), 0))
-        if version < least:
-            cause = f"the NVIDIA driver knows CUDA {_dotted(version)}; kernels for {arch} need {_dotted(least)}"
+        minimum = max(_MIN_DRIVER, _MIN_DRIVER_BY_ARCH.get(arch.rstrip("af"), 0))
+        if version < minimum:
+            cause = f"the NVIDIA driver supports CUDA {_dotted(version)}; kernels for {arch} need {_dotted(minimum)}"
             raise LlmcError("E116", cause, _UPGRADE)
         return _dotted(version)
 
@@ -115,7 +112,7 @@ class Cuda:
         """Create an event without timing."""
         return self.ok(self.cu.cuEventCreate(_NO_TIMING))
 
-    def came(self, event: Any) -> bool:
+    def completed(self, event: Any) -> bool:
         """Return whether a recorded event has completed, or never will because the GPU failed."""
         return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
 
@@ -130,8 +127,8 @@ class Cuda:
 
     def attribute(self, device: Any, name: str) -> int:
         """Return a device attribute, such as "COMPUTE_CAPABILITY_MAJOR"."""
-        which = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(self.ok(self.cu.cuDeviceGetAttribute(which, device)))
+        attribute_id = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.ok(self.cu.cuDeviceGetAttribute(attribute_id, device)))
 
     def register(self, address: int, nbytes: int) -> str:
         """Pin pages of mapped memory for reading by the GPU. Returns "", or the reason why the driver refuses.
@@ -145,8 +142,8 @@ class Cuda:
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Allow launches of the kernel with up to `nbytes` of dynamic shared memory."""
-        which = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self.ok(self.cu.cuFuncSetAttribute(function, which, nbytes))
+        attribute_id = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.ok(self.cu.cuFuncSetAttribute(function, attribute_id, nbytes))
 
     def tensor_map(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
@@ -158,21 +155,21 @@ class Cuda:
         arguments, and E116 if it does not support tensor maps.
         """
         cu, rank = self.cu, len(shape)
-        kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED[dtype]}")
+        kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TENSOR_MAP_TYPES[dtype]}")
         steps = [2 * s for s in reversed(strides[:-1])]
         # The bindings' own function is not used: it keeps the map at an address that is not a multiple of 64 bytes,
         # which the driver requires.
-        room = ctypes.create_string_buffer(2 * MAP_BYTES)
-        begin = -ctypes.addressof(room) % MAP_BYTES
+        storage = ctypes.create_string_buffer(2 * MAP_BYTES)
+        begin = -ctypes.addressof(storage) % MAP_BYTES
         status = self._encode(
-            ctypes.addressof(room) + begin, int(kind), rank, address, _longs(reversed(shape)), _longs(steps),
+            ctypes.addressof(storage) + begin, int(kind), rank, address, _longs(reversed(shape)), _longs(steps),
             _ints(reversed(box)), _ints([1] * rank), int(cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
             swizzle, int(cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
             int(cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )  # fmt: skip
         if status:
             raise self.error(status)
-        return room.raw[begin : begin + MAP_BYTES]
+        return storage.raw[begin : begin + MAP_BYTES]
 
     @cached_property
     def _encode(self) -> Callable[..., int]:
@@ -216,13 +213,13 @@ class Cuda:
 
 
 def _longs(values: Iterable[int]) -> Any:
-    found = list(values)
-    return (ctypes.c_uint64 * len(found))(*found)
+    items = list(values)
+    return (ctypes.c_uint64 * len(items))(*items)
 
 
 def _ints(values: Iterable[int]) -> Any:
-    found = list(values)
-    return (ctypes.c_uint32 * len(found))(*found)
+    items = list(values)
+    return (ctypes.c_uint32 * len(items))(*items)
 
 
 def _bindings() -> Any:

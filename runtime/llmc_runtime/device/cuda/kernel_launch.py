@@ -22,7 +22,7 @@ from llmc_runtime.format.launch_param import TensorMap
 from llmc_runtime.format.program import Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
-_MOST = (1 << 31) - 1
+_INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Ready:
 
 
 def _cells_of(x: Launch) -> int:
-    """How many cells the parameters of a launch take."""
+    """Return the number of cells for the parameters of a launch."""
     return len(x.params) or len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
 
 
@@ -72,13 +72,13 @@ class CudaRun:
         maps = [m for x in program.launches for m in x.maps]
         count = sum(map(_cells_of, program.launches))
         self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
-        room = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
-        self._maps = room[-room.ctypes.data % MAP_BYTES :]  # likewise never moved; each map is aligned to its size
+        storage = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
+        self._maps = storage[-storage.ctypes.data % MAP_BYTES :]  # never moved either; maps are aligned to their size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._ready: list[_Ready] = []
         enter()  # encoding a tensor map needs the context, whichever thread binds
-        where, which = self._fill(functions, addresses)
-        self._size_cells, self._size_index = np.array(where, np.intp), np.array(which, np.intp)
+        cells, index = self._fill(functions, addresses)
+        self._size_cells, self._size_index = np.array(cells, np.intp), np.array(index, np.intp)
         self._last: bytes | None = None  # the symbol values that the cells and grids are set for
         self._graphs: dict[bytes, Any] = {}
 
@@ -86,14 +86,14 @@ class CudaRun:
         """Write the pointers and prepare the launches. Returns the cells that hold sizes, and the size index of
         each.
         """
-        where: list[int] = []
-        which: list[int] = []
-        at = made = 0
+        size_cells: list[int] = []
+        size_index: list[int] = []
+        at = num_maps = 0
         for launch, function in zip(self._program.launches, functions):
             params = int(self._table.ctypes.data) + 8 * at
             if launch.params:
-                self._put_params(launch, addresses, at, made, where, which)
-                at, made = at + len(launch.params), made + len(launch.maps)
+                self._write_params(launch, addresses, at, num_maps, size_cells, size_index)
+                at, num_maps = at + len(launch.params), num_maps + len(launch.maps)
                 self._add(launch, function, params)
                 continue
             maps = {m.arg: m for m in launch.maps}
@@ -101,15 +101,15 @@ class CudaRun:
                 self._cells[at] = addresses[arg]
                 at += 1
                 if i in maps:
-                    at = self._put_map(maps[i], self._program.buffers[arg].dtype, at, made)
-                    made += 1
+                    at = self._write_map(maps[i], self._program.buffers[arg].dtype, at, num_maps)
+                    num_maps += 1
             for size in launch.sizes:
-                where.append(at)
-                which.append(self._index(size))
+                size_cells.append(at)
+                size_index.append(self._index(size))
                 at += 1
             at += _SCRATCH
             self._add(launch, function, params)
-        return where, which
+        return size_cells, size_index
 
     def _add(self, launch: Launch, function: Any, params: int) -> None:
         """Make a launch ready whose list of cells is at the address `params`."""
@@ -117,26 +117,32 @@ class CudaRun:
         config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl, launch.cluster)
         self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
 
-    def _put_params(
-        self, launch: Launch, addresses: Sequence[int], at: int, made: int, where: list[int], which: list[int]
+    def _write_params(
+        self,
+        launch: Launch,
+        addresses: Sequence[int],
+        at: int,
+        num_maps: int,
+        size_cells: list[int],
+        size_index: list[int],
     ) -> None:
-        """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `made`."""
+        """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `num_maps`."""
         for i, m in enumerate(launch.maps):
             arg = launch.args[m.arg]
-            self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], made + i)
+            self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], num_maps + i)
         top = self._program.top()
         for i, param in enumerate(launch.params):
             if param.kind == "arg":
                 self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
             elif param.kind == "map":
-                self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (made + param.index)
+                self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
             elif param.kind == "size":
-                where.append(at + i)
-                which.append(self._index(param.size))
+                size_cells.append(at + i)
+                size_index.append(self._index(param.size))
             else:
                 self._cells[at + i] = param.bits
 
-    def _put_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
+    def _write_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
         """Encode the tensor map for the address in cell `at - 1` and make it that cell's parameter.
 
         The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
@@ -198,11 +204,11 @@ class CudaRun:
             raise
         graph = cuda.ok(cu.cuStreamEndCapture(self._stream))
         try:
-            made = cuda.ok(cu.cuGraphInstantiate(graph, 0))
+            executable = cuda.ok(cu.cuGraphInstantiate(graph, 0))
         finally:
             cu.cuGraphDestroy(graph)
-        self._graphs[self._symbols.tobytes()] = made
-        return made
+        self._graphs[self._symbols.tobytes()] = executable
+        return executable
 
     def _launch(self, launch: Callable[..., tuple[Any, ...]]) -> None:
         self._set()
@@ -225,9 +231,11 @@ class CudaRun:
             return
         env = dict(zip(self._names, self._symbols.tolist()))
         values = [e(env) for e in self._exprs]
-        if values and not 0 <= min(values) <= max(values) <= _MOST:
-            wrong = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _MOST)
-            raise LlmcError("E113", f"program {self._program.name}: {wrong} is no size at {env}", REMEDY)
+        if values and not 0 <= min(values) <= max(values) <= _INT32_MAX:
+            invalid = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _INT32_MAX)
+            raise LlmcError(
+                "E113", f"program {self._program.name}: {invalid} is negative or too large at {env}", REMEDY
+            )
         self._last = None  # unknown if an assignment fails
         if len(self._size_cells):
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]

@@ -20,17 +20,17 @@ from llmc_runtime.format.manifest import WeightFile
 
 SPAN = 64 << 20  # bytes of a mapped file that are registered with the driver, and copied, in one call
 _POPULATE_READ, _DONT_NEED = 22, 4  # MADV_POPULATE_READ (since Linux 5.14) and MADV_DONTNEED
-_AHEAD = 1 << 20  # bytes per readahead request; of a larger one the kernel honors only the beginning
+_AHEAD = 1 << 20  # bytes per readahead request; the kernel honors only the beginning of a larger one
 
 
 @dataclass(eq=False)
 class Span:
-    """The bytes [begin, end) of a mapped file; `begin` is page-aligned. `left` counts the blocks not yet done."""
+    """The bytes [begin, end) of a mapped file; `begin` is page-aligned. `pending` counts the unfinished blocks."""
 
     file: WeightFile
     begin: int
     end: int
-    left: int = 0
+    pending: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Work:
     """Iterates over the blocks of all files, from any number of threads; it stops after the first error.
 
     With `mapped`, the files are also mapped. If a mapped file is truncated, touching a lost page kills the process
-    (SIGBUS). To avoid that, `bring` checks the file's size and asks the kernel to load the pages, both of which fail
+    (SIGBUS). To avoid that, `load` checks the file's size and asks the kernel to load the pages, both of which fail
     with an error instead. Two cases remain: a file truncated between this check and the end of the block's hash, and an
     unreadable page on Linux older than 5.14. `read` is not affected.
     """
@@ -76,23 +76,23 @@ class Work:
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         while True:
             with self._lock:
-                found = None if self.errors else next(self._next, None)
-            if found is None:
+                item = None if self.errors else next(self._next, None)
+            if item is None:
                 return
-            yield found
+            yield item
 
     def fail(self, number: int, error: BaseException) -> None:
         """Record the error of block `number` and stop the work; -1 precedes all blocks."""
         with self._lock:
             self.errors.append((number, error))
 
-    def ended(self, block: Block) -> Span | None:
-        """Count a block as done. Returns its span if this was the span's last block, else None."""
+    def complete(self, block: Block) -> Span | None:
+        """Count a block as complete. Returns its span if this was the span's last block, else None."""
         with self._lock:
-            block.span.left -= 1
-            return None if block.span.left else block.span
+            block.span.pending -= 1
+            return None if block.span.pending else block.span
 
-    def await_end(self, worker: threading.Thread) -> None:
+    def join(self, worker: threading.Thread) -> None:
         """Join a thread. An interrupt stops the work, and is raised once all threads have ended."""
         while worker.is_alive():
             try:
@@ -112,14 +112,14 @@ class Work:
         view, done = piece.data, 0
         while done < len(view):
             try:
-                got = os.preadv(self._fds[file.file], [view[done:]], at + done)
+                count = os.preadv(self._fds[file.file], [view[done:]], at + done)
             except OSError as error:
                 raise _unreadable(file, error.errno) from None
-            if not got:
-                raise _shorter(file)
-            done += got
+            if not count:
+                raise _truncated(file)
+            done += count
 
-    def bring(self, block: Block) -> np.ndarray:
+    def load(self, block: Block) -> np.ndarray:
         """Load the block's pages and return the block, u8[n]; raise LlmcError E106 if they cannot be read."""
         fd = self._fds[block.file.file]
         self._check_size(block.file, block.end)
@@ -131,7 +131,7 @@ class Work:
             raise _unreadable(block.file, errno.EIO if status == errno.EFAULT else status)
         return self._arrays[block.file.file][block.begin : block.end]
 
-    def place(self, span: Span) -> tuple[int, int]:
+    def location(self, span: Span) -> tuple[int, int]:
         """Return the address of a mapped span, and its size rounded up to whole pages."""
         return self._arrays[span.file.file].ctypes.data + span.begin, _pages(span.end - span.begin)
 
@@ -141,9 +141,10 @@ class Work:
         """
         self._advise(span.file, span.begin, span.end, _DONT_NEED)
 
-    def _advise(self, file: WeightFile, begin: int, end: int, what: int) -> int:
+    def _advise(self, file: WeightFile, begin: int, end: int, advice: int) -> int:
+        """Call madvise(2) on the mapped bytes [begin, end). Returns 0 or the errno."""
         begin -= begin % mmap.PAGESIZE
-        failed = self._madvise(self._arrays[file.file].ctypes.data + begin, end - begin, what)
+        failed = self._madvise(self._arrays[file.file].ctypes.data + begin, end - begin, advice)
         return ctypes.get_errno() if failed else 0
 
     def _map(self, file: WeightFile) -> np.ndarray:
@@ -155,7 +156,7 @@ class Work:
 
     def _check_size(self, file: WeightFile, end: int) -> None:
         if os.fstat(self._fds[file.file]).st_size < end:
-            raise _shorter(file)
+            raise _truncated(file)
 
 
 def _blocks(file: WeightFile) -> Iterator[Block]:
@@ -166,7 +167,7 @@ def _blocks(file: WeightFile) -> Iterator[Block]:
     for index, begin in enumerate(range(0, file.bytes, file.block)):
         if begin % size == 0:
             span = Span(file, begin, min(begin + size, file.bytes))
-        span.left += 1
+        span.pending += 1
         yield Block(file, index, begin, min(begin + file.block, file.bytes), span)
 
 
@@ -174,8 +175,8 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _shorter(file: WeightFile) -> LlmcError:
-    return LlmcError("E106", f"{file.file} became shorter while it was read", REMEDY)
+def _truncated(file: WeightFile) -> LlmcError:
+    return LlmcError("E106", f"{file.file} was truncated while it was read", REMEDY)
 
 
 def _unreadable(file: WeightFile, number: int | None) -> LlmcError:

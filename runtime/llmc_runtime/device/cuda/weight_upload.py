@@ -1,5 +1,5 @@
-"""Multithreaded upload of weights from their files to the GPU, with optional hash checks. See cuda_ways for the two
-methods of copying.
+"""Multithreaded upload of weights from their files to the GPU, with optional hash checks. `weight_copy` implements the
+two methods of copying.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.device.cuda.upload_work import Work
-from llmc_runtime.device.cuda.weight_copy import MappedWay, PinnedWay, Refused, Trip, Way
+from llmc_runtime.device.cuda.weight_copy import CopyMethod, MappedCopy, PinnedCopy, Refused, UploadJob
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
@@ -23,15 +23,15 @@ MAPPED, PINNED = "mapped", "pinned"
 class Upload:
     """Statistics of an upload: bytes, seconds, number of threads, and the method of copying.
 
-    `way` is "mapped" (hashed in and copied from the page cache) or "pinned" (read into pinned memory and copied from
-    there). If "mapped" was requested and not possible, `why` is the reason.
+    `method` is "mapped" (hashed in and copied from the page cache) or "pinned" (read into pinned memory and copied from
+    there). If "mapped" was requested and not possible, `fallback_reason` says fallback_reason.
     """
 
     nbytes: int
     seconds: float
     threads: int
-    way: str
-    why: str = ""
+    method: str
+    fallback_reason: str = ""
 
     @property
     def rate(self) -> float:
@@ -40,8 +40,8 @@ class Upload:
 
     def __str__(self) -> str:
         """For example "weights 15.0 GB/s (16 threads, mapped)"."""
-        why = f": {self.why}" if self.why else ""
-        return f"weights {self.rate / 1e9:.1f} GB/s ({self.threads} threads, {self.way}{why})"
+        fallback_reason = f": {self.fallback_reason}" if self.fallback_reason else ""
+        return f"weights {self.rate / 1e9:.1f} GB/s ({self.threads} threads, {self.method}{fallback_reason})"
 
 
 def upload(
@@ -53,7 +53,7 @@ def upload(
     *,
     check: bool,
     threads: int,
-    way: str = MAPPED,
+    method: str = MAPPED,
 ) -> Upload:
     """Copy every file to its device address; all copies have completed on return.
 
@@ -63,65 +63,65 @@ def upload(
     cannot be read, and E114 or E203 for failures of the GPU. `Work` describes what happens if a file is truncated
     meanwhile.
     """
-    began = time.perf_counter()
-    why = ""
-    if way == MAPPED:
+    start = time.perf_counter()
+    fallback_reason = ""
+    if method == MAPPED:
         work = Work(folder, files, mapped=True)
-        why = _run(Trip(cuda, work, addresses, check), enter, MappedWay, threads)
-        way = PINNED if why else MAPPED
-    if way == PINNED:
+        fallback_reason = _run(UploadJob(cuda, work, addresses, check), enter, MappedCopy, threads)
+        method = PINNED if fallback_reason else MAPPED
+    if method == PINNED:
         work = Work(folder, files, mapped=False)
-        _run(Trip(cuda, work, addresses, check), enter, PinnedWay, threads)
-    seconds = time.perf_counter() - began
-    return Upload(sum(f.bytes for f in files), seconds, _count(work, threads), way, why)
+        _run(UploadJob(cuda, work, addresses, check), enter, PinnedCopy, threads)
+    seconds = time.perf_counter() - start
+    return Upload(sum(f.bytes for f in files), seconds, _count(work, threads), method, fallback_reason)
 
 
 def _count(work: Work, threads: int) -> int:
     return max(1, min(threads, len(work.blocks)))
 
 
-def _run(trip: Trip, enter: Callable[[], None], way: type[Way], threads: int) -> str:
+def _run(job: UploadJob, enter: Callable[[], None], method: type[CopyMethod], threads: int) -> str:
     """Copy all blocks. Returns the driver's reason if it refused, else ""; raises the error of the first failing
     block.
     """
-    work = trip.work
-    workers = [_Worker(trip, enter, way) for _ in range(_count(work, threads))]
+    work = job.work
+    workers = [_Worker(job, enter, method) for _ in range(_count(work, threads))]
     try:
         for worker in workers:
             worker.start()
     except BaseException as error:
         work.fail(-1, error)
     for worker in workers:
-        work.await_end(worker)
+        work.join(worker)
     work.close()
-    told = sorted(work.errors, key=lambda e: (isinstance(e[1], Refused), e[0]))
-    if told and not isinstance(told[0][1], Refused):
-        raise told[0][1]
-    return str(told[0][1]) if told else ""
+    errors = sorted(work.errors, key=lambda e: (isinstance(e[1], Refused), e[0]))
+    if errors and not isinstance(errors[0][1], Refused):
+        raise errors[0][1]
+    return str(errors[0][1]) if errors else ""
 
 
 class _Worker(threading.Thread):
     """An upload thread with a stream of its own."""
 
-    def __init__(self, trip: Trip, enter: Callable[[], None], way: type[Way]) -> None:
+    def __init__(self, job: UploadJob, enter: Callable[[], None], method: type[CopyMethod]) -> None:
         super().__init__(name="upload", daemon=True)
-        self._trip, self._enter, self._way = trip, enter, way
+        self._job, self._enter, self._method = job, enter, method
 
     def run(self) -> None:
-        cuda, work = self._trip.cuda, self._trip.work
+        cuda, work = self._job.cuda, self._job.work
         number = 0
         try:
-            with ExitStack() as held:
+            with ExitStack() as resources:
                 self._enter()
                 stream = cuda.stream()
-                held.callback(cuda.cu.cuStreamDestroy, stream)
-                way = self._way(self._trip, stream)
-                held.callback(way.close)
-                held.callback(cuda.cu.cuStreamSynchronize, stream)  # after an error, copies may still be running
-                way.open()
-                for found, block in work:
-                    number = found
-                    way.block(block)
+                resources.callback(cuda.cu.cuStreamDestroy, stream)
+                copier = self._method(self._job, stream)
+                resources.callback(copier.close)
+                resources.callback(cuda.cu.cuStreamSynchronize, stream)  # after an error, copies may still be running
+                copier.open()
+                for index, block in work:
+                    number = index
+                    copier.block(block)
                 cuda.ok(cuda.cu.cuStreamSynchronize(stream))
         except BaseException as error:
             work.fail(number, error)

@@ -138,7 +138,7 @@ class Guard:
             raise ApiError(cause, status=431, code="headers_too_large")
         if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
             close = {"Connection": "close"}
-            raise ApiError("give Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
+            raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         if not path.startswith("/") and path != "*":  # see NormalizeTarget, which rewrites the permitted forms
             cause = "the request target has to be a path, or a URL of this server without user information"
@@ -161,7 +161,7 @@ class Guard:
     def _check_admin(self, scope: Scope, authorization: bytes) -> None:
         admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)
         if admin is None and ordinary is not None:
-            cause = "this API key gives no access to /admin/"
+            cause = "this API key does not grant access to /admin/"
             raise ApiError(cause, status=403, code="admin_key_needed")
         if admin is None:
             raise _unknown_key()

@@ -15,7 +15,7 @@ MAX_LINGERING = 16  # concurrent connections that linger: discarding data costs 
 _READ = 256 << 10  # bytes discarded at a time
 
 
-class Room:
+class LingerCount:
     """Counts the lingering connections of a server."""
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Room:
 
 
 class Lingering:
-    """Wraps the transport `inner` so that `close` lingers, if `unread` returns true and `room` is not used up.
+    """Wraps the transport `inner` so that `close` lingers, if `unread` returns true and `count` is below MAX_LINGERING.
 
     The protocol discards data received after that, and calls `end` when asyncio has closed the connection.
     """
 
-    def __init__(self, inner: asyncio.Transport, unread: Callable[[], bool], room: Room) -> None:
-        self._inner, self._unread, self._room = inner, unread, room
+    def __init__(self, inner: asyncio.Transport, unread: Callable[[], bool], count: LingerCount) -> None:
+        self._inner, self._unread, self._count = inner, unread, count
         self.write = inner.write
         self.lingers = False
 
@@ -44,16 +44,16 @@ class Lingering:
         """Close for writing. The connection itself is closed when the client closes it, or after SECONDS."""
         if self.is_closing():
             return
-        if self._room.used >= MAX_LINGERING or not (self._unread() and self._inner.can_write_eof()):
+        if self._count.used >= MAX_LINGERING or not (self._unread() and self._inner.can_write_eof()):
             self._inner.close()
             return
         self.lingers = True
-        self._room.used += 1
+        self._count.used += 1
         self._inner.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
         self._inner.write_eof()
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(SECONDS, self._inner.close)
 
     def end(self) -> None:
-        """Release the connection's place, once it is closed."""
-        self._room.used -= self.lingers
+        """Decrement the count once the connection is closed."""
+        self._count.used -= self.lingers

@@ -22,15 +22,15 @@ from llmc_runtime.server.http.lazy_json import PAUSE_BYTES, Encoding, is_lazy
 T = TypeVar("T")
 log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
-_WHOLE = 256 << 10  # bytes up to which a response is sent at once
+_MAX_UNCHUNKED = 256 << 10  # bytes up to which a response is sent at once
 _SLICE = 64 << 10  # bytes
-_GONE = 499  # status in the log; never sent, as the client has disconnected
+_CLIENT_CLOSED_REQUEST = 499  # status in the log; never sent, as the client has disconnected
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 Write = Callable[[bytes], Awaitable[None]]
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected before its response ended."""
 
 
@@ -55,19 +55,19 @@ def event(value: Any) -> bytes:
 
 
 async def as_answer(
-    value: Any, encoding: Encoding, gone: Callable[[], None], sent: Callable[[], None] = lambda: None
+    value: Any, encoding: Encoding, on_disconnect: Callable[[], None], on_sent: Callable[[], None] = lambda: None
 ) -> Response:
     """Return a JSON response.
 
-    Up to _WHOLE bytes are sent with a length, larger responses in chunks as they are encoded. `gone` is called if the
-    client disconnects meanwhile, and `sent` once the response is no longer needed.
+    Up to _MAX_UNCHUNKED bytes are sent with a length, larger responses in chunks as they are encoded. `on_disconnect`
+    is called if the client disconnects meanwhile, and `on_sent` once the response is no longer needed.
     """
     parts, first = encoding.parts(value), bytearray()
     async for part in parts:
         first += part
-        if len(first) > _WHOLE:
-            return JsonStream(_again(bytes(first), parts), gone, sent)
-    sent()
+        if len(first) > _MAX_UNCHUNKED:
+            return JsonStream(_again(bytes(first), parts), on_disconnect, on_sent)
+    on_sent()
     return Response(bytes(first), media_type="application/json")
 
 
@@ -80,23 +80,25 @@ async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 class Stream(Response):
     """A response of unknown length, sent as fast as the client reads it. Subclasses implement `_write`.
 
-    `gone` is called if the client disconnects, and `sent` when the response is over.
+    `on_disconnect` is called if the client disconnects, and `on_sent` when the response is over.
     """
 
-    def __init__(self, gone: Callable[[], None], sent: Callable[[], None], headers: Mapping[str, str] | None = None):
+    def __init__(
+        self, on_disconnect: Callable[[], None], on_sent: Callable[[], None], headers: Mapping[str, str] | None = None
+    ):
         super().__init__(None, headers=headers)
         if "content-length" in self.headers:
             del self.headers["content-length"]
-        self._gone, self._sent = gone, sent
+        self._on_disconnect, self._on_sent = on_disconnect, on_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
             await while_connected(receive, self._send(send, scope.get("llmc.part")))
-        except Gone:
-            self._gone()
+        except ClientDisconnected:
+            self._on_disconnect()
         finally:
-            self._sent()
+            self._on_sent()
 
     async def _send(self, send: Send, write: Write | None) -> None:
         """Send all parts but the last with `write`, which bypasses ASGI; None: with `send`."""
@@ -118,8 +120,10 @@ class JsonStream(Stream):
 
     media_type = "application/json"
 
-    def __init__(self, parts: AsyncIterator[bytes], gone: Callable[[], None], sent: Callable[[], None]) -> None:
-        super().__init__(gone, sent)
+    def __init__(
+        self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None], on_sent: Callable[[], None]
+    ) -> None:
+        super().__init__(on_disconnect, on_sent)
         self._parts = parts
 
     async def _write(self, write: Write) -> bytes:
@@ -173,7 +177,7 @@ class Plain:
 class Events(Stream):
     """A stream of server-sent events, ended by [DONE]. Chunks are JSON values or encoded events.
 
-    An error during the stream becomes its last event. `gone` and `sent` are as in Stream.
+    An error during the stream becomes its last event. `on_disconnect` and `on_sent` are as in Stream.
     """
 
     media_type = "text/event-stream"
@@ -182,10 +186,10 @@ class Events(Stream):
         self,
         chunks: AsyncIterator[Any],
         encoding: Encoding,
-        gone: Callable[[], None],
-        sent: Callable[[], None] = lambda: None,
+        on_disconnect: Callable[[], None],
+        on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(gone, sent, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(on_disconnect, on_sent, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._chunks, self._encoding = chunks, encoding
 
     async def _write(self, write: Write) -> bytes:
@@ -209,17 +213,17 @@ class Events(Stream):
                 return tail + DONE
             except ApiError as e:
                 if e.status >= 500:
-                    log.warning("a stream ended: %s%s", e.message, place(e.__cause__))
+                    log.warning("a stream ended: %s%s", e.message, code_location(e.__cause__))
                 return tail + event(e.body())
             except Exception as e:
-                log.error("a stream failed%s", place(e))
+                log.error("a stream failed%s", code_location(e))
                 return tail + event(internal().body())
 
 
 def catch_errors(handler: Handler) -> Handler:
     """Wrap a route's handler, a method of an object with `serving`, so that its exceptions become error responses.
 
-    For unexpected exceptions the place is logged, and the client gets a generic error.
+    For unexpected exceptions the code location is logged, and the client gets a generic error.
     """
 
     @functools.wraps(handler)
@@ -229,13 +233,13 @@ def catch_errors(handler: Handler) -> Handler:
         except ApiError as e:
             record_error(request.scope, e)
             if e.status >= 500 and e.reason is None:  # refusals appear in the request's own line
-                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, place(e.__cause__))
+                log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, code_location(e.__cause__))
             return as_error(e)
-        except (Gone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             self.serving.meters.gone()
-            return Response(status_code=_GONE)
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
         except Exception as e:
-            log.error("%s failed%s", request.scope["llmc.id"], place(e))
+            log.error("%s failed%s", request.scope["llmc.id"], code_location(e))
             return as_error(internal())
 
     return safe
@@ -248,7 +252,7 @@ def record_error(scope: Scope, error: ApiError) -> None:
         record.fail(error.code, error.reason)
 
 
-def place(error: BaseException | None) -> str:
+def code_location(error: BaseException | None) -> str:
     """Return where an exception occurred, for the log: types and lines of code, but no messages, which may quote a
     request.
     """
@@ -259,26 +263,26 @@ def place(error: BaseException | None) -> str:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects, `work` is cancelled and Gone is raised."""
-    task, gone, left = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive)), False
+    """Return the result of `work`. If the client disconnects, `work` is cancelled and ClientDisconnected raised."""
+    task, watcher, disconnected = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive)), False
     assert task is not None
 
-    def leave(_: Any) -> None:
-        nonlocal left
-        left = True
+    def cancel(_: Any) -> None:
+        nonlocal disconnected
+        disconnected = True
         task.cancel()
 
-    gone.add_done_callback(leave)
+    watcher.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError:
-        if left and not task.uncancel():
-            raise Gone from None
+        if disconnected and not task.uncancel():
+            raise ClientDisconnected from None
         raise
     finally:
-        gone.remove_done_callback(leave)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        watcher.remove_done_callback(cancel)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -18,16 +18,16 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc_runtime.api.llm import to_stderr as say_on_stderr
+from llmc_runtime.api.llm import to_stderr as print_to_stderr
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.server.http.replies import place
+from llmc_runtime.server.http.replies import code_location
 
 log = logging.getLogger("llmc.request")
 _PROBES = frozenset({"/health", "/ready", "/metrics"})  # logged at level debug, as they are frequent
 MAX_WAITING = 10_000  # lines
 _TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
-_GONE = 499  # the client disconnected before the response ended
+_CLIENT_CLOSED_REQUEST = 499  # the client disconnected before the response ended
 _MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
 
 
@@ -44,14 +44,14 @@ def configure_logging(level: str, form: str) -> None:
 def startup_printer(form: str) -> Callable[[str], None]:
     """Return a function that prints startup messages to stderr, regardless of the log level."""
     if form != "json":
-        return say_on_stderr
+        return print_to_stderr
 
-    def say(line: str) -> None:
+    def print_json(line: str) -> None:
         if sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # stderr closed or full: not an error of the server
                 print(JsonFormatter().format(_message(line)), file=sys.stderr, flush=True)
 
-    return say
+    return print_json
 
 
 def _message(line: str) -> logging.LogRecord:
@@ -170,7 +170,7 @@ class Record:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields known so far."""
-        status = self.status if self.complete else _GONE
+        status = self.status if self.complete else _CLIENT_CLOSED_REQUEST
         fields: dict[str, Any] = {"status": status, "duration_ms": _ms(time.monotonic() - self._began)}
         if self._id is not None:
             fields |= {
@@ -256,8 +256,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _exception(record: logging.LogRecord) -> str:
-    """Return types and places of an exception, without its messages, which may quote a request."""
-    return place(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
+    """Return types and code locations of an exception, without its messages, which may quote a request."""
+    return code_location(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
 
 
 def _quoted(value: Any) -> str:

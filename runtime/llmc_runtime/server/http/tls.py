@@ -72,7 +72,7 @@ class Tls:
                 context.set_ciphers(self.ciphers)
         except ssl.SSLError as e:
             source = f"--ssl-ciphers {self.ciphers}" if "cipher" in str(e).lower() else str(self.ca_certs)
-            remedy = "give certificates in PEM, and ciphers that `openssl ciphers` lists"
+            remedy = "use certificates in PEM, and ciphers that `openssl ciphers` lists"
             raise LlmcError("E649", f"{source}: {_reason(e)}", remedy) from e
         return context
 

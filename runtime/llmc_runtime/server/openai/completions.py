@@ -160,7 +160,7 @@ class Completion(GenerationResponse[CompletionRequest]):
         for some in rows:
             for i, token in zip(range(len(some)), remaining):
                 item = some.own(i) if isinstance(some, LogprobRows) else None
-                yield item, self._serving.prompting.spelled(token) if item is None else token_text(token, item)
+                yield item, self._serving.prompting.token_text(token) if item is None else token_text(token, item)
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
         """Return the most likely candidates and the token itself, by text; the more likely of two with equal text."""

@@ -91,7 +91,7 @@ class GenerationResponse(ABC, Generic[R]):
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
 
-    async def whole(self) -> dict[str, Any]:
+    async def complete(self) -> dict[str, Any]:
         """Return the JSON of the complete response."""
         updates = await self._started()
         choices = [[Choice() for _ in range(self._params.n)] for _ in self._prompts]

@@ -1,7 +1,7 @@
 """Admission control: limits on open sequences and tokens, shares of API keys, and expected waiting times.
 
-This module only counts; requests are queued in the engine. A place is reserved before the prompt is tokenized, with an
-estimate of its tokens that is corrected afterwards, so that refusing a request costs next to nothing.
+This module only counts; requests are queued in the engine. A slot is reserved before the prompt is tokenized, with an
+estimate of its tokens that is corrected afterwards, so that refusing a request is cheap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Admission:
     `sequences` and `tokens` limit what is open, running or waiting; tokens include prompts and the maximum outputs. At
     most `rows` of the sequences run at a time, or fewer if `backlog` reports that the engine has some waiting.
     `per_key` limits the sequences of one API key; if there are several `keys`, none of them can use everything. A
-    request whose expected wait exceeds `most_wait` seconds is refused. `refused` is called with the reason of every
+    request whose expected wait exceeds `max_wait` seconds is refused. `refused` is called with the reason of every
     refusal. No request is admitted while `draining` is set.
     """
 
@@ -38,13 +38,13 @@ class Admission:
     refused: Callable[[str], None] = lambda reason: None
     rows: int = 0
     keys: int = 1
-    most_wait: float = math.inf
+    max_wait: float = math.inf
     backlog: Callable[[], int] = lambda: 0
     pace: Throughput = field(default_factory=Throughput)
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
-    waiting_sequences: int = 0  # of places that are queued and have not started
+    waiting_sequences: int = 0  # of slots that are queued and have not started
     work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
     by_key: Counter[str] = field(default_factory=Counter)
     tokens_by_key: Counter[str] = field(default_factory=Counter)
@@ -70,12 +70,12 @@ class Admission:
         """
         if not self.waiting_sequences or not self.queued:
             return 0.0
-        ahead = whole = sum(self.work.values())
+        ahead = total = sum(self.work.values())
         if key is not None:
-            limit = self.work.get(key, 0.0) + whole / self.waiting_sequences
+            limit = self.work.get(key, 0.0) + total / self.waiting_sequences
             ahead = sum(min(work, limit) for work in self.work.values())
-        seconds = self.pace.seconds(whole, self.waiting_sequences)
-        return None if seconds is None else seconds * ahead / whole
+        seconds = self.pace.seconds(total, self.waiting_sequences)
+        return None if seconds is None else seconds * ahead / total
 
     @property
     def retry(self) -> float:
@@ -85,21 +85,21 @@ class Admission:
     def check_open(self) -> None:
         """Raise ApiError 503 if the server is draining or full."""
         if self.draining:
-            raise self.turn_away("draining", "the server is shutting down", "shutting_down")
+            raise self.refuse("draining", "the server is shutting down", "shutting_down")
         if self.full:
-            raise self.turn_away("queue_full", "the server's queue is full")
+            raise self.refuse("queue_full", "the server's queue is full")
 
     def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
         """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
         wait = self.wait(key)
-        if wait is None or wait <= min(within, self.most_wait):
+        if wait is None or wait <= min(within, self.max_wait):
             return
         message = f"the request would wait about {wait:.0f} s"
-        if wait > self.most_wait:
-            raise self.turn_away("queue_wait", message)
-        raise self.turn_away("deadline", f"{message}, longer than its time limit")
+        if wait > self.max_wait:
+            raise self.refuse("queue_wait", message)
+        raise self.refuse("deadline", f"{message}, longer than its time limit")
 
-    def turn_away(
+    def refuse(
         self, reason: str, message: str, code: str = "server_overloaded", seconds: float | None = None
     ) -> ApiError:
         """Count a refusal and return its ApiError 503.
@@ -124,28 +124,26 @@ class Admission:
         return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
 
     def check_least(self, key: str) -> None:
-        """Raise the ApiError of `place` for the smallest possible request: an early check, before anything is known of
-        it.
-        """
+        """Raise the ApiError of `reserve` for the smallest possible request: an early check before the body is read."""
         self.check_open()
         self._check_key(1, 2, key)
         self.check_wait(key)
 
-    def place(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> Place:
-        """Reserve room for sequences and for the tokens of prompts and maximum outputs; the caller closes the place.
+    def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
+        """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
 
         The request has to start `within` seconds. Raises ApiError 429 if the key has too much open, 400 if the request
-        can never fit, and 503 if there is too little room now.
+        can never fit, and 503 if there is too little capacity now.
         """
         tokens = prompts + outputs
         self.check_size(sequences, tokens)
         self._check_key(sequences, tokens, key)
         if self.open_sequences + sequences > self.sequences or self.open_tokens + tokens > self.tokens:
-            raise self.turn_away("queue_full", "the server's queue is full")
+            raise self.refuse("queue_full", "the server's queue is full")
         self.check_wait(key, within)
-        return Place(self, key, sequences, prompts, outputs)
+        return AdmissionSlot(self, key, sequences, prompts, outputs)
 
-    def answer(self, key: str, nbytes: int) -> AnswerRoom:
+    def reserve_response(self, key: str, nbytes: int) -> ResponseReservation:
         """Reserve memory for a response of `nbytes`; the caller closes it once the response was sent.
 
         Raises ApiError 429 if the key has too much open, and 503 if all keys together have. A single response always
@@ -156,14 +154,14 @@ class Admission:
             cause = f"this API key has {of_key:,} bytes of open responses; another {nbytes:,} would exceed"
             raise self._too_many("answer_bytes", f"{cause} {self.answers // 2:,}")
         if of_all and of_all + nbytes > self.answers:
-            raise self.turn_away("answer_bytes", "open responses take too much memory")
-        return AnswerRoom(self, key, nbytes)
+            raise self.refuse("answer_bytes", "open responses take too much memory")
+        return ResponseReservation(self, key, nbytes)
 
     def check_size(self, sequences: int, tokens: int) -> None:
         """Raise ApiError 400 if the request can never fit."""
         if sequences > self.sequences or tokens > self.tokens:
             self.refused("too_large")
-            cause = f"the request asks for {sequences} sequences and {tokens} tokens, with its prompts"
+            cause = f"the request needs {sequences} sequences and {tokens} tokens, with its prompts"
             raise ApiError(f"{cause}; the server takes {self.sequences} and {self.tokens} at a time", param="n")
 
     def _check_key(self, sequences: int, tokens: int, key: str) -> None:
@@ -180,23 +178,23 @@ class Admission:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
         return self._refusal(reason, ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry)))
 
-    def count(self, place: Place, sign: int) -> None:
-        """Count a place as taken (`sign` 1) or released (-1)."""
-        self.open_sequences += sign * place.sequences
-        self.open_tokens += sign * place.tokens
-        for counts, number in ((self.by_key, place.sequences), (self.tokens_by_key, place.tokens)):
-            counts[place.key] += sign * number
-            if not counts[place.key]:
-                del counts[place.key]
+    def count(self, slot: AdmissionSlot, sign: int) -> None:
+        """Count a slot as reserved (`sign` 1) or released (-1)."""
+        self.open_sequences += sign * slot.sequences
+        self.open_tokens += sign * slot.tokens
+        for counts, number in ((self.by_key, slot.sequences), (self.tokens_by_key, slot.tokens)):
+            counts[slot.key] += sign * number
+            if not counts[slot.key]:
+                del counts[slot.key]
         self.pace.queue(self.waiting_sequences > 0)
 
     def learn(self, tokens: float) -> None:
         """Update the mean output length with an output of `tokens` tokens."""
-        known = tokens if math.isinf(self.mean_output) else self.mean_output
-        self.mean_output = known + _NEW * (tokens - known)
+        mean = tokens if math.isinf(self.mean_output) else self.mean_output
+        self.mean_output = mean + _NEW * (tokens - mean)
 
 
-class AnswerRoom:
+class ResponseReservation:
     """The memory of one response, counted until `close`."""
 
     def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
@@ -211,7 +209,7 @@ class AnswerRoom:
             del self._counts[self._key]
 
 
-class Place:
+class AdmissionSlot:
     """The capacity reserved for one request until it is closed."""
 
     def __init__(self, admission: Admission, key: str, sequences: int, prompts: int, outputs: int) -> None:
@@ -222,11 +220,11 @@ class Place:
         self._wait(self._expected(prompts, outputs))
 
     def resize(self, prompts: int, outputs: int) -> None:
-        """Set the true number of prompt tokens, and the maximum tokens of all outputs. Raises the errors of `place`."""
+        """Set the true number of prompt tokens and the maximum of output tokens. Raises the errors of `reserve`."""
         admission, tokens = self._admission, prompts + outputs
         admission.check_size(self.sequences, tokens)
         if admission.open_tokens - self.tokens + tokens > admission.tokens:
-            raise admission.turn_away("queue_full", "the server's queue is full")
+            raise admission.refuse("queue_full", "the server's queue is full")
         admission.count(self, -1)
         self.tokens = tokens
         admission.count(self, 1)
@@ -234,13 +232,13 @@ class Place:
 
     def begin(self) -> None:
         """Record that the first token has arrived, so the request no longer waits."""
-        if self._queued:  # a place that never waited says nothing about the queue's pace
+        if self._queued:  # a slot that never waited is no measure of the queue's throughput
             self._admission.pace.left(self._work)
             self._wait(0.0)
             self._queued = False
 
     def close(self, tokens: int = 0) -> None:
-        """Release the place after `tokens` generated tokens. Further calls have no effect."""
+        """Release the slot after `tokens` generated tokens. Further calls have no effect."""
         if self._open:
             self._open = False
             self._wait(0.0)
@@ -252,14 +250,14 @@ class Place:
         return prompts + min(outputs, self._admission.mean_output * self.sequences)
 
     def _wait(self, work: float) -> None:
-        """Set the expected work of this place in the queue; 0 if it no longer waits."""
+        """Set the expected work of this slot in the queue; 0 if it no longer waits."""
         if not self._queued:
             return
         admission, key, before = self._admission, self.key, self._work
         admission.waiting_sequences += self.sequences * (bool(work) - bool(before))
-        left = admission.work.get(key, 0.0) + work - before
-        if left > 1e-6:
-            admission.work[key] = left
+        remaining = admission.work.get(key, 0.0) + work - before
+        if remaining > 1e-6:
+            admission.work[key] = remaining
         else:
             admission.work.pop(key, None)
         self._work = work

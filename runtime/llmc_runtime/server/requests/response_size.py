@@ -65,7 +65,7 @@ def check_size(request: Generation, size: Size, limit: int) -> None:
     if not size.reserved:
         param = "max_tokens"
     cause = f"the response may have {size.total:,} bytes; the limit is {limit:,} (--max-answer-bytes)"
-    remedy = "send fewer prompts or outputs in one request, or ask for fewer alternatives or tokens"
+    remedy = "send fewer prompts or outputs in one request, or request fewer alternatives or tokens"
     raise ApiError(f"{cause}. Try: {remedy}", param=param, code="answer_too_large")
 
 
@@ -74,7 +74,7 @@ def cut(params: SamplingParams, size: Size, limit: int, outputs: int) -> Samplin
 
     Returns `params` unchanged if not even one token fits.
     """
-    room = (limit - size.fixed) // (size.each * outputs)
-    if room <= 0 or (params.max_tokens is not None and params.max_tokens <= room):
+    affordable = (limit - size.fixed) // (size.each * outputs)
+    if affordable <= 0 or (params.max_tokens is not None and params.max_tokens <= affordable):
         return params
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    return replace(params, max_tokens=affordable, min_tokens=min(params.min_tokens, affordable))

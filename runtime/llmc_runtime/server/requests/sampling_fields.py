@@ -63,7 +63,7 @@ def of_chat(request: ChatRequest, llm: Defaults) -> SamplingParams:
     both = (request.max_completion_tokens, request.max_tokens)
     if None not in both and both[0] != both[1]:
         cause = f"max_completion_tokens ({both[0]}) and max_tokens ({both[1]}) differ"
-        raise ApiError(f"{cause}; give one of them", param="max_completion_tokens")
+        raise ApiError(f"{cause}; send one of them", param="max_completion_tokens")
     max_tokens = next((value for value in both if value is not None), None)
     default = llm.get_default_sampling_params(max_tokens=None)
     own: dict[str, Any] = {"max_tokens": default.max_tokens if max_tokens is None else max_tokens}
@@ -87,7 +87,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
     if request.stream and request.prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs are not streamed: give stream false", param="prompt_logprobs")
+        raise ApiError("prompt_logprobs are not streamed: set stream to false", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream: true", param="stream_options")
     try:

@@ -134,17 +134,17 @@ def check_size(body: bytearray) -> None:
     containers = bare.count(b"{") + bare.count(b"[")
     values = containers + bare.count(b",")
     if containers > m.MAX_CONTAINERS:
-        cause = f"the body has {containers} objects and lists, at most {m.MAX_CONTAINERS}"
+        cause = f"the body has {containers} objects and lists; at most {m.MAX_CONTAINERS} are allowed"
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
     if values > m.MAX_VALUES:
-        cause = f"the body has {values} values, at most {m.MAX_VALUES}"
+        cause = f"the body has {values} values; at most {m.MAX_VALUES} are allowed"
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
 
 
 def check_tokenize(request: TokenizeRequest) -> None:
     """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError("give one of prompt and messages", param="prompt")
+        raise ApiError("send either prompt or messages", param="prompt")
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class TextPool:
         """Start a process in advance of the next large body."""
         if not self._idle and not self._starting and self._count < PROCESSES and not self._closed:
             self._starting += 1
-            self.keep(self._start_idle())
+            self.run_background(self._start_idle())
 
     def close(self) -> None:
         """End all processes; running jobs fail."""
@@ -84,14 +84,14 @@ class TextPool:
         finally:
             body.drop()
 
-    async def take(self) -> TextProcess:
+    async def acquire(self) -> TextProcess:
         """Return an idle process or start one. Raises ApiError 503 if it cannot be started."""
         while True:
             self._changed.clear()
             if self._idle:
                 process = self._idle.pop()
                 if not process.alive:
-                    self.keep(process.end())
+                    self.run_background(process.end())
                     continue
                 self._busy.add(process)
             elif self._count < PROCESSES:
@@ -102,21 +102,21 @@ class TextPool:
             self.warm()
             return process
 
-    def give(self, process: TextProcess, reusable: bool) -> None:
-        """Take back a process. If it is no longer usable, it is ended and replaced."""
+    def release(self, process: TextProcess, reusable: bool) -> None:
+        """Return a process to the pool. If it is no longer usable, it is ended and replaced."""
         self._busy.discard(process)
         self._changed.set()
         if reusable and process.alive and not self._closed:
             self._idle.append(process)
             return
-        self.keep(process.end())
+        self.run_background(process.end())
         self.warm()
 
     @property
     def _count(self) -> int:
         return len(self._idle) + len(self._busy) + self._starting
 
-    def keep(self, work: Any) -> asyncio.Task[Any]:
+    def run_background(self, work: Any) -> asyncio.Task[Any]:
         """Run work in the background. Its exceptions reach only callers that await the task."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -131,7 +131,7 @@ class TextPool:
     async def _start_idle(self) -> None:
         self._starting -= 1  # `_start` counts it from here on
         try:
-            self.give(await self._start(), True)
+            self.release(await self._start(), True)
         except ApiError as e:
             log.warning("%s", e.message)
 
@@ -155,7 +155,7 @@ class TextPool:
         except BaseException as e:
             self._busy.discard(process)
             self._changed.set()
-            self.keep(process.end())
+            self.run_background(process.end())
             if isinstance(e, Ended | TimeoutError):
                 raise unavailable("the process for large bodies did not start") from None
             raise
@@ -195,7 +195,7 @@ class OffloadedJob:
         """Release the process once the current work has ended."""
         if not self._closed:
             self._closed = True
-            self._pool.keep(self._finish())
+            self._pool.run_background(self._finish())
 
     async def _finish(self) -> None:
         if self._work is not None:
@@ -204,11 +204,11 @@ class OffloadedJob:
             with contextlib.suppress(ApiError):
                 await self._within(self._drop())
         if self._process is not None:
-            self._pool.give(self._process, self._reusable)
+            self._pool.release(self._process, self._reusable)
         self._pool.lanes.release(self._key)
 
     async def _run(self, work: Any) -> Any:
-        self._work = self._pool.keep(self._within(work))
+        self._work = self._pool.run_background(self._within(work))
         return await asyncio.shield(self._work)
 
     async def _within(self, work: Any) -> Any:
@@ -225,7 +225,7 @@ class OffloadedJob:
             raise await self._process.end_error() from None
 
     async def _begin(self, kind: bytes, body: Body) -> None:
-        process = self._process = await self._pool.take()
+        process = self._process = await self._pool.acquire()
         await process.send(kind, body.data)
         body.drop()
         answer, payload = await process.receive()
