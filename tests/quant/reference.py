@@ -1,0 +1,217 @@
+"""A plain decoder of every fixture, written from the formats' descriptions: it shares no code with the compiler."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+Tensors = Mapping[str, torch.Tensor]
+
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def stream(x: torch.Tensor, bits: int, axis: int, count: int) -> torch.Tensor:
+    """`count` values of `bits` bits from int32 words along `axis`, least significant first, also over word borders."""
+    words = x.movedim(axis, -1).to(torch.int64) & 0xFFFFFFFF
+    flat = ((words[..., None] >> torch.arange(32)) & 1).flatten(-2)[..., : count * bits].unflatten(-1, (count, bits))
+    return (flat << torch.arange(bits)).sum(-1).movedim(-1, axis)
+
+
+def groups(k: int, size: int) -> torch.Tensor:
+    """The group of each of k columns."""
+    return torch.arange(k) // (size if size > 0 else k)
+
+
+def gptq(t: Tensors, bits: int, size: int, v1: bool) -> torch.Tensor:
+    n, k = t["qweight"].shape[1], t["qweight"].shape[0] * 32 // bits
+    group = t["g_idx"].long() if "g_idx" in t else groups(k, size)
+    words = t["qzeros"].to(torch.int64)
+    if v1 and bits in ONES:
+        words = (words + ONES[bits]) & 0xFFFFFFFF  # the writer subtracts from whole words: a zero of 0 borrows
+    zero = stream(words, bits, 1, n)
+    if v1 and bits not in ONES:
+        zero = (zero + 1) & ((1 << bits) - 1)
+    return ((stream(t["qweight"], bits, 0, k) - zero[group]) * t["scales"].float()[group]).T
+
+
+def awq(t: Tensors, size: int) -> torch.Tensor:
+    k, n = t["qweight"].shape[0], t["qweight"].shape[1] * 8
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        return stream(x, 4, 1, n).unflatten(1, (-1, 8))[..., AWQ_COLUMNS].flatten(1)
+
+    group = groups(k, size)
+    return ((columns(t["qweight"]) - columns(t["qzeros"])[group]) * t["scales"].float()[group]).T
+
+
+def packed_int(t: Tensors, bits: int, size: int) -> torch.Tensor:
+    n, k = t["weight_shape"].tolist()
+    group = groups(k, size)
+    zero = 1 << (bits - 1)
+    if "weight_zero_point" in t:
+        zero = stream(t["weight_zero_point"], bits, 0, n)[:, group]
+    return (stream(t["weight_packed"], bits, 1, k) - zero) * t["weight_scale"].float()[:, group]
+
+
+def e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Two values a byte, the low four bits first."""
+    return E2M1[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
+
+
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.view(torch.uint8).float() - 127)
+
+
+def nvfp4(t: Tensors) -> torch.Tensor:
+    scale = t["weight_scale"].float() / t["weight_global_scale"]
+    return e2m1(t["weight_packed"]) * scale.repeat_interleave(16, -1)
+
+
+def scaled(w: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None) -> torch.Tensor:
+    """w [N, K] times a scale of a tensor, of rows [N] or [N, 1], of groups [N, G], or of tiles."""
+    w, (n, k) = w.float(), w.shape[-2:]
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale = e8m0(scale)
+    scale = scale.float()
+    if scale.numel() == 1:
+        return w * scale.reshape(())
+    if block is not None:
+        scale = scale.repeat_interleave(block[0], -2)[..., :n, :].repeat_interleave(block[1], -1)[..., :k]
+        return w * scale
+    scale = scale.reshape(n, -1)
+    return w * scale.repeat_interleave(k // scale.shape[1], 1)
+
+
+def bnb4(t: Tensors) -> torch.Tensor:
+    (state,) = (v for k, v in t.items() if k.startswith("weight.quant_state"))
+    facts = json.loads(bytes(state.tolist()))
+    absmax = t["weight.absmax"]
+    if "weight.nested_absmax" in t:
+        codes, nested = absmax.long(), t["weight.nested_absmax"]
+        absmax = t["weight.nested_quant_map"][codes] * nested.repeat_interleave(facts["nested_blocksize"])[: len(codes)]
+        absmax = absmax + facts["nested_offset"]
+    packed = t["weight"].flatten()
+    values = t["weight.quant_map"][torch.stack([packed >> 4, packed & 15], -1).flatten().long()]
+    return (values * absmax.repeat_interleave(facts["blocksize"])[: len(values)]).reshape(facts["shape"])
+
+
+def gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[E, N, G, 16] bytes and [E, N, G] exponents to [E, N, K]."""
+    return (e2m1(blocks) * e8m0(scales)[..., None]).flatten(-2)
+
+
+def by_dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """GPTQ's `dynamic`: the first pattern that matches gives other numbers."""
+    for pattern, other in (config.get("dynamic") or {}).items():
+        if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+            return {**config, **other}
+    return config
+
+
+def by_extra(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """AutoRound's `extra_config`: the exact name, or a regular expression."""
+    extra = config.get("extra_config") or {}
+    other = extra.get(name) or next((v for p, v in extra.items() if re.fullmatch(p, name)), {})
+    return {**config, **other}
+
+
+def args_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """compressed-tensors: the arguments of the weights of the first group whose target is the module's name."""
+    found = {}
+    for group in config["config_groups"].values():
+        for target in group["targets"]:
+            if (target.startswith("re:") and re.match(target[3:], name)) or target == name:
+                return group["weights"]
+            if target == "Linear":
+                found = group["weights"]
+    return found
+
+
+def packing(config: Mapping[str, Any]) -> str:
+    """Which of the word packings a file has: gptq, gptq_v2 or awq."""
+    if config["quant_method"] == "auto-round":
+        return {"auto_gptq": "gptq", "auto_awq": "awq"}[config["packing_format"].partition(":")[2]]
+    if config["quant_method"] == "awq":
+        return "awq"
+    return config.get("checkpoint_format") or "gptq"
+
+
+def words(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    own = by_extra(by_dynamic(config, name), name)
+    size = own.get("group_size", own.get("q_group_size"))
+    kind = packing(config)
+    return awq(t, size) if kind == "awq" else gptq(t, own.get("bits", 4), size, v1=kind == "gptq")
+
+
+def fp8(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    scale = t["weight_scale_inv"] if "weight_scale_inv" in t else t["weight_scale"]
+    block = config.get("weight_block_size")
+    if config["quant_method"] == "compressed-tensors":
+        block = args_of(config, name).get("block_structure")
+    tiles = block and scale.numel() > 1 and scale.ndim > 1
+    return scaled(t["weight"], scale, tuple(block) if tiles else None)
+
+
+def packed(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    if t["weight_packed"].dtype == torch.int32:
+        args = args_of(config, name)
+        return packed_int(t, args["num_bits"], args.get("group_size") or 0)
+    return nvfp4(t) if "weight_global_scale" in t else scaled(e2m1(t["weight_packed"]), t["weight_scale"])
+
+
+Decoder = Callable[[Tensors, Mapping[str, Any], str], torch.Tensor]
+
+
+def decoder(t: Tensors) -> Decoder | None:
+    """How a module with these tensors is decoded; None if it is not quantised."""
+    if "qweight" in t:
+        return words
+    if "weight_packed" in t:
+        return packed
+    if "weight_scale" in t or "weight_scale_inv" in t:
+        return fp8
+    if "SCB" in t:
+        return lambda t, *_: t["weight"].float() * t["SCB"][:, None] * (1 / 127)  # in this order
+    if "weight.absmax" in t:
+        return lambda t, *_: bnb4(t)
+    return None
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name != "oracle.safetensors":
+            with safe_open(path, "pt") as f:
+                found |= {k: f.get_tensor(k) for k in f.keys()}
+    return found
+
+
+def modules(stored: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of each module, by the rest of their names."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in stored.items():
+        module, _, rest = key.partition(".weight.") if ".weight." in key else key.rpartition(".")
+        found.setdefault(module, {})["weight." + rest if ".weight." in key else rest] = value
+    return found
+
+
+def decode(folder: Path) -> dict[str, torch.Tensor]:
+    """The float32 weight of every quantised module, [N, K]; of gpt-oss's experts [E, N, K]."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    out = {}
+    for name, t in modules(checkpoint(folder)).items():
+        for key in [k for k in t if k.endswith("_blocks")]:
+            stem = key.removesuffix("_blocks")
+            out[f"{name}.{stem}"] = gpt_oss(t[key], t[stem + "_scales"])
+        if how := decoder(t):
+            out[name] = how(t, config, name).float().contiguous()
+    return out
