@@ -93,7 +93,7 @@ def llamacpp(model: str) -> tuple[Generate, str]:
 
 
 def main(kind: str, model: str) -> None:
-    """Load, say who it is, then answer requests until stdin ends."""
+    """Load, print the contender's name, then answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to stderr
     begin = time.perf_counter()
@@ -105,9 +105,9 @@ def main(kind: str, model: str) -> None:
         generate, version = transformers(model, kind == "compiled")
     print(json.dumps({"version": version, "seconds": time.perf_counter() - begin}), file=answers, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         begin = time.perf_counter()
-        tokens = generate(asked["prompt"], asked["new"])
+        tokens = generate(request["prompt"], request["new"])
         print(json.dumps({"seconds": time.perf_counter() - begin, "tokens": tokens}), file=answers, flush=True)
 
 

@@ -135,8 +135,8 @@ class Front:
         """The message for the engine; the error's text where the request is refused."""
         try:
             if chat:
-                asked = parse(body, ChatRequest, lambda n: None)
-                params, _ = of_chat(asked, self.llm), plan_of(asked, self.dialect)
+                request = parse(body, ChatRequest, lambda n: None)
+                params, _ = of_chat(request, self.llm), plan_of(request, self.dialect)
             else:
                 wanted = parse(body, CompletionRequest, lambda n: None)
                 params = of_completion(wanted, self.llm)

@@ -60,7 +60,7 @@ class Ceilings:
 
 
 class Contender:
-    """A process that generates on request (bench/contender.py); idle while others are asked."""
+    """A process that generates on request (bench/contender.py); idle while others run."""
 
     def __init__(self, kind: str, model: Path, python: Path | str = sys.executable) -> None:
         self.kind = kind
@@ -87,7 +87,7 @@ class Contender:
         return self.generate(prompt, new)[1]
 
     def warm(self, first: Callable[[], object]) -> None:
-        """Let it do something for the first time; the seconds go to `warm_seconds`."""
+        """Warm up; the seconds go to `warm_seconds`."""
         begin = time.perf_counter()
         first()
         self.warm_seconds += time.perf_counter() - begin
@@ -125,7 +125,7 @@ median = statistics.median
 
 
 def anonymous_bytes(process: psutil.Process) -> int:
-    """RssAnon of a process and its children: memory that is nobody's file."""
+    """Return the RssAnon of a process and its children: memory that no file backs."""
     total = 0
     for p in [process, *process.children(recursive=True)]:
         try:
@@ -147,7 +147,7 @@ class Ran:
 
 
 def run(command: Sequence[str], env: dict[str, str] | None = None, sample: float = 0.05) -> Ran:
-    """Run a command to its end in a fresh process, sampling memory. RuntimeError where it fails."""
+    """Run a command to its end in a fresh process, sampling memory. Raises RuntimeError if it fails."""
     peak = [0]
     ended = threading.Event()
     full = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"} | (env or {})

@@ -38,7 +38,7 @@ def compiled(model: Path, out: Path, cache: Path) -> tuple[Ran, dict[str, float]
     return ran, {rest.split(":")[0].strip(): float(seconds) for seconds, rest in stages}
 
 
-def told(stages: dict[str, float]) -> str:
+def stage_text(stages: dict[str, float]) -> str:
     return ", ".join(f"{k} {v:.1f}" for k, v in stages.items())
 
 
@@ -50,7 +50,7 @@ def test_trace_and_pipeline_of_an_8b(benchmark: Any) -> None:
     seconds = [r.seconds for r in ran]
     stages = json.loads(sorted(ran, key=lambda r: r.seconds)[ROUNDS // 2].output.splitlines()[-1])
     t = table("Trace and pipeline without weights, Llama-3.1-8B", "median s", "target s", "CPU s", "stages", "peak GiB")
-    parts = told({k: stages[k] for k in ("import", "trace", "passes")})
+    parts = stage_text({k: stages[k] for k in ("import", "trace", "passes")})
     used, peak = median([r.cpu_seconds for r in ran]), max(r.peak for r in ran)
     t.add(f"{median(seconds):.1f}", 30, f"{used:.1f}", f"{parts}; {stages['nodes']} nodes", f"{peak / GIB:.2f}")
     slow = sorted(((v, k[5:]) for k, v in stages.items() if k.startswith("pass ")), reverse=True)[:5]
@@ -77,7 +77,7 @@ def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> 
         f"Compile {shapes.QWEN25_05B.name} bf16, {what}", "median s", "target s", "CPU s", "stages (last)", "peak GiB"
     )
     used, peak = median([r.cpu_seconds for r, _ in found]), max(r.peak for r, _ in found)
-    t.add(f"{median(seconds):.1f}", target, f"{used:.1f}", told(found[-1][1]), f"{peak / GIB:.2f}")
+    t.add(f"{median(seconds):.1f}", target, f"{used:.1f}", stage_text(found[-1][1]), f"{peak / GIB:.2f}")
     record(benchmark, seconds, target_seconds=target, peak_bytes=peak, stages=found[-1][1])
 
 
@@ -95,5 +95,5 @@ def test_memory_of_a_big_checkpoint(benchmark: Any, scratch: Path) -> None:
         "peak GiB", "limit GiB (2 + largest tensor)", "checkpoint / limit", "s", "stages",
     )  # fmt: skip
     times = 2 * shape.parameters / limit
-    t.add(f"{ran.peak / GIB:.2f}", f"{limit / GIB:.2f}", f"{times:.1f}", f"{ran.seconds:.1f}", told(stages))
+    t.add(f"{ran.peak / GIB:.2f}", f"{limit / GIB:.2f}", f"{times:.1f}", f"{ran.seconds:.1f}", stage_text(stages))
     record(benchmark, [ran.seconds], peak_bytes=ran.peak, limit_bytes=limit, stages=stages)

@@ -289,7 +289,9 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> int:
         target, args.target = args.target, args.target or "cpu:native"
         options = _options(args)
         kernels = tuple(k.strip() for k in args.kernels.split(",") if k.strip())
-        settings = Settings(args.limit, args.context, args.all, target, options.cache, say=_to_stderr, kernels=kernels)
+        settings = Settings(
+            args.limit, args.context, args.all, target, options.cache, progress=_to_stderr, kernels=kernels
+        )
         _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
     result = show(Path(args.show or args.output))
     _print(result, args.json, render, out)

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md")]))
-PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "attention")
+PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "attention", "quant-scheme")
 KERNELS = ROOT / "build" / "pages" / "kernels"  # compiled once for all runs; whole artifacts are made anew in each
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
 LIMIT = 600.0

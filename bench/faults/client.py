@@ -55,11 +55,11 @@ class Request:
     @property
     def body(self) -> bytes:
         """As it is sent."""
-        asked = {
+        fields = {
             "prompt": self.prompt, "max_tokens": self.most, "stream": self.stream, "seed": self.seed, "n": self.n,
             "temperature": self.temperature, "ignore_eos": True, **self.extra,
         }  # fmt: skip
-        return json.dumps(asked).encode()
+        return json.dumps(fields).encode()
 
     def judge(self, got: Answer) -> str:
         """What became of it."""
@@ -171,11 +171,11 @@ def _take(got: Answer, event: bytes) -> None:
 
 
 def _whole(got: Answer) -> None:
-    told = json.loads(got.body)
+    body = json.loads(got.body)
     got.done = True
-    if "choices" in told:
-        got.texts = {one["index"]: one.get("text", "") for one in told["choices"]}
-        got.cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    if "choices" in body:
+        got.texts = {one["index"]: one.get("text", "") for one in body["choices"]}
+        got.cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 class Judged:

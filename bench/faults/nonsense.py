@@ -22,7 +22,7 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
     """`times` bodies; statuses, and what never may be."""
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     statuses: Counter[int] = Counter()
-    told: list[str] = []
+    leaking: list[str] = []
     left, slowest = list(range(times)), 0.0
 
     async def feed() -> None:
@@ -39,7 +39,7 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
                 judged.counts[FAILED] += 1
                 judged.odd.append(f"{got.status} {got.body[:200]!r} {path} {body[:1000]!r}")
             if got.status != 200 and leaks(got.body.decode(errors="replace")):
-                told.append(f"{path} {body[:300]!r}: {got.body[:300]!r}")
+                leaking.append(f"{path} {body[:300]!r}: {got.body[:300]!r}")
             if number % EVERY == 0:
                 await asyncio.to_thread(server.steady, body[:500])
 
@@ -61,7 +61,7 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
     await asyncio.to_thread(server.steady, "nonsense")
     return {
         "bodies": times, "seconds": seconds, "statuses": {str(k): v for k, v in sorted(statuses.items())},
-        "leaks": len(told),
+        "leaks": len(leaking),
         "slowest s": slowest, "memory growth MiB": (await asyncio.to_thread(server.memory) - memory) >> 20,
-        "leaking": told[:5], **outcomes(judged),
+        "leaking": leaking[:5], **outcomes(judged),
     }  # fmt: skip

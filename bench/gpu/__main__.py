@@ -1,9 +1,9 @@
-"""All GPU benches in one command: progress as it goes, every row kept at once, tables and a plot's data at the end.
+"""All GPU benches in one command: progress lines, rows saved as they are measured, tables at the end.
 
     python -m bench.gpu --out DIR [--artifacts DIR] [--models A,B] [--suites A,B] [--limit SECONDS] ...
 
 DIR gets rows.jsonl (while it runs), results.json, tables.md and log.txt. Each model's part runs in a process of its
-own: what fails is told and the rest goes on.
+own: a failure is reported and the others continue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bench.gpu.rows import Row, Rows, read, tables
 from bench.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = 20.0  # seconds that must be left for another part to be started
+LEAST = 20.0  # seconds that must remain to start another part
 
 
 class Run:
-    """One run: its clock, its log, and the options that its workers get as well."""
+    """One run: its time limit, its log, and the options that it shares with its workers."""
 
     def __init__(self, plan: Plan, argv: list[str]) -> None:
         self.plan, self.argv = plan, argv
@@ -42,12 +42,12 @@ class Run:
     def left(self) -> float:
         return self.plan.limit - (time.monotonic() - self.begin)
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:6.1f} s] {text}", flush=True)
 
     def child(self, name: str, command: list[str]) -> str:
-        """Run a module of ours to its end, at most for the time that is left; its output is shown and answered."""
-        self.say(f"{name} ({state()})")
+        """Run a module of this repository within the remaining time; print and return its output."""
+        self.log_line(f"{name} ({state()})")
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -72,11 +72,11 @@ class Run:
             log.write(f"== {name}: {code}\n{output}{state()}\n")
         if code:
             self.failed.append(f"{name}: {'out of time' if code == -1 else _reason(output)}")
-            self.say(f"failed: {self.failed[-1]}")
+            self.log_line(f"failed: {self.failed[-1]}")
         return output
 
     def ceilings(self) -> dict[str, Any]:
-        """What the card reaches, as rows too; nothing where torch is missing (then the known ones are used)."""
+        """Measure the card's ceilings, as rows too; None without torch (the known ones are used then)."""
         output = self.child("ceilings", ["bench.gpu.ceilings"])
         found = next((json.loads(x) for x in output.splitlines() if x.startswith("{")), {})
         if found:
@@ -87,7 +87,7 @@ class Run:
         return found
 
     def parts(self) -> Iterator[tuple[str, Shape]]:
-        """(engine, host, kernels, mixed or start; model): every model's engine first."""
+        """Yield (part, model), the parts `engine` of all models first; others: host, kernels, mixed, start."""
         suites = set(self.plan.suites)
         engine = ("engine", suites & {"decode", "prefill", "offline"})
         for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:
@@ -105,7 +105,7 @@ class Run:
             self.write()
 
     def write(self) -> None:
-        """results.json and tables.md, of everything in the folder so far."""
+        """Write results.json and tables.md from all rows in the folder."""
         found = read(self.rows.path)
         text = tables(found) + "".join(f"\nFailed: {x}\n" for x in self.failed)
         (self.plan.out / "tables.md").write_text(text)
@@ -114,7 +114,7 @@ class Run:
 
 
 def _lines(process: subprocess.Popen[str], seconds: float) -> Iterator[str]:
-    """The lines that a process prints; TimeoutError when its seconds are over."""
+    """Yield the lines that a process prints; raises TimeoutError after the time limit."""
     lines: queue.Queue[str] = queue.Queue()
     stream = process.stdout
     assert stream is not None
@@ -137,7 +137,7 @@ def _lines(process: subprocess.Popen[str], seconds: float) -> Iterator[str]:
 
 
 def _reason(output: str) -> str:
-    """The last line that says something."""
+    """Return the last line that is not empty."""
     return next((x.strip() for x in reversed(output.splitlines()) if x.strip()), "no output")
 
 

@@ -23,11 +23,11 @@ from bench.gpu.card import state, why_no_gpu
 from bench.gpu.plan import MODELS, parser, plan_of
 from bench.gpu.served import artifact
 
-TARGET = 1.10  # the p99 beside an attack, of the quiet one
+TARGET = 1.10  # largest ratio of the p99 beside an attack to the p99 without one
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each attack: the ratio of the p99s, and whether the target was held."""
+    """Return a line per attack: the ratio of the p99s, and whether it meets the target."""
     lines = []
     for one in rows:
         quiet = (one["quiet"]["itl"]["p99_ms"] + one["after"]["itl"]["p99_ms"]) / 2  # streams grow slower as they grow
@@ -46,17 +46,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap = parser()
     ap.prog = "python -m bench.gpu.attacks"
     ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
-    ap.add_argument("--artifact", type=Path, metavar="DIR", help="another artifact, on whatever it runs on")
-    ap.add_argument("--rows", default="", metavar="N,N", help="some rows of the table (all)")
-    ap.add_argument("--only", default="", metavar="TEXT", help="attacks with this in their names")
-    ap.add_argument("--neighbours", type=int, default=64, metavar="N", help="greedy streams (64)")
-    ap.add_argument("--neighbour-tokens", type=int, default=4000, metavar="N", help="of each (4000)")
-    ap.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of quiet before each attack (4)")
-    ap.add_argument("--attack-limit", type=float, default=15.0, metavar="S", help="that one may take (15)")
-    ap.add_argument("--rest", type=float, default=1.0, metavar="S", help="after each (1)")
-    ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
-    ap.add_argument("--batched", type=int, default=512, metavar="N", help="tokens of a step (512)")
-    ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
+    ap.add_argument("--artifact", type=Path, metavar="DIR", help="artifact to serve instead of the model")
+    ap.add_argument("--rows", default="", metavar="N,N", help="numbers of the table's rows to run; default all")
+    ap.add_argument("--only", default="", metavar="TEXT", help="run only attacks whose names contain TEXT")
+    ap.add_argument("--neighbours", type=int, default=64, metavar="N", help="number of greedy streams; default 64")
+    ap.add_argument(
+        "--neighbour-tokens", type=int, default=4000, metavar="N", help="tokens of each stream; default 4000"
+    )
+    ap.add_argument(
+        "--seconds", type=float, default=4.0, metavar="S", help="seconds without an attack before each one; default 4"
+    )
+    ap.add_argument(
+        "--attack-limit", type=float, default=15.0, metavar="S", help="maximum seconds of one attack; default 15"
+    )
+    ap.add_argument("--rest", type=float, default=1.0, metavar="S", help="seconds of rest after each attack; default 1")
+    ap.add_argument(
+        "--connections", type=int, default=400, metavar="N", help="connections with unfinished bodies; default 400"
+    )
+    ap.add_argument("--batched", type=int, default=512, metavar="N", help="maximum tokens of a step; default 512")
+    ap.add_argument("--options", default="", metavar="TEXT", help="further options of llmc-serve")
     ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
     args = ap.parse_args(argv)
     if args.artifact is None and (why := why_no_gpu()):
@@ -75,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args.out / "attacks.json").write_text(json.dumps({"device": state(), "rows": rows}, indent=1) + "\n")
 
     rows = run_all(bench, chosen(args.rows, args.only), True, began + args.limit, keep)
-    told = verdicts(rows)
-    (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{told}\n")
-    print(f"\n{told}\n[{time.monotonic() - began:.0f} s]", flush=True)
+    verdict = verdicts(rows)
+    (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{verdict}\n")
+    print(f"\n{verdict}\n[{time.monotonic() - began:.0f} s]", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that CUDA programs can use, and in what state it is; it opens nothing on it."""
+"""Detects a usable CUDA GPU and reports its state, without opening a context on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FACTS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,mem
 
 
 def why_no_gpu() -> str | None:
-    """None where a CUDA device can be used, else the reason in words."""
+    """Return None if a CUDA device can be used, or the reason why not."""
     try:
         from cuda.bindings import driver
     except ImportError as e:
@@ -26,7 +26,7 @@ def why_no_gpu() -> str | None:
 
 
 def state() -> str:
-    """One line of nvidia-smi about clocks, power, heat and memory in use; why not, where it does not answer."""
+    """Return a line of nvidia-smi with clocks, power, temperature and memory in use, or why it failed."""
     command = ["nvidia-smi", f"--query-gpu={FACTS}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -36,7 +36,7 @@ def state() -> str:
 
 
 def skip_without_gpu(items: list[Any], folder: Path) -> None:
-    """Give pytest's items under a folder that are marked `gpu` a skip with its reason, where there is no GPU."""
+    """Skip pytest's items under a folder that are marked `gpu`, with the reason, if there is no GPU."""
     import pytest
 
     marked = [i for i in items if folder in i.path.parents and i.get_closest_marker("gpu")]

@@ -25,7 +25,7 @@ def main() -> dict[str, Any]:
 
 
 def bandwidths() -> dict[str, float]:
-    """Bytes a second of reading 4 GiB, and of copying 2 GiB (read plus written)."""
+    """Return bytes per second of reading 4 GiB, and of copying 2 GiB (read plus written)."""
     import torch
 
     big = torch.randint(0, 1 << 30, (GIB,), dtype=torch.int32, device="cuda")
@@ -38,7 +38,7 @@ def bandwidths() -> dict[str, float]:
 
 
 def product(n: int = 8192) -> float:
-    """Flops a second of a library's n^3 product in bf16, of random numbers."""
+    """Return flops per second of a library's n^3 product of random bf16 matrices."""
     import torch
 
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -47,7 +47,7 @@ def product(n: int = 8192) -> float:
 
 
 def seconds(run: Callable[[], Any], rounds: int = 20) -> float:
-    """Median of one call, between device events."""
+    """Return the median time of one call, between device events."""
     import torch
 
     for _ in range(3):
@@ -64,7 +64,7 @@ def seconds(run: Callable[[], Any], rounds: int = 20) -> float:
 
 
 def reader(data: Any) -> Callable[[], Any]:
-    """A call that reads every byte of an i32 tensor once: 4096 elements a program, 8 warps."""
+    """Return a call that reads an i32 tensor once: 4096 elements per program, 8 warps."""
     import torch
 
     from bench.gpu.read_kernel import read as kernel
@@ -75,7 +75,7 @@ def reader(data: Any) -> Callable[[], Any]:
 
 
 def node_us(count: int = 500) -> float:
-    """Microseconds of one node of a graph of tiny launches."""
+    """Return the microseconds of one node of a graph of tiny launches."""
     import torch
 
     x = torch.randn(1024, device="cuda")

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """The defaults of `python -m bench.gpu`."""
+    """Return the default options of `python -m bench.gpu`."""
     return plan_of(parser().parse_args([]))
 
 
@@ -39,7 +39,7 @@ def rows(plan: Plan) -> Rows:
 
 @pytest.fixture(scope="session")
 def session(plan: Plan) -> Iterator[Callable[[Shape], Session]]:
-    """Opens a shape's artifact; the one before is closed then."""
+    """Open a shape's artifact, and close the previous one."""
     held: list[Session] = []
 
     def of(shape: Shape) -> Session:
@@ -56,7 +56,7 @@ def session(plan: Plan) -> Iterator[Callable[[Shape], Session]]:
 
 @pytest.fixture
 def keep(benchmark: Any, rows: Rows) -> Callable[[Any], None]:
-    """Puts a row into the tables and into pytest-benchmark's JSON."""
+    """Add a row to the tables and to pytest-benchmark's JSON."""
 
     def put(row: Any) -> None:
         rows.add(row)

@@ -33,15 +33,15 @@ class Session:
     def __init__(self, artifact: Path, shape: Shape, roof: Roof, trace: Path | None = None) -> None:
         self.shape, self.roof = shape, roof
         begin = time.perf_counter()
-        self.said: list[str] = []
-        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.said.append, trace=trace)
+        self.log_lines: list[str] = []
+        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.log_lines.append, trace=trace)
         self.open_seconds = time.perf_counter() - begin
 
     def close(self) -> None:
         self.llm.close()
 
     def seconds(self, prompts: Sequence[Sequence[int]], new: int) -> float:
-        """Of one generate call: greedy, no early end."""
+        """Return the seconds of one greedy generate call that ignores end-of-sequence tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
         begin = time.perf_counter()
         outs = self.llm.generate([list(p) for p in prompts], params, use_tqdm=False)
@@ -51,12 +51,12 @@ class Session:
         return seconds
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Token ids that nobody has seen before."""
+        """Return random token ids that no earlier call has used."""
         return [[random.randrange(3, self.shape.vocab) for _ in range(length)] for _ in range(count)]
 
     def decode(self, batch: int, rounds: int = 3) -> Row:
-        """Milliseconds a step."""
-        self.seconds(self.prompts(batch, PROMPT), 4)  # graphs of this batch are made when first needed
+        """Return the milliseconds of a decode step."""
+        self.seconds(self.prompts(batch, PROMPT), 4)  # the first use of a batch size captures its graph
         whole, first = [], []
         for i in range(rounds):
             for new, kept in ((STEPS + 1, whole), (1, first))[:: 1 if i % 2 else -1]:
@@ -66,7 +66,7 @@ class Session:
         return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, whole_s=whole, first_s=first)
 
     def host(self, batch: int) -> Row:
-        """Microseconds of host time exposed a step, the median, of a session that is traced."""
+        """Return the median host time exposed per step in microseconds, from the trace."""
         trace = self.llm.trace
         assert trace is not None
         self.seconds(self.prompts(batch, PROMPT), 4)
@@ -76,14 +76,14 @@ class Session:
         return engine_row("host", self.shape.name, str(batch), "us", found["exposed_us"], None, **found)
 
     def prefill(self, length: int, rounds: int = 5) -> Row:
-        """Milliseconds of one prompt and one token."""
+        """Return the milliseconds of one prompt and one token."""
         self.seconds(self.prompts(1, length), 1)
         times = [self.seconds(self.prompts(1, length), 1) * 1e3 for _ in range(rounds)]
         floor = floors.prefill_seconds(self.shape, length, self.roof) * 1e3
         return engine_row("prefill", self.shape.name, str(length), "ms", statistics.median(times), floor, all_ms=times)
 
     def offline(self, requests: int, length: int, new: int) -> Row:
-        """Output tokens a second of many requests at once, one run after a short one."""
+        """Return output tokens per second of many concurrent requests, after a short warm-up."""
         self.seconds(self.prompts(min(8, requests), length), 4)
         seconds = self.seconds(self.prompts(requests, length), new)
         rows = min(requests, self.llm.config.max_num_seqs)
@@ -93,7 +93,7 @@ class Session:
 
 
 def measure(session: Session, plan: Any) -> Iterator[Row]:
-    """The rows of a plan (batches, prompts, requests), one by one."""
+    """Yield the rows of a plan (batches, prompts, requests)."""
     if "decode" in plan.suites:
         for batch in plan.batches:
             yield session.decode(batch, 5 if batch <= 32 else 3)

@@ -1,4 +1,4 @@
-"""A process that opens an artifact, makes one token, says so, and ends; bench.gpu.start measures it from outside.
+"""Opens an artifact, generates one token, prints a line and exits; bench.gpu.start measures it from outside.
 
 python -m bench.gpu.first ARTIFACT      prints {"token": id, "seconds": {"imports": s, "open": s, "first": s}}
 """
@@ -16,7 +16,7 @@ from llmc_runtime import LLM, SamplingParams  # noqa: E402
 
 
 def main(artifact: str) -> None:
-    """Hashes are checked, which is the default."""
+    """Open the artifact with the default checks of hashes."""
     imported = time.perf_counter()
     llm = LLM(artifact, say=lambda line: print(line, file=sys.stderr))
     opened = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a step cannot beat: bytes over read bandwidth, flops over the product rate, summed; it measures nothing.
+"""Lower bounds of a step's time: bytes over read bandwidth plus flops over the rate of products.
 
 Every operator is at its own roof and none borrows another's resource. Norms, activations, KV writes and launches are
 left out.

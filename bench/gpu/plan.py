@@ -49,26 +49,40 @@ def parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(
         prog="python -m bench.gpu", description="Measure the engine and its kernels on this machine's GPU."
     )
-    ap.add_argument("--out", type=Path, default=Path("build/bench/gpu"), metavar="DIR", help="rows, tables, logs")
+    ap.add_argument(
+        "--out", type=Path, default=Path("build/bench/gpu"), metavar="DIR", help="folder of rows, tables and logs"
+    )
     ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
                     help="NAME.llmc of each model; what is missing is compiled here")  # fmt: skip
     ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
     ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"of {', '.join(SUITES)}")
-    ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="of the decode suite")
-    ap.add_argument("--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="of the kernels suite")
+    ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")
+    ap.add_argument(
+        "--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="batch sizes of the kernels suite"
+    )
     ap.add_argument("--mixed", type=_ints, default=(MIXED.batch, MIXED.prompt, MIXED.tokens), metavar="ROWS,N,TOKENS",
                     help="of the mixed suite: rows, each behind N tokens, and tokens of the step")  # fmt: skip
-    ap.add_argument("--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="tokens, of the prefill suite")
-    ap.add_argument("--offline-requests", type=int, default=OFFLINE[0], metavar="N", help="512 is what peers ran")
-    ap.add_argument("--target", default="cuda:sm_90", help="of what is compiled here")
+    ap.add_argument(
+        "--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="prompt lengths of the prefill suite in tokens"
+    )
+    ap.add_argument(
+        "--offline-requests",
+        type=int,
+        default=OFFLINE[0],
+        metavar="N",
+        help="requests of the offline suite; peers ran 512",
+    )
+    ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are compiled")
     ap.add_argument("--pipeline", default="", metavar="TEXT", help="of what is compiled here, as llmc compile takes it")
-    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="start nothing new after this long")
-    ap.add_argument("--compile-only", action="store_true", help="make the artifacts, which takes no GPU, and end")
+    ap.add_argument(
+        "--limit", type=float, default=570, metavar="SECONDS", help="seconds after which no new part starts"
+    )
+    ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
     return ap
 
 
 def plan_of(a: argparse.Namespace) -> Plan:
-    """ValueError where a model or a suite is not known."""
+    """Parse the options; raises ValueError for an unknown model or suite."""
     names, suites = a.models.split(","), tuple(a.suites.split(","))
     for name, known in [*((n, MODELS) for n in names), *((s, SUITES) for s in suites)]:
         if name not in known:

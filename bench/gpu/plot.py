@@ -44,7 +44,7 @@ def lines(rows: Iterable[Row]) -> dict[str, tuple[list[Point], list[Point]]]:
 
 
 def svg(rows: Sequence[Row]) -> str:
-    """The picture; ValueError where no decode row is among them."""
+    """Return the SVG; raises ValueError if there is no decode row."""
     found = lines(rows)
     batches = sorted({b for pair in found.values() for points in pair for b, _ in points})
     if not batches:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-OFFLINE = "512 of 512 in, 256 out"  # the load that the peer's figure is for
+OFFLINE = "512 of 512 in, 256 out"  # the load of the peer's figure
 TITLES = {
     "ceilings": "Ceilings of this card, measured beside the rest",
     "decode": "Decode, ms a step: 128-token prompts, 128 steps, whole LLM.generate, bf16, greedy",
@@ -30,7 +30,7 @@ TITLES = {
 class Row:
     """One measurement. `floor` and `peer` (vLLM) are in `unit` as well; None where there is none.
 
-    A unit that ends in "/s" is better when larger. `model` and `case` say of what; `extra` has samples and detail.
+    A unit that ends in "/s" is better when larger. `model` and `case` identify what was measured; `extra` has samples.
     """
 
     suite: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of what is possible: 1 is the floor."""
+        """The share of what is possible; 1 is the floor."""
         return self._share(self.measured)
 
     @property
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Which goal is met: aim, gate, missed by a percentage, or nothing where there is no goal."""
+        """The goal that is met: aim, gate, missed by a percentage, or empty without a goal."""
         if self.gate is None:
             return ""
         if self.aim is not None and self.measured <= self.aim:
@@ -76,7 +76,7 @@ class Row:
 
 
 class Rows:
-    """Rows of one run, in a file below `folder` and in memory; `say` is told each."""
+    """The rows of one run, in a file in `folder` and in memory; `say` is called with each."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Rows:
         self.found: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Keep it now."""
+        """Save a row."""
         self.found.append(row)
         with self.path.open("a") as f:
             f.write(json.dumps(row.json()) + "\n")
@@ -97,7 +97,7 @@ class Rows:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; a line cut short by a kill is left out. Of rows for one thing the last one holds."""
+    """Read a file of rows. A truncated last line is ignored, and later rows replace earlier ones."""
     found: dict[tuple[str, str, str], Row] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -110,7 +110,7 @@ def read(path: Path) -> list[Row]:
 
 
 def peer_of(suite: str, model: str, case: str) -> float | None:
-    """vLLM's figure on an H200, from bench/peers.json."""
+    """Return vLLM's figure on an H200, from bench/peers.json."""
     known = json.loads((HERE / "peers.json").read_text())["models"].get(model, {})
     value = known.get(_key(suite))
     if suite == "offline" and case != OFFLINE:
@@ -132,7 +132,7 @@ def _key(suite: str) -> str:
 
 
 def engine_row(suite: str, model: str, case: str, unit: str, measured: float, floor: float | None, **extra: Any) -> Row:
-    """A row with the peer's figure and the goals filled in."""
+    """Return a row with the peer's figure and the goals."""
     gate, aim = goals_of(suite, model, case)
     return Row(suite, model, case, unit, measured, floor, peer_of(suite, model, case), gate, aim, extra)
 
@@ -170,7 +170,7 @@ HEAD = ("model", "case", "measured", "floor", "share of the floor", "vLLM", "its
 
 
 def tables(rows: Iterable[Row]) -> str:
-    """Markdown: one table a suite, columns without content left out."""
+    """Return Markdown: a table per suite, without empty columns."""
     by_suite: dict[str, list[Row]] = {}
     for row in rows:
         by_suite.setdefault(row.suite, []).append(row)

@@ -63,7 +63,7 @@ def artifact(plan: Plan, shape: Shape) -> Path:
 
 @contextmanager
 def server(path: Path, log: Path, *options: str) -> Iterator[int]:
-    """A ready server's port; it is ended by SIGTERM and has to exit with 0."""
+    """Start a server and yield its port when it is ready; it must exit with 0 after SIGTERM."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -84,7 +84,7 @@ def server(path: Path, log: Path, *options: str) -> Iterator[int]:
 
 
 def ready(port: int) -> bool:
-    """Whether a request would be taken."""
+    """Return whether the server accepts requests."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/ready")
@@ -116,36 +116,40 @@ def throughput(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> 
                      "--seed", str(seed), "--client-processes", "4")
             for seed in range(2)
         ]  # fmt: skip
-    told = max(rounds, key=lambda one: one["output_throughput"])
-    ours, theirs = told["output_throughput"], alone["output_tokens_per_second"]
+    best = max(rounds, key=lambda one: one["output_throughput"])
+    ours, theirs = best["output_throughput"], alone["output_tokens_per_second"]
     print(f"served {ours:.0f} tok/s, LLM.generate {theirs:.0f}: {ours / theirs:.1%} (target 95 %)", flush=True)
-    return {"served": told, "generate": alone, "share": ours / theirs}
+    return {"served": best, "generate": alone, "share": ours / theirs}
 
 
 def mix(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[str, Any]:
-    """Prompts that come beside streams."""
+    """Measure prompts that arrive while streams are running."""
     seconds, (read, write) = args.seconds, sizes
     kinds = (
         f"name=streams,concurrency=64,input={min(128, read)},output={write},duration={seconds}",
         f"name=prompts,rate=8,input={read},output=16,duration={seconds}",
     )
     with server(path, args.out / "mix.log", "--max-num-batched-tokens", str(args.batched)) as port:
-        told = measured("serve", "--port", str(port), "--ignore-eos", "--num-warmups", "1", "--client-processes", "2",
+        report = measured("serve", "--port", str(port), "--ignore-eos", "--num-warmups", "1", "--client-processes", "2",
                         "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99",
                         *(x for kind in kinds for x in ("--mix", kind)))  # fmt: skip
-    print(json.dumps(told, indent=1)[:6000], flush=True)
-    return told
+    print(json.dumps(report, indent=1)[:6000], flush=True)
+    return report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     ap = parser()
     ap.prog = "python -m bench.gpu.served"
     ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
-    ap.add_argument("--requests", type=int, default=1024, metavar="N", help="of the throughput part")
-    ap.add_argument("--concurrency", type=int, default=256, metavar="N", help="of the throughput part")
-    ap.add_argument("--seconds", type=int, default=120, metavar="S", help="of the mix")
-    ap.add_argument("--batched", type=int, default=512, metavar="N", help="tokens of a step, in the mix")
-    ap.add_argument("--parts", default="throughput,mix", help="which to run")
+    ap.add_argument("--requests", type=int, default=1024, metavar="N", help="requests of the throughput part")
+    ap.add_argument(
+        "--concurrency", type=int, default=256, metavar="N", help="concurrent requests of the throughput part"
+    )
+    ap.add_argument("--seconds", type=int, default=120, metavar="S", help="seconds of the mix; default 120")
+    ap.add_argument(
+        "--batched", type=int, default=512, metavar="N", help="maximum tokens of a step in the mix; default 512"
+    )
+    ap.add_argument("--parts", default="throughput,mix", help="parts to run: throughput, mix")
     args = ap.parse_args(argv)
     args.models = args.model
     plan, shape = replace(plan_of(args), models=()), MODELS[args.model]

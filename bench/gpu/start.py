@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_row(artifact: Path, shape: Shape, rounds: int = 3) -> Row:
-    """Median seconds from starting the process to its line about the first token; the weights are read beforehand."""
+    """Return the median seconds from process start to the first token, with the weights in the page cache."""
     warmed = warm(artifact)
     once(artifact)
     found = [once(artifact) for _ in range(rounds)]
@@ -29,7 +29,7 @@ def start_row(artifact: Path, shape: Shape, rounds: int = 3) -> Row:
 
 
 def warm(artifact: Path) -> int:
-    """Read every file once; answers the bytes of the weights."""
+    """Read every file once; return the bytes of the weights."""
     total = 0
     for path in sorted(artifact.rglob("*")):
         if path.is_file():
@@ -40,14 +40,14 @@ def warm(artifact: Path) -> int:
 
 
 def once(artifact: Path) -> tuple[float, dict[str, Any]]:
-    """(seconds to the first token, the process's own account of them)."""
+    """Return the seconds to the first token, and their parts as the process reports them."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"}
     command = [sys.executable, "-m", "bench.gpu.first", str(artifact)]
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
-    told = process.stdout.readline()
+    line = process.stdout.readline()
     seconds = time.perf_counter() - begin
     errors = process.stderr.read()
-    assert process.wait() == 0 and told, f"{command} failed: {errors[-800:]}"
-    return seconds, dict(json.loads(told)["seconds"])
+    assert process.wait() == 0 and line, f"{command} failed: {errors[-800:]}"
+    return seconds, dict(json.loads(line)["seconds"])

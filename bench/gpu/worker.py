@@ -1,4 +1,4 @@
-"""One model's suites in a process of its own, so that an error on the card ends nothing else; see __main__."""
+"""Runs one model's suites in a process of its own, so that a CUDA error ends no other suite; see __main__."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bench.shapes import Shape
 
 
 def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
-    """The rows of one part of a model's work: engine, host, kernels, mixed or start."""
+    """Yield the rows of one part of a model: engine, host, kernels, mixed or start."""
     if what == "engine":
         session = engine.Session(artifact(plan, shape), shape, roof)
-        print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.said)}", flush=True)
+        print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
         try:
             yield from engine.measure(session, plan)
         finally:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
 
 
 def roof_of(ceilings: dict[str, Any]) -> Roof:
-    """The larger of what was measured beside this run and what is known of an H200, where the card is one."""
+    """Return the measured ceilings, or the known ones of an H200 if those are larger and the card is one."""
     if not ceilings:
         return H200
     measured = Roof(float(ceilings["read"]), float(ceilings["product"]))

@@ -33,11 +33,11 @@ def main() -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     target, held = row.get("target"), row.get("held")
-    told = "" if target is None else f"{target:,.5g} {'held' if held else 'missed'}"
+    verdict = "" if target is None else f"{target:,.5g} {'held' if held else 'missed'}"
     cpu = ", ".join(f"{value:.1f}" for value in row.get("cpu_us_per_token", {}).values())
     ratio, chunk = row.get("ratio"), row.get("tokens_per_chunk")
     return [
-        row["name"], f"{row['measured']:,.5g} {row['unit']}", told, "" if ratio is None else f"{ratio:.3f}", cpu,
+        row["name"], f"{row['measured']:,.5g} {row['unit']}", verdict, "" if ratio is None else f"{ratio:.3f}", cpu,
         "" if chunk is None else f"{chunk:.2f}",
     ]  # fmt: skip
 

@@ -35,23 +35,23 @@ class Server:
 
 @contextmanager
 def server(module: str, *arguments: object) -> Iterator[Server]:
-    """`python -m module arguments`, which says its address on standard error."""
+    """`python -m module arguments`, which prints its address to standard error."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
-    with TemporaryFile("w+") as said:
-        with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stderr=said) as process:
+    with TemporaryFile("w+") as stderr_file:
+        with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stderr=stderr_file) as process:
             try:
-                while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", _read(said))):
-                    assert process.poll() is None, _read(said)
+                while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", _read(stderr_file))):
+                    assert process.poll() is None, _read(stderr_file)
                     time.sleep(0.05)
                 yield Server(process, int(match[1]))
             finally:
                 process.terminate()
 
 
-def _read(said: IO[str]) -> str:
-    said.seek(0)
-    return said.read()
+def _read(stderr_file: IO[str]) -> str:
+    stderr_file.seek(0)
+    return stderr_file.read()
 
 
 def load(target: Server, *options: object) -> dict[str, Any]:

@@ -21,19 +21,19 @@ _USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": %d, "completion_toke
 
 
 def application(size: int) -> Starlette:
-    """POST /v1/completions with as many events of `size` bytes as tokens were asked for."""
+    """POST /v1/completions with as many events of `size` bytes as the request has max_tokens."""
     event = json.dumps({"choices": [{"index": 0, "text": " word", "finish_reason": None}], "pad": ""})
     event = f"data: {event[:-2]}{'x' * (size - len(event) - 8)}" + '"}\n\n'
     assert len(event) == size
 
     async def completions(request: Request) -> Response:
-        asked = json.loads(await request.body())
+        request_body = json.loads(await request.body())
 
         async def events() -> AsyncIterator[str]:
-            for _ in range(asked["max_tokens"]):
+            for _ in range(request_body["max_tokens"]):
                 yield event
                 await asyncio.sleep(0)  # tokens come one by one: a handler waits for each
-            yield (_USAGE % (len(asked["prompt"]), asked["max_tokens"])).decode()
+            yield (_USAGE % (len(request_body["prompt"]), request_body["max_tokens"])).decode()
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

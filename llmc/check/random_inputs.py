@@ -1,29 +1,20 @@
-"""Random inputs for interpreting a graph, valid for their readers: indices are in range and row data is consistent."""
+"""Random inputs for interpreting a graph, drawn from what the ops that read them declare (`llmc.ir.contents`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS
 
+from llmc.ir import contents
+from llmc.ir.contents import Array, Content, Index, Step, arbitrary
 from llmc.ir.dtype import DTYPES
+from llmc.ir.example import named_operands, node_drawing
 from llmc.ir.graph import Graph, Module, Node, Value
-from llmc.ir.types import Type
 
-ROWS, LONGEST = 3, 4  # number of rows of a step, and maximum tokens per row
-THROUGH = ("cast", "reshape", "slice", "broadcast", "concat", "transpose")
-PAGES = (
-    "row_slots.pages",
-    "row_begin.pages",
-    *(f"paged_attention{kind}.pages" for kind in ("", "_split", "_single")),
-)
-SPANS = ("row_spans", "row_begin")
-BLOCKS = ("row_block_max", "row_sample_blocks", "row_finish")
-Array = np.ndarray
+ROWS, MAX_TOKENS, MAX_BEFORE = 3, 4, 3  # rows of a step, maximum tokens of each row in it and before it
+PAGES = 8  # KV pages if the graph has no page table
 
 
 @dataclass
@@ -40,12 +31,17 @@ class Inputs:
 
 def draw(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
     """Draw inputs for graph `g` of module `m`."""
-    out = Inputs(sizes=_sizes(m, g, rng))
-    roles = {v.name: _role(v) for v in g.inputs}
-    maker = _Maker(g, out, rng)
+    sizes = _sizes(m, g)
+    step = _step(g, sizes, rng)
+    arrays = {}
     for v in g.inputs:
-        out.arrays[v.name] = maker.make(v, roles[v.name])
-    return out
+        name, reader = _reader(v)
+        if reader is None:
+            arrays[v.name] = arbitrary(rng, _shape(v, sizes), DTYPES[v.type.dtype].kind, scale=True)
+        else:
+            d = node_drawing(reader, sizes, step, rng, scale=True)
+            arrays[v.name] = d.draw(name, _shape(v, sizes), v.type.dtype)
+    return Inputs(arrays, sizes)
 
 
 def elements(m: Module) -> int:
@@ -55,139 +51,78 @@ def elements(m: Module) -> int:
     return max(totals, default=0)
 
 
-def _sizes(m: Module, g: Graph, rng: np.random.Generator) -> dict[str, int]:
+def _shape(v: Value, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(int(d.subs(sizes).const or 0) for d in v.type.shape)
+
+
+def _holding(g: Graph, content: Content) -> list[tuple[Node, Value]]:
+    """The nodes with an operand of that content, and the operand."""
+    return [(n, v) for n in g.nodes for name, v in named_operands(n) if n.op.holds.get(name) is content]
+
+
+def _sizes(m: Module, g: Graph) -> dict[str, int]:
     """Sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
     sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
-    if spans := next((n for n in g.nodes if n.op.name in SPANS), None):
-        (rows,), states = spans.operands[0].type.shape, [v for v in g.inputs if v.type.state]
+    for n, v in _holding(g, contents.qlens)[:1]:
+        (rows,), states = v.type.shape, [v for v in g.inputs if v.type.state]
         r = rows.const or min(ROWS, *(v.type.shape[0].const or ROWS for v in states), m.symbols[str(rows)][1])
         if rows.const is None:
             sizes[str(rows)] = r
-        tokens = spans.attrs["tokens"]
+        tokens = n.attrs["tokens"]
         if tokens.const is None and tokens != rows:
-            sizes[str(tokens)] = min(r * LONGEST - 2, m.symbols[str(tokens)][1])
-    return sizes | _pool(g)
+            sizes[str(tokens)] = min(r * MAX_TOKENS - 2, m.symbols[str(tokens)][1])
+    pools = {str(v.type.shape[0]) for _, v in _holding(g, contents.kv_pool) if v.type.state}
+    return sizes | dict.fromkeys((p for p in pools if p.isidentifier()), _pages(g))
 
 
-def _pool(g: Graph) -> dict[str, int]:
-    """Number of pages of the KV pool: as many as the rows' page tables have entries."""
-    tables = [v for v in g.inputs if _role(v)[0] in PAGES]
-    slots = [(s.name, v) for n in g.nodes for s, v in zip(n.op.operands, n.operands, strict=False)]
-    pools = {str(v.type.shape[0]) for name, v in slots if name == "kv" and v.type.state}
-    named = {p for p in pools if p.isidentifier()}
-    return dict.fromkeys(named, tables[0].type.numel.const or 8) if tables else dict.fromkeys(named, 8)
+def _pages(g: Graph) -> int:
+    """Number of pages of the KV pool: as many as the device rows' page tables have entries."""
+    tables = [v for _, v in _holding(g, contents.page_table) if v in g.inputs]
+    return (tables[0].type.numel.const or PAGES) if tables else PAGES
 
 
-def _role(v: Value) -> tuple[str, Node | None]:
-    """("op.operand", node) of the reader that says most about the meaning of the value."""
+def _step(g: Graph, sizes: dict[str, int], rng: np.random.Generator) -> Step:
+    """Draw the step that the graph computes; the prompts of a prompt graph are two rows without earlier tokens."""
+    tables = [_shape(n.operands[i], sizes)[0] for n in g.nodes for i in _table_operands(n)]
+    more: dict[str, Any] = {"pages": _pages(g), "vocabulary": min(tables, default=3)}
+    for n, qlens in _holding(g, contents.qlens)[:1]:
+        entries, tokens = _shape(qlens, sizes)[0], int(n.attrs["tokens"].subs(sizes).const or 1)
+        device_rows = [_shape(v, sizes)[0] for _, v in _holding(g, contents.length)]
+        limit = max(MAX_TOKENS, -(-tokens // entries)) + MAX_BEFORE
+        return Step.random(rng, entries=entries, tokens=tokens, rows=max(device_rows), limit=limit, **more)
+    found = [*_holding(g, contents.positions), *_holding(g, contents.token_row)]
+    tokens = _shape(found[0][1], sizes)[0] if found else 2
+    entries = min(2, tokens)
+    limit = -(-tokens // entries)
+    return Step.random(rng, entries=entries, tokens=tokens, rows=entries, limit=limit, **more)
+
+
+def _table_operands(n: Node) -> list[int]:
+    """The numbers of the operands that are weights with a row per token id: others of the node index them."""
+    names = [name for name, _ in named_operands(n)]
+    indices = [c for name in names if isinstance(c := n.op.holds.get(name), Index) and c.of in names]
+    return [i for c in indices if n.operands[i := names.index(c.of)].weight]
+
+
+def _reader(v: Value) -> tuple[str, Node | None]:
+    """The name of the operand and the reader that say what a value holds, through ops that pass integers on.
+
+    An op passes integers on if its signature takes any dtype for them: it cannot interpret them.
+    """
     found: list[tuple[str, Node]] = []
     for n in dict.fromkeys(v.uses):
-        if n.op.name in THROUGH and DTYPES[v.type.dtype].kind == "i":
-            inner = _role(n.results[0])
-            found += [(inner[0], inner[1])] if inner[1] else []
-        for slot, operand in zip(n.op.operands, n.operands, strict=False):
-            if operand is v:
-                found.append((f"{n.op.name}.{slot.name}", n))
-    known = [f for f in found if f[0] in RULES] or found
+        for slot, (name, operand) in zip(_slots(n), named_operands(n), strict=True):
+            if operand is not v:
+                continue
+            found.append((name, n))
+            if slot == "t" and DTYPES[v.type.dtype].kind == "i" and DTYPES[n.results[0].type.dtype].kind == "i":
+                inner, reader = _reader(n.results[0])
+                found += [(inner, reader)] if reader else []
+    known = [(name, n) for name, n in found if name in n.op.holds] or found
     return known[0] if known else ("", None)
 
 
-class _Maker:
-    """Draws one array at a time, keeping the rows of a step consistent."""
-
-    def __init__(self, g: Graph, out: Inputs, rng: np.random.Generator) -> None:
-        self.g, self.out, self.rng = g, out, rng
-
-    def shape(self, t: Type) -> tuple[int, ...]:
-        return tuple(int(d.subs(self.out.sizes).const or 0) for d in t.shape)
-
-    def size(self, v: Value, axis: int = 0) -> int:
-        return self.shape(v.type)[axis]
-
-    def make(self, v: Value, role: tuple[str, Node | None]) -> Array:
-        """Draw the array of one input, by the rule of its role if there is one."""
-        shape = self.shape(v.type)
-        kind = DTYPES[v.type.dtype].kind
-        if role[1] is not None and role[0] in RULES:
-            return RULES[role[0]](self, role[1], shape)
-        if kind == "b":
-            return self.rng.random(shape) > 0.5
-        if kind == "i":
-            return self.rng.integers(0, 3, shape)
-        if len(shape) < 2:
-            return (1 + 0.3 * self.rng.standard_normal(shape)).astype(np.float32)
-        return (self.rng.standard_normal(shape) / max(1, shape[-1]) ** 0.5).astype(np.float32)
-
-    def indices(self, shape: tuple[int, ...], below: int) -> Array:
-        return self.rng.integers(0, max(1, below), shape)
-
-    def qlens(self, n: Node, shape: tuple[int, ...]) -> Array:
-        tokens = int(n.attrs["tokens"].subs(self.out.sizes).const or shape[0])
-        q = np.full(shape, tokens // shape[0], np.int32)
-        q[: tokens - int(q.sum())] += 1
-        return q
-
-    def ids(self, n: Node, shape: tuple[int, ...], result: int = 0) -> Array:
-        role, reader = _role(n.results[result])
-        return self.indices(shape, self.size(reader.operands[0]) if reader and role == "take.idx" else 3)
-
-    def fparams(self, n: Node, shape: tuple[int, ...]) -> Array:
-        columns = {"temperature": np.arange(shape[0]) % 2 * 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-        return _columns(shape, np.float32, FLOAT_COLUMNS, {**columns, "frequency_penalty": 0.1})
-
-    def iparams(self, n: Node, shape: tuple[int, ...]) -> Array:
-        odd = np.arange(shape[0]) % 2
-        columns = {"seed_lo": np.arange(shape[0]) + 11, "min_len": 5, "want_logprobs": odd, "masked": odd}
-        return _columns(shape, np.int32, INT_COLUMNS, {**columns, "num_biases": shape[0] % 2})
-
-    def stops(self, n: Node, shape: tuple[int, ...]) -> Array:
-        s = np.full(shape, -1, np.int32)
-        s[:, 0] = 1
-        return s
-
-
-def _columns(shape: tuple[int, ...], dtype: type, names: tuple[str, ...], values: Mapping[str, Any]) -> Array:
-    """Parameters of rows: zeros but for the named columns."""
-    out: Array = np.zeros(shape, dtype)
-    for name, value in values.items():
-        out[:, names.index(name)] = value
-    return out
-
-
-def _positions(k: _Maker, n: Node, shape: tuple[int, ...]) -> Array:
-    """Positions of two consecutive prompts."""
-    first = (shape[0] + 1) // 2
-    return np.concatenate([np.arange(first), np.arange(shape[0] - first)])
-
-
-Rule = Callable[[_Maker, Node, tuple[int, ...]], Array]
-
-
-def _of(ops: tuple[str, ...], operand: str, rule: Rule) -> dict[str, Rule]:
-    """The same rule for an operand of several ops."""
-    return {f"{op}.{operand}": rule for op in ops}
-
-
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "attention.pos": _positions,
-        "take.idx": lambda k, n, s: k.indices(s, k.size(n.operands[0])),
-        "gather.idx": lambda k, n, s: k.indices(s, k.size(n.operands[0], n.attrs["axis"])),
-        "moe.idx": lambda k, n, s: k.indices(s, k.size(n.operands[3])),
-        "rope_tables.pos": _positions,
-        **_of(SPANS, "rows", lambda k, n, s: k.rng.permutation(max(s[0], k.size(n.operands[2])))[: s[0]]),
-        **_of(SPANS, "qlens", lambda k, n, s: k.qlens(n, s)),
-        **_of(SPANS, "length", lambda k, n, s: k.indices(s, 4)),
-        "row_ids.tokens": lambda k, n, s: k.ids(n, s),
-        "row_begin.tokens": lambda k, n, s: k.ids(n, s, 3),
-        **dict.fromkeys(PAGES, lambda k, n, s: k.rng.permutation(int(np.prod(s))).reshape(s)),
-        **_of(("row_penalize", "row_sample", *BLOCKS), "fparams", lambda k, n, s: k.fparams(n, s)),
-        **_of(("row_sample", "row_mask", "row_penalize", *BLOCKS), "iparams", lambda k, n, s: k.iparams(n, s)),
-        **_of(("row_mask", *BLOCKS), "stops", lambda k, n, s: k.stops(n, s)),
-        **_of(
-            ("row_penalize", *BLOCKS), "bias_ids", lambda k, n, s: np.tile(np.arange(s[1], dtype=np.int32), (s[0], 1))
-        ),
-        **_of(("row_mask", *BLOCKS), "allowed", lambda k, n, s: np.full(s, 0x5B6DB6DB, np.int32)),
-        **_of(("row_commit", "row_finish"), "emit", lambda k, n, s: np.ones(s, np.int32)),
-    }
-)
+def _slots(n: Node) -> list[str]:
+    """The dtype class of each operand in the op's signature."""
+    slots = n.op.operands
+    return [slots[min(i, len(slots) - 1)].dtype for i in range(len(n.operands))]

@@ -5,6 +5,7 @@ The conversions (stacks of experts, joins, splits, transposes) become nodes of a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import reduce
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from llmc.ir.dtype import promote
 from llmc.ir.graph import Builder, Value
 
 Group = dict[str, list[Value]]
+SEPARATE_EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[str, Value]:
@@ -28,10 +30,12 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
     Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
     """
     transforms = conversion_mapping.get_model_conversion_mapping(model)
+    known = model.state_dict()
+    if any(SEPARATE_EXPERTS.search(name) for name in tensors):
+        transforms = [*transforms, *_expert_converters(transforms, known)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    known = model.state_dict()
     out: dict[str, Value] = {}
     groups: dict[str, Group] = {}
     for name in sorted(tensors, key=core_model_loading.dot_natural_key):
@@ -44,6 +48,18 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
         converter = by_pattern[next(iter(group))]
         out |= _convert(build, converter, target, group, known)
     return out
+
+
+def _expert_converters(transforms: Any, known: Mapping[str, Any]) -> list[Any]:
+    """Converters of experts that are stored one by one under the names of transformers' modules.
+
+    Tools that quantise expert by expert write these names, whatever the model's publisher named its tensors.
+    """
+    if not any(name.endswith("mlp.experts.gate_up_proj") for name in known):
+        return []
+    patterns = {p for t in transforms for p in t.source_patterns}
+    usual = conversion_mapping.get_checkpoint_conversion_mapping("qwen2_moe") or []
+    return [t for t in usual if isinstance(t, WeightConverter) and not patterns & set(t.source_patterns)]
 
 
 def _rename(model: Any, name: str, renamings: Any, converters: Any, known: Any) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.scalar import E
@@ -71,7 +72,8 @@ class OpDef:
     scalar: Callable[[Mapping[str, Any]], E] | None = None
     oracle: str | None = None
     infer: Callable[[dict[str, Any], Mapping[str, Any]], list[Type]] | None = None
-    example: Callable[[Any], tuple[list[Any], dict[str, Any]]] | None = None
+    holds: Mapping[str, Content] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
     doc: str = ""
     signature: str = field(default="", compare=False)
 
@@ -167,8 +169,10 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     the first two operands may be swapped. elementwise: operands and results have one shape, and elements at different
     places do not mix (ops with `scalar` need not say so). writes: the state operands that the op updates, in the order
     of the results that are their next versions. scalar: attributes -> the expression per element (or row). oracle: a
-    torch function to test against. infer: the type rule, if a signature cannot express it. example: rng -> (operand
-    arrays, attributes), needed if valid operands cannot be drawn from the signature alone.
+    torch function to test against. infer: the type rule, if a signature cannot express it. holds: operand name -> its
+    content (see `llmc.ir.contents`), needed for integers that are not arbitrary; names that the op lacks are ignored,
+    so that ops can share a table. example: attributes and sizes of an example for tests: sizes of the signature, the
+    axes of `*b`, dtypes of operands, or the shapes of a variadic one; {"k": 5, "*b": (3,), "xs": [(3, 2)]}.
     """
     operands, results = parse_signature(signature)
 
@@ -180,6 +184,8 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
             for k, a in attrs.items()
         }
         name = fields.pop("name", fn.__name__.rstrip("_"))
+        holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
+        fields["holds"] = MappingProxyType(holds)
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
         return OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
 

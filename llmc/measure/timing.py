@@ -27,9 +27,10 @@ from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import sizes_of
 from llmc.extension import Registry
+from llmc.ir.contents import Step, fparams
 from llmc.ir.dtype import DTYPES
+from llmc.ir.example import named_operands, node_drawing
 from llmc.ir.graph import Graph, Module, Node, Value
-from llmc.measure.operands import Scene, bound_of, named, noise, values
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
@@ -67,6 +68,28 @@ class Placed:
     nbytes: int
 
 
+def noise(size: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `size` bytes that are moderate numbers in bf16, f16 and f32: normally distributed bfloat16 values."""
+    bits = rng.standard_normal(size // 2, np.float32).view(np.uint32)
+    return np.ascontiguousarray((bits >> 16).astype(np.uint16)).view(np.uint8)
+
+
+def unknown_operand(n: Node) -> str | None:
+    """Return the first operand of interpreted integers whose content the op does not declare, or None."""
+    slots = {s.name: s.dtype for s in n.op.operands}
+    for name, v in named_operands(n):
+        if DTYPES[v.type.dtype].kind == "i" and slots[name] != "t" and name not in n.op.holds:
+            return name
+    return None
+
+
+def serving_step(n: Node, env: Mapping[str, int], context: int, page: int) -> Step:
+    """Return the step on which a node is timed: rows that decode at position `context`, and the tokens of a prompt."""
+    rows = env.get("R", 1)
+    tokens = dict(sizes_of(n, env)).get("T", rows)
+    return Step.serving(rows, max(tokens, rows), context, env.get("P", 1), page)
+
+
 def node_bytes(n: Node, env: Mapping[str, int]) -> int:
     """Return the bytes of all operands and results."""
     return sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results])
@@ -95,7 +118,7 @@ def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, 
 def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
     """Add the k-th copy of the node. Copies share integer tables; a new version of one goes to the next copy."""
     own: dict[Value, Value] = {}
-    for (name, _), v in zip(named(c.node), c.node.operands, strict=True):
+    for name, v in named_operands(c.node):
         if v in own or v in shared:
             continue
         table = DTYPES[v.type.dtype].kind != "f"
@@ -196,17 +219,18 @@ class Timer:
         return median / times / len(p.program.launches) * 1e6
 
     def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
-        """Write plausible integers to the integer inputs and states."""
+        """Write valid values to the inputs and states of integers, bools and sampling parameters."""
         c, env = p.candidate, p.env
-        rows = c.env.get("R", 1)
-        tokens = dict(sizes_of(c.node, c.env)).get("T", rows)
-        scene = Scene(rows, max(tokens, rows), self.context, env.get("P", 1), self.page, bound_of(c.node, env))
+        step = serving_step(c.node, {**c.env, **env}, self.context, self.page)
+        d = node_drawing(c.node, {**c.env, **env}, step, self.rng, exact=False)
         for b in p.program.buffers:
             if b.alias is None and b.kind in ("input", "state"):
                 name = b.name.split(".")[1]
-                data = values(name, b.dtype, tuple(d(env) for d in b.shape), scene, self.rng)
-                if data is not None and data.size:
-                    device.write(memory, p.places[b.name], np.ascontiguousarray(data))
+                if DTYPES[b.dtype].kind == "f" and c.node.op.holds.get(name) is not fparams:
+                    continue  # any floats do: the noise stays
+                data = d.draw(name, tuple(size(env) for size in b.shape), b.dtype)
+                if data.size:
+                    device.write(memory, p.places[b.name], data.view(np.uint8) if data.dtype == bool else data)
 
 
 def _pairs(c: Candidate) -> list[tuple[int, int]]:

@@ -23,8 +23,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse as parse_text
-from llmc.measure.operands import unknown_operand
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Candidate, Timer, unknown_operand
 from llmc.passes.analysis import weight_only
 from llmc.targets.target import Target
 
@@ -72,7 +71,7 @@ class Settings:
 
     limit: seconds after which no new batch starts. context: tokens that each row has in the KV cache. every: also time
     nodes with a single candidate. target: the artifact's expected target, if any. cache: folder for kernels. jobs:
-    parallel compilations. say: called with a progress line per batch. kernels: measure only these (and a few others if
+    parallel compilations. progress: called with a line per batch. kernels: measure only these (and a few others if
     none is measured yet); empty for all.
     """
 
@@ -82,7 +81,7 @@ class Settings:
     target: str = ""
     cache: Path | None = None
     jobs: int | None = None
-    say: Callable[[str], None] = print
+    progress: Callable[[str], None] = print
     kernels: tuple[str, ...] = ()
 
 
@@ -162,7 +161,7 @@ def works(
     some = [w for w in distinct.values() if w.candidates]
     for w in some:
         if name := unknown_operand(w.node):
-            tuned.skipped.append(f"{w.node.op.name}: what its operand {name!r} holds is not known")
+            tuned.skipped.append(f"{w.node.op.name}: `holds` does not declare the operand {name!r}")
     some = [w for w in some if unknown_operand(w.node) is None]
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
 
@@ -208,7 +207,9 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         save(output, records)
         tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
-        settings.say(f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes")
+        settings.progress(
+            f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes"
+        )
 
 
 def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:

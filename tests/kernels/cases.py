@@ -11,7 +11,7 @@ from kernels.harness import Case
 
 from llmc.codegen.kernel import Kernel
 from llmc.ir.dtype import DTYPES
-from llmc.ir.example import draw, example_graph, op_example
+from llmc.ir.example import example_graph, named_operands, node_drawing, op_example
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
@@ -40,12 +40,15 @@ GPU_ONLY = (
 
 @dataclass(frozen=True)
 class Text:
-    """One node as text: "operand types -> op {attributes} : result types". ints: the largest integer drawn."""
+    """One node as text: "operand types -> op {attributes} : result types".
+
+    Operands are drawn from the op's declaration; integers are below `ints` if it is not 0.
+    """
 
     types: str
     call: str
     results: str
-    ints: int = 3
+    ints: int = 0
     scale: float = 1.0
 
     def graph(self) -> Graph:
@@ -59,14 +62,13 @@ class Text:
         return parse(f"{syms}graph @main({ins}) {{\n{body}}}\n", OPS).graphs["main"]
 
     def inputs(self, g: Graph, rng: np.random.Generator) -> list[np.ndarray]:
+        (n,) = g.nodes
+        d = node_drawing(n, SIZES, None, rng)
         out = []
-        for v in g.inputs:
-            x = draw(rng, v.type, SIZES)
-            if DTYPES[v.type.dtype].kind == "i":
-                x = rng.integers(0, self.ints, x.shape)
-            elif DTYPES[v.type.dtype].kind == "f":
-                x = x * self.scale
-            out.append(x)
+        for (name, _), v in zip(named_operands(n), n.operands, strict=True):
+            kind, shape = DTYPES[v.type.dtype].kind, tuple(int(s.subs(SIZES).const or 0) for s in v.type.shape)
+            x = rng.integers(0, self.ints, shape) if kind == "i" and self.ints else d.draw(name, shape, v.type.dtype)
+            out.append(x * self.scale if kind == "f" else x)
         return out
 
 
@@ -126,9 +128,9 @@ TEXTS = (
     Text("bf16[2, T, 33]", "slice {axis=-1, start=16, stop=33}", "bf16[2, T, 17]"),
     Text("f32[T, 3]; f32[T, 5]; f32[T, 1]", "concat {axis=1}", "f32[T, 9]"),
     Text("bf16[T, 3]; bf16[R, 3]", "concat {axis=0}", "bf16[T+R, 3]"),
-    Text("bf16[9, 33]; i32[T]", "take", "bf16[T, 33]", ints=9),
-    Text("i32[9]; i64[2, R]", "take", "i32[2, R]", ints=9),
-    Text("f32[4, 9, 5]; i32[4, T, 5]", "gather {axis=1}", "f32[4, T, 5]", ints=9),
+    Text("bf16[9, 33]; i32[T]", "take", "bf16[T, 33]"),
+    Text("i32[9]; i64[2, R]", "take", "i32[2, R]"),
+    Text("f32[4, 9, 5]; i32[4, T, 5]", "gather {axis=1}", "f32[4, T, 5]"),
     Text("f32[T, 9]", "reshape {shape=[3, T, 3]}", "f32[3, T, 3]"),
     Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),
     Text("", 'iota {size=6, dtype="bf16"}', "bf16[6]"),
@@ -148,21 +150,19 @@ TEXTS = (
     Text("bf16[T, 40]", "topk {k=7}", "bf16[T, 7], i64[T, 7]"),
     Text("bf16[R, 700]", "topk {k=20}", "bf16[R, 20], i64[R, 20]"),
     Text("f32[R, 2000]", "topk {k=3}", "f32[R, 3], i64[R, 3]"),
-    Text("bf16[R, 640]; i32[R]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]", ints=640),
+    Text("bf16[R, 640]; i32[R]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"),
     Text("f32[2, 7, 21]; f32[2, 21, 41]", "matmul", "f32[2, 7, 41]"),
     Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
-    Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]", ints=5),
+    Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]"),
     Text(
         "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]",
         'moe {body="mul(max(a0, 0.0), a1)"}',
         "bf16[T, 33]",
-        ints=4,
     ),
     Text(
         "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]; bf16[4, 10]; bf16[4, 33]",
         f'moe {{body="{CLAMPED}"}}',
         "bf16[T, 33]",
-        ints=4,
     ),
     Text("f32[T, 4, 10]; f32[T, 2, 10]; f32[T, 2, 6]; i32[T]", "attention {layer=0, scale=0.3}", "f32[T, 4, 6]"),
     Text(
@@ -175,7 +175,6 @@ TEXTS = (
         "state bf16[4, 2, 2, 4, 12]; f32[1, 2, 12]; f32[1, 2, 12]; i32[1]",
         "kv_append",
         "state bf16[4, 2, 2, 4, 12]",
-        ints=16,
     ),
     Text("bf16[T, 3, 24]; f32[T, 8]; f32[T, 8]", "rope", "bf16[T, 3, 24]"),
     Text("f32[T, 2, 34]; f32[T, 17]; f32[T, 17]", "rope {interleaved=true}", "f32[T, 2, 34]"),

@@ -154,7 +154,7 @@ def put(name: str, value: Any) -> Callable[[Tensors], None]:
         ("gptq-4bit", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :1]}), "E341", (f"{Q}.scales",)),
         ("gptq-4bit", lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:, :1]}), "E341", (f"{Q}.qzeros",)),
         ("awq-autoawq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), "E341", (f"{Q}.qweight",)),
-        ("hf-fp8-block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 5)}), "E341", ("weight_scale_inv",)),
+        ("hf-fp8-block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 5)}), "E341", ("scale_inv",)),
         ("ct-nvfp4", lambda t: t.pop(f"{Q}.weight_global_scale"), "E340", (Q, "weight_global_scale")),
     ],
 )  # fmt: skip

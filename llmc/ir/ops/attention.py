@@ -6,10 +6,14 @@ rows with a single token can be computed by a separate op (`paged_attention_sing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
+from llmc.ir.contents import Content
 from llmc.ir.opdef import OpDef, op
 
 
@@ -47,16 +51,10 @@ def visible(q_pos: Any, k_pos: Any, causal: bool, window: int) -> Any:
     return mask
 
 
-def _prompt_example(rng: Any) -> Any:
-    q, k, v = (rng.standard_normal((9, n, 8)).astype(np.float32) for n in (4, 2, 2))
-    return [q, k, v, np.array([0, 1, 2, 3, 0, 1, 2, 3, 4]), rng.standard_normal(4).astype(np.float32)], {
-        "layer": 0, "scale": 0.35, "window": 3, "softcap": 2.0,
-    }  # fmt: skip
-
-
 @op(
     "(q: f[t, h, d], k: q[t, g, d], v: q[t, g, e], pos: i[t], sinks?: f[h]) -> q[t, h, e]",
-    flops="2*t*t*h*d + 2*t*t*h*e", example=_prompt_example,
+    flops="2*t*t*h*d + 2*t*t*h*e", holds={"pos": contents.positions},
+    example={"t": 9, "h": 4, "g": 2, "d": 8, "e": 8, "layer": 0, "scale": 0.35, "window": 3, "softcap": 2.0},
 )  # fmt: skip
 def attention(
     q: Any, k: Any, v: Any, pos: Any, sinks: Any = None, *, layer: int, scale: float, causal: bool = True,
@@ -74,22 +72,22 @@ def attention(
     return attend(q, k, v, mask, scale, softcap, sinks)
 
 
-def _paged_example(rng: Any) -> Any:
-    f32 = np.float32
-    q = rng.standard_normal((7, 4, 8)).astype(f32)
-    kv = rng.standard_normal((6, 2, 2, 4, 8)).astype(f32)
-    pages = np.array([[1, 2, 0], [3, 4, 5], [0, 0, 0]], np.int32)
-    rows, starts = np.array([1, 0, -1], np.int32), np.array([0, 5, 6, 7], np.int32)
-    positions = np.array([4, 5, 6, 7, 8, 3, -1], np.int32)
-    return [q, kv, pages, rows, starts, positions, rng.standard_normal(4).astype(f32)], {
-        "scale": 0.35, "window": 6, "softcap": 3.0,
-    }  # fmt: skip
+_HOLDS: Mapping[str, Content] = MappingProxyType(
+    {
+        "kv": contents.kv_pool, "pages": contents.page_table, "rows": contents.rows, "starts": contents.starts,
+        "positions": contents.positions,
+    }
+)  # fmt: skip
+_SIZES: Mapping[str, Any] = MappingProxyType(
+    {"t": 7, "h": 4, "d": 8, "p": 6, "g": 2, "page": 4, "rows_max": 3, "m": 3, "r": 3}
+)
 
 
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], sinks?: f[h]) -> q[t, h, d]",
-    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", example=_paged_example,
+    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", holds=_HOLDS,
+    example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
@@ -125,15 +123,11 @@ def _over_pages(
     return out
 
 
-def _single_example(rng: Any) -> Any:
-    (*given, sinks), attrs = _paged_example(rng)
-    return [*given, rng.standard_normal(given[0].shape).astype(np.float32), sinks], attrs
-
-
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], y: q[t, h, d], sinks?: f[h]) -> q[t, h, d]",
-    flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", example=_single_example,
+    flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", holds=_HOLDS,
+    example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_single(
     q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, *, scale: float,
@@ -148,20 +142,11 @@ def paged_attention_single(
     )
 
 
-def _split_example(rng: Any) -> Any:
-    f32 = np.float32
-    q, kv = rng.standard_normal((3, 4, 8)).astype(f32), rng.standard_normal((6, 2, 2, 4, 8)).astype(f32)
-    pages = np.array([[1, 2, 0], [3, 4, 5], [0, 0, 0]], np.int32)
-    return [q, kv, pages, np.array([1, 0, 1], np.int32), np.array([11, 6, 5], np.int32)], {
-        "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0,
-    }  # fmt: skip
-
-
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t])"
     " -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
-    example=_split_example,
+    holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_split(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, *, scale: float, splits: int, window: int = 0,
@@ -191,15 +176,9 @@ def paged_attention_split(
     return partial, lse
 
 
-def _combine_example(rng: Any) -> Any:
-    f32 = np.float32
-    partial, lse = rng.standard_normal((3, 4, 5, 8)).astype(f32), (3 * rng.standard_normal((3, 4, 5))).astype(f32)
-    return [partial, lse, rng.standard_normal(4).astype(f32)], {"dtype": "f32"}
-
-
 @op(
     "(partial: f32[t, h, s, d], lse: f32[t, h, s], sinks?: f[h]) -> dtype[t, h, d]", flops="2*t*h*s*d",
-    example=_combine_example,
+    holds={"lse": contents.logits}, example={"t": 3, "h": 4, "s": 5, "d": 8, "dtype": "f32"},
 )  # fmt: skip
 def attention_combine(partial: Any, lse: Any, sinks: Any = None, *, dtype: str) -> Any:
     """Combine the parts of paged_attention_split into one softmax, each weighted by exp(lse).

@@ -15,15 +15,11 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 
-def _linear_example(rng: Any) -> Any:
-    return [rng.standard_normal((3, 5)).astype(np.float32), rng.standard_normal((7, 5)).astype(np.float32)], {}
-
-
 @op(
     "(x: f[*b, k], w: fq[n, k]) -> x[*b, n]",
     flops="2*b*n*k",
     oracle="torch.nn.functional.linear",
-    example=_linear_example,
+    example={"*b": (3,), "k": 5, "n": 7},
 )
 def linear(x: Any, w: Any) -> Any:
     """x @ w.T. A quantised w is dequantised first, as its format says."""
@@ -67,16 +63,11 @@ def split_parts(acc: Any, parts: int) -> list[Any]:
     return np.split(acc, parts, axis=-1)
 
 
-def _linear_map_example(rng: Any) -> Any:
-    shapes = ((3, 5), (14, 5), (3, 7))
-    return [rng.standard_normal(s).astype(np.float32) for s in shapes], {
-        "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
-    }  # fmt: skip
-
-
 @op(
     "(x: f[*b, k], w: fq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type, flops="2*b*m*k",
-    example=_linear_map_example,
+    example={
+        "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    },
 )  # fmt: skip
 def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str = "") -> Any:
     """A product with a pointwise epilogue.
@@ -88,16 +79,12 @@ def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str =
     return evaluate(parse_expr(body), NUMPY, [*split_parts(x @ w.T, parts), *extras])
 
 
-def _norm_linear_example(rng: Any) -> Any:
-    shapes = ((3, 5), (14, 5), (5,), (3, 7))
-    return [rng.standard_normal(s).astype(np.float32) for s in shapes], {
-        "eps": 1e-5, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
-    }  # fmt: skip
-
-
 @op(
     "(x: f[*b, k], w: fq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
-    flops="2*b*m*k + 4*b*k", example=_norm_linear_example,
+    flops="2*b*m*k + 4*b*k", example={
+        "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "eps": 1e-5, "parts": 2,
+        "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    },
 )  # fmt: skip
 def norm_linear(
     x: Any, w: Any, gain: Any, *extras: Any, eps: float, parts: int = 1, body: str = "a0", dtype: str = ""
@@ -118,13 +105,9 @@ def _linear_split_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Ty
     return [Type("f32", (Dim.of(splits), *env["*b"], env["n"]))]
 
 
-def _linear_split_example(rng: Any) -> Any:
-    return [rng.standard_normal(s).astype(np.float32) for s in ((3, 12), (7, 12))], {"splits": 3}
-
-
 @op(
     "(x: f[*b, k], w: f[n, k]) -> f32[splits, *b, n]", infer=_linear_split_type, flops="2*b*n*k",
-    example=_linear_split_example,
+    example={"*b": (3,), "k": 12, "n": 7, "splits": 3},
 )  # fmt: skip
 def linear_split(x: Any, w: Any, *, splits: int) -> Any:
     """linear with k divided into `splits` equal parts, one partial product each; their sum is the product."""
@@ -135,14 +118,9 @@ def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[
     return _epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
 
 
-def _linear_combine_example(rng: Any) -> Any:
-    shapes = ((4, 3, 7), (3, 7))
-    return [rng.standard_normal(s).astype(np.float32) for s in shapes], {"dtype": "f32", "body": "mul(a0, a1)"}
-
-
 @op(
     "(partial: f32[s, *b, n], extras*: f[...]) -> dtype[*b, n]", infer=_linear_combine_type, flops="s*b*n",
-    example=_linear_combine_example,
+    example={"s": 4, "*b": (3,), "n": 7, "extras": [(3, 7)], "dtype": "f32", "body": "mul(a0, a1)"},
 )  # fmt: skip
 def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
     """Sum the parts of linear_split in order, and apply the epilogue of linear_map to the sum a0 and the extras."""

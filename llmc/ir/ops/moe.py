@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
+from llmc.ir.contents import Drawing, Shape
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.scalar import E, evaluate, parse_expr, walk
@@ -41,18 +43,12 @@ def _moe_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [env["x"]]
 
 
-def _moe_example(rng: Any) -> Any:
-    shapes = ((7, 8), (4, 12, 8), (4, 8, 6))
-    x, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
-    idx = np.stack([rng.permutation(4)[:2] for _ in range(7)])
-    biases = [rng.standard_normal(s).astype(np.float32) for s in ((4, 12), (4, 8))]
-    return [x, idx, rng.random((7, 2)).astype(np.float32), gate_up, down, *biases], {}
-
-
 @op(
     "(x: f[t, d], idx: i[t, k], weights: f[t, k], gate_up: fq[e, m, d], down: fq[e, d, i], gate_bias?: f[e, m],"
     " down_bias?: f[e, d]) -> x[t, d]",
-    infer=_moe_type, flops="6*t*k*i*d", example=_moe_example,
+    infer=_moe_type, flops="6*t*k*i*d",
+    holds={"idx": contents.index("gate_up", distinct=True), "weights": contents.probability},
+    example={"t": 7, "d": 8, "k": 2, "e": 4, "m": 12, "i": 6},
 )  # fmt: skip
 def moe(
     x: Any, idx: Any, weights: Any, gate_up: Any, down: Any, gate_bias: Any = None, down_bias: Any = None, *,
@@ -77,17 +73,16 @@ def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
     return evaluate(gate(body), NUMPY, [a0, a1])
 
 
-def _route_example(rng: Any) -> Any:
-    return [np.stack([rng.permutation(6)[:2] for _ in range(7)]).astype(np.int32)], {"experts": 6}
-
-
 def _route_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if attrs["experts"] < 1:
         raise Mismatch("there must be an expert")
     return [tensor("i32", env["t"] * env["k"]), tensor("i32", attrs["experts"] + 1)]
 
 
-@op("(idx: i[t, k]) -> idx[...], idx[...]", infer=_route_type, example=_route_example)
+@op(
+    "(idx: i[t, k]) -> idx[...], idx[...]", infer=_route_type, holds={"idx": contents.index("experts", distinct=True)},
+    example={"t": 7, "k": 2, "experts": 6, "idx": "i32"},
+)  # fmt: skip
 def moe_route(idx: Any, *, experts: int) -> Any:
     """Sort the pairs t*k+j (token t, its j-th expert) by expert, stably; return the order and each expert's start."""
     flat = idx.reshape(-1)
@@ -106,16 +101,26 @@ def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [env["x"].with_shape(env["p"], inner)]
 
 
-def _up_example(rng: Any) -> Any:
-    [idx], attrs = _route_example(rng)
-    order, starts = moe_route.ref(idx, **attrs)
-    x, gate_up, bias = (rng.standard_normal(s).astype(np.float32) for s in ((7, 8), (6, 10, 8), (6, 10)))
-    return [x, order, starts, gate_up, bias], {"k": 2}
+def _routed(d: Drawing) -> tuple[Any, Any]:
+    """The results of moe_route for random experts; `order` and `starts` of one node agree."""
+    experts, pairs = d.shapes["starts"][0] - 1, d.shapes["order"][0]
+    return tuple(d.once("routed", lambda: moe_route.ref(d.rng.integers(0, experts, pairs), experts=experts)))
+
+
+def _order(d: Drawing, shape: Shape) -> Any:
+    """The pairs, sorted by expert."""
+    return _routed(d)[0]
+
+
+def _starts(d: Drawing, shape: Shape) -> Any:
+    """The first pair of each expert, and the number of pairs."""
+    return _routed(d)[1]
 
 
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d], bias?: f[e, m]) -> x[...]", infer=_up_type,
-    flops="2*p*m*d", example=_up_example,
+    flops="2*p*m*d", holds={"order": _order, "starts": _starts},
+    example={"t": 7, "d": 8, "p": 14, "s": 7, "e": 6, "m": 10, "k": 2},
 )  # fmt: skip
 def moe_up(
     x: Any, order: Any, starts: Any, gate_up: Any, bias: Any = None, *, k: int, body: str = SWIGLU
@@ -134,17 +139,11 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [tensor("f32", env["t"], env["k"], env["d"])]
 
 
-def _down_example(rng: Any) -> Any:
-    [idx], attrs = _route_example(rng)
-    order, starts = moe_route.ref(idx, **attrs)
-    shapes = ((14, 5), (6, 8, 5), (7, 2), (6, 8))
-    h, down, weights, bias = (rng.standard_normal(s).astype(np.float32) for s in shapes)
-    return [h, order, starts, down, weights, bias], {}
-
-
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], down: fq[e, d, i], weights: f[t, k], bias?: f[e, d]) -> h[...]",
-    infer=_down_type, flops="2*p*d*i", example=_down_example,
+    infer=_down_type, flops="2*p*d*i",
+    holds={"order": _order, "starts": _starts, "weights": contents.probability},
+    example={"p": 14, "i": 5, "s": 7, "e": 6, "d": 8, "t": 7, "k": 2},
 )  # fmt: skip
 def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:
     """weight * down(h) for every pair, scattered to the pair's token and position k (f32)."""

@@ -21,19 +21,12 @@ def _layer(attrs: Mapping[str, Any]) -> E:
     return centred * call("rsqrt", call("row_mean", centred * centred) + attrs["eps"]) * arg(1) + arg(2)
 
 
-def _drawn(weights: int) -> Any:
-    return lambda rng: (
-        [rng.standard_normal(s).astype(np.float32) for s in ((3, 8), *((8,),) * weights)],
-        {"eps": 1e-5},
-    )
-
-
 @op(
     "(x: f[*b, d], w: f[d]) -> x[*b, d]",
     flops="4*b*d",
     oracle="torch.nn.functional.rms_norm",
     scalar=_rms,
-    example=_drawn(1),
+    example={"*b": (3,), "d": 8, "eps": 1e-5},
 )
 def rms_norm(x: Any, w: Any, *, eps: float) -> Any:
     """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, arXiv 1910.07467)."""
@@ -45,7 +38,7 @@ def rms_norm(x: Any, w: Any, *, eps: float) -> Any:
     flops="7*b*d",
     oracle="torch.nn.functional.layer_norm",
     scalar=_layer,
-    example=_drawn(2),
+    example={"*b": (3,), "d": 8, "eps": 1e-5},
 )
 def layer_norm(x: Any, w: Any, b: Any, *, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * w + b, with the biased variance (Ba et al. 2016, arXiv 1607.06450)."""

@@ -8,10 +8,13 @@ joins several parts (row blocks of w), a panel holds rows / parts rows of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
+from llmc.ir.contents import Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY, broadcast_shapes
@@ -37,7 +40,7 @@ def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(w: f[m, k]) -> w[...]", infer=_pack_type,
-    example=lambda rng: ([rng.standard_normal((14, 5)).astype(np.float32)], {"rows": 8, "pair": 2, "parts": 2}),
+    example={"m": 14, "k": 5, "rows": 8, "pair": 2, "parts": 2},
 )  # fmt: skip
 def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
     """Pack w [m, k] into panels, padding with zeros.
@@ -63,6 +66,19 @@ def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
     return out.reshape(panels, depth, rows, pair)
 
 
+def _packed(d: Drawing, shape: Shape) -> Any:
+    """A packed random weight, whose padding is zero."""
+    panels, depth, rows, pair = shape
+    parts = d.attrs.get("parts", 1)
+    n = int(d.attrs.get("n", panels * rows - 2))
+    w = contents.arbitrary(d.rng, (n * parts, depth * pair - (pair > 1)), "f")
+    return pack_panel.ref(w, rows=rows, pair=pair, parts=parts)
+
+
+# The sizes of a weight [14, 5] packed with rows=8 and pair=2, for examples.
+_PANEL: Mapping[str, Any] = MappingProxyType({"panels": 2, "depth": 3, "rows": 8, "pair": 2, "k": 5})
+
+
 def unpack_panel(wp: Any, n: Any, k: int, parts: int) -> Any:
     """Invert pack_panel for parts of n rows: returns [parts * n, k]."""
     panels, depth, rows, pair = wp.shape
@@ -84,15 +100,11 @@ def _packed_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [Type(attrs["dtype"] or x.dtype, shape)]
 
 
-def _packed_example(rng: Any) -> Any:
-    x, w, e = (rng.standard_normal(s).astype(np.float32) for s in ((3, 5), (14, 5), (7,)))
-    wp = pack_panel.ref(w, rows=8, pair=2, parts=2)
-    return [x, wp, e], {"n": 7, "parts": 2, "body": "add(mul(sigmoid(a0), a1), a2)"}
-
-
 @op(
     "(x: f[*b, k], wp: f[panels, depth, rows, pair], extras*: f[...]) -> x[...]", infer=_packed_type,
-    flops="2*b*k*n*parts", example=_packed_example,
+    flops="2*b*k*n*parts",
+    holds={"wp": _packed},
+    example={**_PANEL, "extras": [(7,)], "n": 7, "parts": 2, "body": "add(mul(sigmoid(a0), a1), a2)"},
 )  # fmt: skip
 def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: str = "a0", dtype: str = "") -> Any:
     """linear_map over a packed weight (see pack_panel) with n outputs.
@@ -110,14 +122,9 @@ def _take_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [Type(env["wp"].dtype, (*env["*b"], Dim.of(attrs["k"])))]
 
 
-def _take_example(rng: Any) -> Any:
-    wp = pack_panel.ref(rng.standard_normal((14, 5)).astype(np.float32), rows=8, pair=2)
-    return [wp, rng.integers(-1, 14, (2, 3))], {"k": 5}
-
-
 @op(
     "(wp: f[panels, depth, rows, pair], idx: i[*b]) -> wp[*b, k]", infer=_take_type, bytes="2*out*bytes_wp",
-    example=_take_example,
+    holds={"wp": _packed, "idx": contents.index("wp", 0, 2, padding=True)}, example=_PANEL,
 )  # fmt: skip
 def packed_take(wp: Any, idx: Any, *, k: int) -> Any:
     """take over a packed weight of one part, so that a tied embedding can share the layout of the output projection.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir.contents import Content, positive
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import OpDef, Shape, Strs, op
@@ -30,7 +32,8 @@ def pointwise(
     out: str = "",
     commutes: bool = False,
     oracle: str | None = None,
-    example: Any = None,
+    holds: Mapping[str, Content] = MappingProxyType({}),
+    example: Mapping[str, Any] = MappingProxyType({}),
 ) -> OpDef:
     """Declare a pointwise op by a Python function of scalar expressions.
 
@@ -53,7 +56,7 @@ def pointwise(
 
     return OpDef(
         name, operands, results, {}, ref, flops=f"{max(1, flops(e))}*out", commutes=commutes, scalar=lambda attrs: e,
-        oracle=oracle, infer=infer, example=example, doc=doc, signature=text,
+        oracle=oracle, infer=infer, holds=holds, example=example, doc=doc, signature=text,
     )  # fmt: skip
 
 
@@ -65,21 +68,7 @@ def _compare(name: str, sign: str) -> OpDef:
     return pointwise(name, lambda a, b: call(name, a, b), f"a {sign} b", "tt", "bool", oracle=f"torch.{name}")
 
 
-def _positive(rng: Any) -> Any:
-    return [rng.uniform(0.1, 3, (3, 5)).astype(np.float32)], {}
-
-
-def _flags(arity: int) -> Any:
-    return lambda rng: ([rng.random((3, 5)) > 0.5 for _ in range(arity)], {})
-
-
-def _pow_example(rng: Any) -> Any:
-    return [rng.uniform(0.1, 3, (3, 5)).astype(np.float32), rng.standard_normal(5).astype(np.float32)], {}
-
-
-def _where_example(rng: Any) -> Any:
-    a, b = rng.standard_normal((2, 3, 5)).astype(np.float32)
-    return [rng.random((3, 1)) > 0.5, a, b], {}
+_POSITIVE: Mapping[str, Content] = MappingProxyType({"a": positive})
 
 
 _half_erf = lambda a: 0.5 * a * (1 + call("erf", a * math.sqrt(0.5)))  # noqa: E731
@@ -89,7 +78,7 @@ add = pointwise("add", lambda a, b: a + b, "a + b", "tt", commutes=True, oracle=
 sub = pointwise("sub", lambda a, b: a - b, "a - b", "tt", oracle="torch.sub")
 mul = pointwise("mul", lambda a, b: a * b, "a * b", "tt", commutes=True, oracle="torch.mul")
 div = pointwise("div", lambda a, b: a / b, "a / b", oracle="torch.div")
-pow_ = pointwise("pow", lambda a, b: call("pow", a, b), "a to the power b", oracle="torch.pow", example=_pow_example)
+pow_ = pointwise("pow", lambda a, b: call("pow", a, b), "a to the power b", oracle="torch.pow", holds=_POSITIVE)
 maximum = pointwise(
     "maximum", lambda a, b: call("max", a, b), "the larger", "tt", commutes=True, oracle="torch.maximum"
 )
@@ -101,16 +90,16 @@ abs_ = _unary("abs", "|a|", kinds="t")
 floor = _unary("floor", "the largest integer not above a")
 exp = _unary("exp", "e to the power a")
 exp2 = _unary("exp2", "2 to the power a")
-log = _unary("log", "natural logarithm", example=_positive)
-sqrt = _unary("sqrt", "square root", example=_positive)
-rsqrt = _unary("rsqrt", "1 / sqrt(a)", example=_positive)
+log = _unary("log", "natural logarithm", holds=_POSITIVE)
+sqrt = _unary("sqrt", "square root", holds=_POSITIVE)
+rsqrt = _unary("rsqrt", "1 / sqrt(a)", holds=_POSITIVE)
 sin = _unary("sin", "sine of radians")
 cos = _unary("cos", "cosine of radians")
 tanh = _unary("tanh", "hyperbolic tangent")
 erf = _unary("erf", "error function")
 sigmoid = _unary("sigmoid", "1 / (1 + exp(-a))")
 square = pointwise("square", lambda a: a * a, "a * a", oracle="torch.square")
-reciprocal = pointwise("reciprocal", lambda a: 1 / a, "1 / a", oracle="torch.reciprocal", example=_positive)
+reciprocal = pointwise("reciprocal", lambda a: 1 / a, "1 / a", oracle="torch.reciprocal", holds=_POSITIVE)
 silu = pointwise("silu", lambda a: a * call("sigmoid", a), "a * sigmoid(a)", oracle="torch.nn.functional.silu")
 gelu = pointwise("gelu", _half_erf, "a * Phi(a), exact (by erf)", oracle="torch.nn.functional.gelu")
 gelu_tanh = pointwise("gelu_tanh", _gelu_tanh, "gelu by its tanh approximation (GPT-2)")
@@ -119,17 +108,13 @@ eq, ne = _compare("eq", "=="), _compare("ne", "!=")
 lt, le = _compare("lt", "<"), _compare("le", "<=")
 gt, ge = _compare("gt", ">"), _compare("ge", ">=")
 logical_and = pointwise(
-    "logical_and", lambda a, b: call("and", a, b), "a and b", "bb", "bool", True, "torch.logical_and", _flags(2)
+    "logical_and", lambda a, b: call("and", a, b), "a and b", "bb", "bool", True, "torch.logical_and"
 )
-logical_or = pointwise(
-    "logical_or", lambda a, b: call("or", a, b), "a or b", "bb", "bool", True, "torch.logical_or", _flags(2)
-)
-logical_not = pointwise(
-    "logical_not", lambda a: call("not", a), "not a", "b", "bool", oracle="torch.logical_not", example=_flags(1)
-)
+logical_or = pointwise("logical_or", lambda a, b: call("or", a, b), "a or b", "bb", "bool", True, "torch.logical_or")
+logical_not = pointwise("logical_not", lambda a: call("not", a), "not a", "b", "bool", oracle="torch.logical_not")
 where = pointwise(
     "where", lambda a, b, c: call("select", a, b, c), "b where a, else c", "btt", oracle="torch.where",
-    example=_where_example,
+    example={"*a": (3, 1), "*b": (3, 5), "*c": (3, 5)},
 )  # fmt: skip
 
 
@@ -147,7 +132,7 @@ def _cast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [Type(_known_dtype(attrs), env["x"].shape)]
 
 
-@op("() -> dtype[]", infer=_constant_type, example=lambda rng: ([], {"value": 2.5, "dtype": "f32"}))
+@op("() -> dtype[]", infer=_constant_type, example={"value": 2.5, "dtype": "f32"})
 def constant(*, value: float, dtype: str) -> Any:
     """A rank-0 constant."""
     return np.asarray(value)
@@ -157,7 +142,7 @@ def constant(*, value: float, dtype: str) -> Any:
     "(x: t[*s]) -> dtype[*s]",
     infer=_cast_type,
     elementwise=True,
-    example=lambda rng: ([rng.standard_normal((3, 5))], {"dtype": "i32"}),
+    example={"*s": (3, 5), "dtype": "i32"},
 )
 def cast(x: Any, *, dtype: str) -> Any:
     """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
@@ -165,7 +150,7 @@ def cast(x: Any, *, dtype: str) -> Any:
     return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else (x != 0) if kind == "b" else x
 
 
-@op("() -> dtype[size]", example=lambda rng: ([], {"size": 7, "dtype": "i64"}))
+@op("() -> dtype[size]", example={"size": 7, "dtype": "i64"})
 def iota(*, size: Dim, dtype: str) -> Any:
     """The integers 0, 1, ..., size - 1."""
     return np.arange(int(size))
@@ -181,13 +166,13 @@ def _fused_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     ]
 
 
-def _fused_example(rng: Any) -> Any:
-    xs = [rng.standard_normal(s).astype(np.float32) for s in ((3, 5), (3, 5), (5,))]
-    body = ["add(a0, a1)", "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a2)"]
-    return xs, {"body": body, "dtypes": ["f32", "f32"]}
-
-
-@op("(xs*: t[...]) -> f32[]", infer=_fused_types, flops="out", example=_fused_example)
+@op(
+    "(xs*: t[...]) -> f32[]", infer=_fused_types, flops="out",
+    example={
+        "xs": [(3, 5), (3, 5), (5,)], "dtypes": ["f32", "f32"],
+        "body": ["add(a0, a1)", "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a2)"],
+    },
+)  # fmt: skip
 def fused(*xs: Any, body: Strs, dtypes: Strs) -> Any:
     """A group of pointwise and last-axis reduction ops as one node.
 
@@ -209,7 +194,7 @@ def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
     return [Type(env["x"].dtype, attrs["shape"])]
 
 
-@op("(x: t[*s]) -> x[...]", infer=_broadcast_type, example=lambda rng: ([rng.random((3, 1))], {"shape": [2, 3, 5]}))
+@op("(x: t[*s]) -> x[...]", infer=_broadcast_type, example={"*s": (3, 1), "shape": [2, 3, 5]})
 def broadcast(x: Any, *, shape: Shape) -> Any:
     """Repeat x along new axes and axes of size 1."""
     return np.broadcast_to(x, tuple(map(int, shape)))

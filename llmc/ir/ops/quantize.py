@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.ir.contents import index, integers, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
@@ -37,7 +38,7 @@ def _unpack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(x: i[*s]) -> u8[...]", infer=_unpack_type,
-    example=lambda rng: ([rng.integers(0, 1 << 31, (3, 6), np.int32)], {"bits": 3, "axis": 1, "size": 61}),
+    holds={"x": integers(0, 1 << 31)}, example={"x": "i32", "*s": (3, 6), "bits": 3, "axis": 1, "size": 61},
 )  # fmt: skip
 def unpack_bits(x: Any, *, bits: int, axis: int, size: int, order: Ints = (), word_add: int = 0, add: int = 0) -> Any:
     """Unpack `size` unsigned integers of `bits` bits along one axis.
@@ -74,7 +75,7 @@ def _stream(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 @op(
     "(x: t[*b, c], idx: i[k]) -> x[*b, k]", bytes="2*out*bytes_x",
-    example=lambda rng: ([rng.random((3, 4)), rng.integers(0, 4, (9,))], {}),
+    holds={"idx": index("x", -1)}, example={"*b": (3,), "c": 4, "k": 9},
 )  # fmt: skip
 def take_columns(x: Any, idx: Any) -> Any:
     """Columns of x by index, such as the scales of the groups that `g_idx` names."""
@@ -90,7 +91,7 @@ def _bitcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(x: i[*s]) -> dtype[*s]", infer=_bitcast_type, bytes="0",
-    example=lambda rng: ([rng.integers(0, 255, (3, 5)).astype(np.uint8)], {"dtype": "f8e8m0"}),
+    holds={"x": integers(0, 255)}, example={"x": "u8", "*s": (3, 5), "dtype": "f8e8m0"},
 )  # fmt: skip
 def bitcast(x: Any, *, dtype: str) -> Any:
     """The same bits as another dtype of the same width."""
@@ -117,11 +118,10 @@ def _dequantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
 @op(
     "(code: t[*b, n, k], scale: f[*b, r, c], zero?: t[*b, r, c]) -> dtype[*b, n, k]", infer=_dequantize_type,
     flops="2*b*n*k",
-    example=lambda rng: (
-        [rng.integers(0, 16, (6, 10)).astype(np.uint8), rng.random((6, 3)).astype(np.float32),
-         rng.integers(0, 16, (6, 3)).astype(np.uint8)],
-        {"block": [1, 4], "dtype": "f32"},
-    ),
+    holds={"code": integers(0, 16), "scale": probability, "zero": integers(0, 16)},
+    example={
+        "code": "u8", "zero": "u8", "*b": (), "n": 6, "k": 10, "r": 6, "c": 3, "block": [1, 4], "dtype": "f32",
+    },
 )  # fmt: skip
 def dequantize(
     code: Any, scale: Any, zero: Any = None, *, block: Ints, dtype: str, zero_point: int = 0, values: str = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops import norm, state
@@ -17,11 +18,11 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 
-def _tables_example(rng: Any) -> Any:
-    return [rng.random(4).astype(np.float32), rng.integers(0, 50, 6)], {"scaling": 1.0, "dtype": "f32"}
-
-
-@op("(inv_freq: f[h], pos: i[t]) -> (cos: dtype[t, h], sin: dtype[t, h])", flops="4*t*h", example=_tables_example)
+@op(
+    "(inv_freq: f[h], pos: i[t]) -> (cos: dtype[t, h], sin: dtype[t, h])", flops="4*t*h",
+    holds={"inv_freq": contents.probability, "pos": contents.positions},
+    example={"h": 4, "t": 6, "scaling": 1.0, "dtype": "f32"},
+)  # fmt: skip
 def rope_tables(inv_freq: Any, pos: Any, *, scaling: float, dtype: str) -> Any:
     """cos and sin of pos * inv_freq (radians, one column per frequency), times an attention scaling factor (YaRN)."""
     angle = pos[:, None].astype(inv_freq.dtype) * inv_freq
@@ -35,16 +36,12 @@ def _rope_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [env["x"]]
 
 
-def _rope_example(rng: Any) -> Any:
-    angle = rng.uniform(0, 6, (5, 3))
-    return [rng.standard_normal((5, 2, 8)).astype(np.float32), np.cos(angle), np.sin(angle)], {}
-
-
 @op(
     "(x: f[t, n, d], cos: f[t, h], sin: f[t, h]) -> x[t, n, d]",
     infer=_rope_type,
     flops="3*t*n*d",
-    example=_rope_example,
+    holds={"cos": contents.cosine, "sin": contents.sine},
+    example={"t": 5, "n": 2, "d": 8, "h": 3},
 )
 def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
     """Rotate the first 2h elements of every head by the position's angles; the rest pass through.
@@ -76,19 +73,14 @@ def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return [x.with_shape(x.shape[0], heads, env["d"]), kv]
 
 
-def _append_example(rng: Any) -> Any:
-    f32, angle = np.float32, rng.uniform(0, 6, (5, 3))
-    x, kv = rng.standard_normal((5, 64)).astype(f32), rng.standard_normal((4, 2, 2, 3, 8)).astype(f32)
-    gains = [rng.standard_normal(8).astype(f32) for _ in range(2)]
-    return [x, kv, np.array([7, 1, -1, 10, 0], np.int32), np.cos(angle), np.sin(angle), *gains], {
-        "heads": 4, "dtype": "f32", "eps": 1e-5,
-    }  # fmt: skip
-
-
 @op(
     "(x: f[t, n], kv: state f[p, 2, g, page, d], slots: i32[t], cos?: f[t, r], sin?: f[t, r], qw?: f[d], kw?: f[d])"
     " -> (q: x[t, heads, d], appended: state kv[p, 2, g, page, d])",
-    writes=("kv",), infer=_append_type, flops="6*t*n", example=_append_example,
+    writes=("kv",), infer=_append_type, flops="6*t*n",
+    holds={"kv": contents.kv_pool, "slots": contents.slots, "cos": contents.cosine, "sin": contents.sine},
+    example={
+        "t": 5, "n": 64, "p": 4, "g": 2, "page": 3, "d": 8, "r": 3, "heads": 4, "dtype": "f32", "eps": 1e-5,
+    },
     bytes="t*n*bytes_x + t*heads*d*bytes_x + 2*t*g*d*bytes_kv + 4*t",
 )  # fmt: skip
 def rope_append(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
+from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.state import ends, row_commit
+from llmc.ir.ops.state import HOLDS, ends, row_commit
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -27,77 +31,39 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _fparams(rng: Any, rows: int) -> Any:
-    f = np.zeros((rows, 8), np.float32)
-    f[:, 0] = rng.choice([0.0, 0.5, 1.5], rows)
-    f[:, 1] = rng.choice([1.0, 0.8], rows)
-    f[:, 2] = rng.choice([0.0, 0.05], rows)
-    f[:, 3] = rng.choice([1.0, 1.7], rows)
-    f[:, 4], f[:, 5] = rng.uniform(-1, 1, (2, rows))
-    return f
+def _block_maximum(result: int) -> Content:
+    """A result of row_block_max on the node's other operands; in drawings that need not be exact, one in range."""
+
+    def draw(d: Drawing, shape: Shape) -> Any:
+        if not d.exact:
+            return np.resize(np.arange(shape[-1]) * d.attrs["block"], shape)
+        operands = [slot.name for slot in row_block_max.operands]
+        results = d.once("blocks", lambda: row_block_max.ref(*map(d.operand, operands), block=d.attrs["block"]))
+        return results[result]
+
+    return draw
 
 
-def _iparams(rng: Any, rows: int) -> Any:
-    i = np.zeros((rows, 8), np.int32)
-    i[:, 0] = rng.choice([0, 5], rows)
-    i[:, 1], i[:, 2] = rng.integers(-(2**31), 2**31, (2, rows))
-    i[:, 3], i[:, 4] = rng.choice([2, 6], rows), rng.integers(2, 12, rows)
-    i[:, 6], i[:, 7] = rng.integers(0, 4, rows), rng.integers(0, 2, rows)
-    return i
-
-
-def _states(rng: Any, rows: int, v: int) -> dict[str, Any]:
-    """Random row states for `rows` rows and a vocabulary of v ids."""
-    i32 = np.int32
-    words = (rows, -(-v // 32))
-    stops = np.full((rows, 32), -1, i32)
-    stops[:, :2] = rng.integers(0, v, (rows, 2))
-    return {
-        "fparams": _fparams(rng, rows),
-        "iparams": _iparams(rng, rows),
-        "stops": stops,
-        "seen": rng.integers(-(2**31), 2**31, words).astype(i32),
-        "counts": rng.integers(0, 3, (rows, v)).astype(i32),
-        "bias_ids": np.sort(rng.permuted(np.tile(np.arange(v), (rows, 1)), axis=1)[:, :8], 1).astype(i32),
-        "biases": rng.standard_normal((rows, 8)).astype(np.float32) * 4,
-        "allowed": rng.integers(-(2**31), 2**31, words).astype(i32),
-        "tokens": rng.integers(0, v, (rows, 12)).astype(i32),
+_HOLDS: Mapping[str, Content] = MappingProxyType(
+    {
+        **HOLDS, "logits": contents.logits, "fparams": contents.fparams, "iparams": contents.iparams,
+        "stops": contents.stops, "seen": contents.seen, "bias_ids": contents.bias_ids, "biases": contents.biases,
+        "allowed": contents.allowed,
     }
-
-
-def _entries(rng: Any) -> dict[str, Any]:
-    """Random operands of a step with three entries over 41 ids: two of three device rows, and padding."""
-    i32 = np.int32
-    return {
-        "logits": rng.standard_normal((3, 41)).astype(np.float32) * 3,
-        "rows": np.array([2, 0, -1], i32),
-        "starts": np.array([0, 3, 4, 4], i32),
-        "positions": np.array([1, 2, 3, 5, -1], i32),
-        **_states(rng, 3, 41),
-    }
-
-
-_PENALIZED = ("logits", "rows", "fparams", "iparams", "seen", "counts", "bias_ids", "biases")
-_MASKED = ("logits", "rows", "starts", "positions", "iparams", "stops", "allowed")
-_SAMPLED = ("logits", "rows", "starts", "positions", "tokens", "fparams", "iparams")
-_BLOCKS = (
-    "logits", "rows", "starts", "positions", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases",
-    "allowed",
 )  # fmt: skip
-
-
-def _example(names: tuple[str, ...]) -> Any:
-    def example(rng: Any) -> Any:
-        entries = _entries(rng)
-        return [entries[name] for name in names], {}
-
-    return example
+_OF_BLOCKS: Mapping[str, Content] = MappingProxyType(
+    {**_HOLDS, "best": _block_maximum(0), "ids": _block_maximum(1), "sums": _block_maximum(2)}
+)
+# A step with three entries over 41 ids, for examples.
+_SIZES: Mapping[str, Any] = MappingProxyType(
+    {"r": 3, "v": 41, "t": 5, "m": 3, "s": 32, "w": 2, "b": 8, "l": 12, "n": 3}
+)
 
 
 @op(
     "(logits: f[r, v], rows: i32[r], fparams: state f32[m, 8], iparams: state i32[m, 8], seen: state i32[m, w],"
     " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b]) -> f32[r, v]",
-    flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", example=_example(_PENALIZED),
+    flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", holds=_HOLDS, example=_SIZES,
 )  # fmt: skip
 def row_penalize(
     logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any
@@ -130,7 +96,8 @@ def _bits(words: Any, v: int) -> Any:
 
 @op(
     "(logits: f32[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], iparams: state i32[m, 8],"
-    " stops: state i32[m, s], allowed: state i32[m, w]) -> f32[r, v]", bytes="8*r*v", example=_example(_MASKED),
+    " stops: state i32[m, s], allowed: state i32[m, w]) -> f32[r, v]", bytes="8*r*v", holds=_HOLDS,
+    example=_SIZES,
 )  # fmt: skip
 def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
     """Set logits of forbidden ids to -inf.
@@ -172,7 +139,7 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
 @op(
     "(logits: f32[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], tokens: state i32[m, l],"
     " fparams: state f32[m, 8], iparams: state i32[m, 8]) -> i32[r]", flops="8*r*v", bytes="4*r*v",
-    example=_example(_SAMPLED),
+    holds=_HOLDS, example=_SIZES,
 )  # fmt: skip
 def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any, fparams: Any, iparams: Any) -> Any:
     """Choose one id per entry.
@@ -206,16 +173,13 @@ def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
     return [Type("f32", shape), Type("i32", shape), Type("f32", shape)]
 
 
-def _blocks_example(rng: Any) -> Any:
-    return _example(_BLOCKS)(rng)[0], {"block": 16}
-
-
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w])"
     " -> (best: f32[r, n], ids: i32[r, n], sums: f32[r, n])",
-    flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, example=_blocks_example,
+    flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, holds=_HOLDS,
+    example={**_SIZES, "block": 16},
 )  # fmt: skip
 def row_block_max(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
@@ -240,20 +204,13 @@ def row_block_max(
     return np.where(live, best[..., 0], 0), np.where(live, top + np.arange(n) * block, 0), sums
 
 
-def _picks_example(rng: Any) -> Any:
-    entries = _entries(rng)
-    operands = [entries[name] for name in _BLOCKS]
-    best, ids, sums = row_block_max.ref(*operands, block=16)
-    found = [best.astype(np.float32), ids.astype(np.int32), sums.astype(np.float32)]
-    return [*operands, entries["tokens"], *found], {"block": 16}
-
-
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
     " best: f32[r, n], ids: i32[r, n], sums: f32[r, n]) -> i32[r]",
-    flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", example=_picks_example,
+    flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
+    example={**_SIZES, "block": 16},
 )  # fmt: skip
 def row_sample_blocks(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
@@ -268,18 +225,11 @@ def row_sample_blocks(
     return row_sample.ref(x, rows, starts, positions, tokens, fparams, iparams)
 
 
-def _logprobs_example(rng: Any) -> Any:
-    i32 = np.int32
-    wants = np.zeros((3, 8), i32)
-    wants[[0, 2], 5] = 1
-    logits, ids = rng.standard_normal((4, 41)).astype(np.float32), rng.integers(0, 41, 4).astype(i32)
-    return [logits, ids, np.array([2, 1, -1, 0], i32), wants], {"k": 5}
-
-
 @op(
     "(logits: f[r, v], ids: i32[r], rows?: i32[r], iparams?: state i32[m, 8])"
     " -> (logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k])",
-    flops="4*r*v", bytes="r*v*bytes_logits", example=_logprobs_example,
+    flops="4*r*v", bytes="r*v*bytes_logits", holds=_HOLDS,
+    example={**_SIZES, "r": 4, "k": 5},
 )  # fmt: skip
 def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *, k: int = 20) -> Any:
     """Log-probabilities of the raw logits: of the sampled id with its rank (1: the largest), and of the k largest ids.
@@ -297,11 +247,6 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     return tuple(np.where(wants if a.ndim == 1 else wants[:, None], a, 0) for a in out)
 
 
-def _finish_example(rng: Any) -> Any:
-    operands, attrs = _picks_example(rng)
-    return [*operands, np.array([1, 5, 4], np.int32), np.array([1, 0, 1], np.int32)], {**attrs, "k": 5}
-
-
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
@@ -309,7 +254,8 @@ def _finish_example(rng: Any) -> Any:
     " best: f32[r, n], ids: i32[r, n], sums: f32[r, n], length: state i32[m], emit: i32[r])"
     " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
     " history: state i32[m, l], lengths: state i32[m], c: state i32[m, v])",
-    writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", example=_finish_example,
+    writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
+    example={**_SIZES, "block": 16, "k": 5},
 )  # fmt: skip
 def row_finish(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
@@ -319,8 +265,8 @@ def row_finish(
     """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that follows row_block_max."""
     states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
     drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
-    told = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
-    return drawn, *told, *row_commit.ref(tokens, length, counts, rows, starts, positions, emit, drawn)
+    logprobs = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
+    return drawn, *logprobs, *row_commit.ref(tokens, length, counts, rows, starts, positions, emit, drawn)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.ir.contents import index
 from llmc.ir.dim import Dim, product
 from llmc.ir.opdef import Ints, OpDef, Shape, op
 from llmc.ir.ops.common import axis_of
@@ -23,7 +24,7 @@ def _reshape_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(x: t[*s]) -> x[...]", infer=_reshape_type, bytes="0",
-    example=lambda rng: ([rng.random((4, 6))], {"shape": [2, 12]}),
+    example={"*s": (4, 6), "shape": [2, 12]},
 )  # fmt: skip
 def reshape(x: Any, *, shape: Shape) -> Any:
     """The same elements in row-major order, with another shape."""
@@ -39,7 +40,7 @@ def _transpose_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
 
 @op(
     "(x: t[*s]) -> x[...]", infer=_transpose_type, oracle="torch.permute",
-    example=lambda rng: ([rng.random((3, 4, 5))], {"perm": [2, 0, 1]}),
+    example={"*s": (3, 4, 5), "perm": [2, 0, 1]},
 )  # fmt: skip
 def transpose(x: Any, *, perm: Ints) -> Any:
     """Permute the axes: axis i of the result is axis perm[i] of x."""
@@ -63,7 +64,7 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(x: t[*s]) -> x[...]", infer=_slice_type, bytes="2*out*bytes_x",
-    example=lambda rng: ([rng.random((3, 9))], {"axis": 1, "start": 1, "stop": 8, "step": 2}),
+    example={"*s": (3, 9), "axis": 1, "start": 1, "stop": 8, "step": 2},
 )  # fmt: skip
 def slice_(x: Any, *, axis: int, start: Dim, stop: Dim, step: int = 1) -> Any:
     """Elements start, start + step, ... below stop along one axis; indices count from the front."""
@@ -89,7 +90,7 @@ def _concat_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(xs*: t[...]) -> t[...]", infer=_concat_type,
-    example=lambda rng: ([rng.random((3, 2)), rng.random((3, 5))], {"axis": 1}),
+    example={"xs": [(3, 2), (3, 5)], "axis": 1},
 )  # fmt: skip
 def concat(*xs: Any, axis: int) -> Any:
     """Concatenate the operands along one axis."""
@@ -98,7 +99,7 @@ def concat(*xs: Any, axis: int) -> Any:
 
 @op(
     "(x: t[n, *d], idx: i[*b]) -> x[*b, *d]", bytes="2*out*bytes_x", oracle="torch.embedding",
-    example=lambda rng: ([rng.random((7, 5)), rng.integers(0, 7, (2, 3))], {}),
+    holds={"idx": index("x")}, example={"n": 7, "*d": (5,), "*b": (2, 3)},
 )  # fmt: skip
 def take(x: Any, idx: Any) -> Any:
     """Rows of x by index (an embedding). A negative index, used for padding tokens, gives a row of zeros."""
@@ -115,7 +116,7 @@ def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(x: t[*s], idx: i[*i]) -> x[*i]", infer=_gather_type, bytes="2*out*bytes_x", oracle="torch.gather",
-    example=lambda rng: ([rng.random((3, 7)), rng.integers(0, 7, (3, 4))], {"axis": 1}),
+    holds={"idx": index("x", "axis")}, example={"*s": (3, 7), "*i": (3, 4), "axis": 1},
 )  # fmt: skip
 def gather(x: Any, idx: Any, *, axis: int) -> Any:
     """result[.., i, ..] = x[.., idx[.., i, ..], ..] along one axis; all other axes are shared."""

@@ -7,23 +7,31 @@ row are adjacent and their tokens consecutive; each entry has its own logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir import contents
+from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
 
-
-def _spans_example(rng: Any) -> Any:
-    i32 = np.int32
-    rows, qlens = np.array([2, 0, 0, -1], i32), np.array([3, 1, 2, 0], i32)
-    return [rows, qlens, np.array([6, 0, 2, 0], i32)], {"tokens": 7}
+# What the operands of ops on device rows hold, by operand name.
+HOLDS: Mapping[str, Content] = MappingProxyType(
+    {
+        "rows": contents.rows, "qlens": contents.qlens, "starts": contents.starts, "token_row": contents.token_row,
+        "positions": contents.positions, "length": contents.length, "pages": contents.page_table,
+        "kv": contents.kv_pool, "slots": contents.slots, "tokens": contents.history, "counts": contents.counts,
+        "emit": contents.emit, "ids": contents.token_ids,
+    }
+)  # fmt: skip
 
 
 @op(
     "(rows: i32[r], qlens: i32[r], length: state i32[m]) -> (starts: i32[r+1], token_row: i32[tokens],"
-    " positions: i32[tokens])", example=_spans_example,
+    " positions: i32[tokens])", holds=HOLDS, example={"r": 4, "m": 4, "tokens": 7},
 )  # fmt: skip
 def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
     """Lay out the step's tokens on one flat axis, the qlens[i] tokens of each entry after those of the previous one.
@@ -42,24 +50,20 @@ def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
     return starts, token_row, positions
 
 
-def _ids_example(rng: Any) -> Any:
-    i32 = np.int32
-    return [rng.integers(0, 99, (4, 9)).astype(i32), np.array([2, 2, 0, -1], i32), np.array([3, 4, 0, -1], i32)], {}
-
-
-@op("(tokens: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", example=_ids_example)
+@op(
+    "(tokens: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", holds=HOLDS,
+    example={"m": 4, "l": 9, "t": 4},
+)  # fmt: skip
 def row_ids(tokens: Any, token_row: Any, positions: Any) -> Any:
     """Token ids from the rows' histories; 0 for padding."""
     ids = tokens[np.maximum(token_row, 0), np.maximum(positions, 0)]
     return np.where(token_row >= 0, ids, 0)
 
 
-def _slots_example(rng: Any) -> Any:
-    operands, _ = _ids_example(rng)
-    return operands, {"page": 2}
-
-
-@op("(pages: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", example=_slots_example)
+@op(
+    "(pages: state i32[m, l], token_row: i32[t], positions: i32[t]) -> i32[t]", bytes="12*t", holds=HOLDS,
+    example={"m": 4, "l": 9, "t": 4, "page": 2},
+)  # fmt: skip
 def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
     """The flat KV slot (page number * page + offset) of each token; -1 for padding."""
     at = np.maximum(positions, 0)
@@ -67,17 +71,10 @@ def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
     return np.where(token_row >= 0, slots, -1)
 
 
-def _begin_example(rng: Any) -> Any:
-    i32 = np.int32
-    rows, qlens = np.array([2, 0, 0, -1], i32), np.array([3, 1, 2, 0], i32)
-    history, pages = rng.integers(0, 99, (4, 9)).astype(i32), rng.integers(0, 99, (4, 5)).astype(i32)
-    return [rows, qlens, np.array([6, 0, 2, 0], i32), history, pages], {"tokens": 7, "page": 2}
-
-
 @op(
     "(rows: i32[r], qlens: i32[r], length: state i32[m], tokens: state i32[m, l], pages: state i32[m, p])"
     " -> (starts: i32[r+1], token_row: i32[tokens], positions: i32[tokens], ids: i32[tokens], slots: i32[tokens])",
-    example=_begin_example,
+    holds=HOLDS, example={"r": 4, "m": 4, "l": 9, "p": 5, "tokens": 7, "page": 2},
 )  # fmt: skip
 def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, tokens: Dim, page: int) -> Any:
     """row_spans, and row_ids and row_slots of its tokens: all that the first layer needs."""
@@ -86,15 +83,10 @@ def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, t
     return starts, token_row, positions, ids, row_slots.ref(pages, token_row, positions, page=page)
 
 
-def _append_example(rng: Any) -> Any:
-    kv = rng.standard_normal((4, 2, 2, 3, 5)).astype(np.float32)
-    k, v = rng.standard_normal((2, 4, 2, 5)).astype(np.float32)
-    return [kv, k, v, np.array([7, 1, -1, 10], np.int32)], {}
-
-
 @op(
     "(kv: state f[p, 2, g, page, d], k: f[t, g, d], v: f[t, g, d], slots: i32[t]) -> state kv[p, 2, g, page, d]",
-    writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", example=_append_example,
+    writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", holds=HOLDS,
+    example={"p": 4, "g": 2, "page": 3, "d": 5, "t": 4},
 )  # fmt: skip
 def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
     """Write keys and values to flat slots of the KV pool; slots of -1 are skipped."""
@@ -106,7 +98,7 @@ def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
     return kv
 
 
-@op("(starts: i32[r]) -> i32[r-1]", example=lambda rng: ([np.array([0, 3, 4, 9], np.int32)], {}))
+@op("(starts: i32[r]) -> i32[r-1]", holds=HOLDS, example={"r": 6})
 def row_last(starts: Any) -> Any:
     """The flat index of each entry's last token; -1 if it has no tokens."""
     return np.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
@@ -117,19 +109,12 @@ def ends(rows: Any, starts: Any, positions: Any) -> Any:
     return positions[np.clip(starts[1:] - 1, 0, None)] + 1
 
 
-def _commit_example(rng: Any) -> Any:
-    i32 = np.int32
-    tokens, counts = rng.integers(0, 9, (4, 8)).astype(i32), rng.integers(0, 3, (4, 9)).astype(i32)
-    rows, starts = np.array([2, 0, 0, 3, -1], i32), np.array([0, 2, 3, 4, 6, 6], i32)
-    operands = [tokens, np.array([6, 0, 2, 5], i32), counts, rows, starts, np.array([2, 3, 6, 7, 5, 6, -1], i32)]
-    return [*operands, np.array([1, 0, 1, 0, 0], i32), np.array([4, 5, 8, 8, 1], i32)], {}
-
-
 @op(
     "(tokens: state i32[m, l], length: state i32[m], counts: state i32[m, v], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], emit: i32[r], ids: i32[r])"
     " -> (history: state i32[m, l], n: state i32[m], c: state i32[m, v])",
-    writes=("tokens", "length", "counts"), bytes="32*r", example=_commit_example,
+    writes=("tokens", "length", "counts"), bytes="32*r", holds=HOLDS,
+    example={"m": 4, "l": 8, "v": 9, "r": 5, "t": 7},
 )  # fmt: skip
 def row_commit(
     tokens: Any, length: Any, counts: Any, rows: Any, starts: Any, positions: Any, emit: Any, ids: Any
@@ -152,4 +137,4 @@ def row_commit(
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["OPS", "ends"]
+__all__ = ["HOLDS", "OPS", "ends"]
