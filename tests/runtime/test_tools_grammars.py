@@ -193,9 +193,7 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         assert not allows(made(), other) and not allows(made(), f"so\n{other}") and allows(made(), '{"a": 1}')
 
 
-@pytest.mark.parametrize(
-    "form", [registry.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic], ids=lambda form: form.__name__
-)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.__name__)
 def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Grammars, form: type[CallFormat]) -> None:
     made, draw = guide(grammars, form, free=False), random.Random(form.name)
     for _ in range(3):
@@ -218,6 +216,22 @@ def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Gra
             found = json.loads(arguments)
             assert (name == "f" and isinstance(found["city"], str)) or (name, found) == ("now", {}) or name == "any"
             assert type(found.get("days", 1)) is int or name == "any"
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.__name__)
+def test_random_calls_that_the_grammar_admits_are_read_back(grammars: Grammars, form: type[CallFormat]) -> None:
+    made, draw = guide(grammars, form, free=False), random.Random(form.name)
+    for _ in range(8):
+        arguments = {
+            "city": "".join(draw.choices("aé 1[]{}(),'=<>", k=draw.randrange(9))), "days": draw.randrange(10),
+            "on": draw.random() < 0.5, "kind": draw.choice(["red", "blue", 1]),
+            "more": {"a": draw.choices(range(-5, 5), k=draw.randrange(4))}, "code": f"AB-{draw.randrange(99)}",
+        }  # fmt: skip
+        arguments = {key: value for key, value in arguments.items() if key == "city" or draw.random() < 0.7}
+        text = template(form, "f", arguments)
+        assert allows(made(), text), text
+        content, found = parsed(form, list(text), {"f": SCHEMA, "now": NOW, "any": ANY})
+        assert not content.strip() and [(n, json.loads(a)) for n, a in found] == [("f", arguments)], text
 
 
 def test_what_a_form_cannot_enforce_is_told_by_name() -> None:

@@ -75,6 +75,9 @@ class OpenAI(CallFormat):
     A message is <|channel|>final<|message|> and content, or <|channel|>commentary to=functions.NAME and arguments; each
     but the first follows <|start|>assistant. The analysis channel before them is reasoning. Only known tools are
     called.
+
+    This format is no JsonShape because its channels also enclose answers, and because the reader accepts the parts of a
+    header in any order while the grammar fixes one. Both sides use the constants below.
     """
 
     name = "openai"
@@ -83,55 +86,62 @@ class OpenAI(CallFormat):
     several = False
     between = None
     channels = True
+    _START, _CHANNEL, _CONSTRAIN, _MESSAGE = markers
+    _END = "<|end|>"
+    _ROLE, _ANSWERS, _CALLS = "assistant", "final", "commentary"
+    _RECIPIENT, _FUNCTIONS = " to=", "functions."
+
+    @classmethod
+    def _head(cls, marker: Marker) -> str:
+        """Return the Lark expression of a message's start, up to the name of its channel."""
+        return f"({marker(cls._START)} {lark(cls._ROLE)})? {marker(cls._CHANNEL)}"
 
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat; this follows the channel's mark."""
-        _, _, constrain, message = map(marker, cls.markers)
-        end = f'{constrain} "json" {message}'
-        calls = (f"{lark(f'commentary to=functions.{name} ')} {end} {rule}" for name, rule in tools.items())
-        return "behind: " + " | ".join(calls)
+        head = cls._CALLS + cls._RECIPIENT + cls._FUNCTIONS
+        end = f'{marker(cls._CONSTRAIN)} "json" {marker(cls._MESSAGE)}'
+        return "behind: " + " | ".join(f"{lark(f'{head}{name} ')} {end} {rule}" for name, rule in tools.items())
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        start, channel = map(marker, cls.markers[:2])
-        return f'calls: ({start} "assistant")? {channel} behind\n{cls.behind(tools, marker, most)}'
+        return f"calls: {cls._head(marker)} behind\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
         """See CallFormat: messages to the user, then the answer or a call."""
-        start, channel, _, message = map(marker, cls.markers)
-        head, said = f'({start} "assistant")? {channel}', f"{message} FREE?"
-        told = f'told: {head} "commentary" {said} {marker("<|end|>")}\nFREE: /{ANY}/'
-        last = f'last: {head} ("final" {said} | behind)'
-        return f"calls: told{{0,8}} last\n{told}\n{last}\n{cls.behind(tools, marker, most)}"
+        head, content = cls._head(marker), f"{marker(cls._MESSAGE)} FREE?"
+        preamble = f"told: {head} {lark(cls._CALLS)} {content} {marker(cls._END)}\nFREE: /{ANY}/"
+        last = f"last: {head} ({lark(cls._ANSWERS)} {content} | behind)"
+        return f"calls: told{{0,8}} last\n{preamble}\n{last}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
         """See CallFormat."""
-        start, channel, _, message = map(marker, cls.markers)
-        return f'({start} "assistant")? {channel} "final" {message}'
+        return f"{cls._head(marker)} {lark(cls._ANSWERS)} {marker(cls._MESSAGE)}"
 
     def _reading(self) -> Steps[None]:
-        while (opener := (yield from self._until("<|start|>assistant", "<|channel|>", "<|end|>"))) is not None:
-            if opener == "<|end|>":
+        openers = (self._START + self._ROLE, self._CHANNEL, self._END)
+        while (opener := (yield from self._until(*openers))) is not None:
+            if opener == self._END:
                 self._mark = None
                 continue
             yield from self._attempt(self._message())
 
     def _message(self) -> Steps[None]:
         header = ""
-        while not (yield from self._optional("<|message|>")):
+        while not (yield from self._optional(self._MESSAGE)):
             char = yield from self._next(solid=False)
             if not char or len(header) == _HEADER:
                 raise Malformed
             header += char
             self._at += 1
-        to = re.search(r" to=functions\.([A-Za-z0-9_-]{1,64})(?![A-Za-z0-9_-])", header)
-        if " to=" not in header:
+        recipient = regex(self._RECIPIENT + self._FUNCTIONS)
+        tool = re.search(rf"{recipient}([A-Za-z0-9_-]{{1,64}})(?![A-Za-z0-9_-])", header)
+        if self._RECIPIENT not in header:
             self._mark = None  # content follows
-        elif to is not None and to[1] in self._tools:
-            yield from self._arguments(to[1])
+        elif tool is not None and tool[1] in self._tools:
+            yield from self._arguments(tool[1])
         else:
             raise Malformed
