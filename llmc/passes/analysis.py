@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 
 import numpy as np
 
@@ -86,27 +87,39 @@ def is_pointwise(n: Node) -> bool:
     return n.op.scalar is not None and n.op.name not in ("softmax", "rms_norm", "layer_norm") and not n.op.writes
 
 
-def weight_only(g: Graph) -> set[Value]:
-    """Return the values that depend on at least one weight and otherwise only on constants."""
-    known = {v for v in g.inputs if v.weight}
-    plain: set[Value] = set()
-    for n in g.nodes:
-        if n.op.writes or any(v.type.state for v in n.operands):
+class Origin(IntEnum):
+    """What a value depends on: the largest of what its operands depend on."""
+
+    CONSTANTS = 0
+    WEIGHTS = 1
+    INPUTS = 2
+
+
+def origin(v: Value, known: dict[Value, Origin] | None = None) -> Origin:
+    """Return what a value depends on: constants alone, weights (and constants), or inputs and states of a step.
+
+    `known` keeps the answers for values of the same graph, which may share operands.
+    """
+    known = {} if known is None else known
+    todo = [v]
+    while todo:
+        u = todo[-1]
+        if u.node is None or u.type.state or u.node.op.writes:
+            known[u] = Origin.WEIGHTS if u.weight else Origin.INPUTS
+        elif missing := [o for o in u.node.operands if o not in known]:
+            todo += missing
             continue
-        if not n.operands:
-            plain |= set(n.results)
-        elif all(v in known or v in plain for v in n.operands):
-            (known if any(v in known for v in n.operands) else plain).update(n.results)
-    return known
+        else:
+            known[u] = max((known[o] for o in u.node.operands), default=Origin.CONSTANTS)
+        todo.pop()
+    return known[v]
 
 
-def depends_on_weights_alone(v: Value) -> bool:
-    """Like `weight_only` for a single value, by walking its operands; a value without operands counts as well."""
-    if v.node is None:
-        return v.weight
-    if v.node.op.writes or not v.node.operands:
-        return not v.node.operands
-    return all(depends_on_weights_alone(o) for o in v.node.operands)
+def weight_only(g: Graph) -> set[Value]:
+    """Return the values of a graph that depend on at least one weight and otherwise only on constants."""
+    known: dict[Value, Origin] = {}
+    values = [*g.inputs, *(r for n in g.nodes for r in n.results)]
+    return {v for v in values if origin(v, known) is Origin.WEIGHTS}
 
 
 def same_type(a: Type, b: Type) -> bool:

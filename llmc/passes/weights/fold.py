@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.ir.graph import Graph, Module, Node, Value
-from llmc.passes.analysis import const_value, depends_on_weights_alone, made_by
+from llmc.passes.analysis import Origin, const_value, made_by, origin
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import Build, Match, Pat, Rewrite, Rule, Simplify, apply, const, through
 
@@ -24,7 +24,7 @@ def _into_weight(m: Match) -> str | None:
     w, c = m["w"], m["c"]
     if w.type.format is not None:
         return f"the weight has codes ({w.type.format.name})"
-    if not depends_on_weights_alone(w):
+    if origin(w) is Origin.INPUTS:
         return "the second operand is not a weight"
     if w.type.dtype not in ("f32", "f64") and not _power_of_two(c):
         return f"{w.type.dtype} cannot hold the weight times {c:g} exactly"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.ir.graph import Graph, Module, Node, Value
-from llmc.passes.analysis import weight_only
+from llmc.passes.analysis import Origin, origin, weight_only
 from llmc.passes.base import Ctx, Pass
 
 
@@ -77,12 +77,8 @@ class _Lifted:
 def _origin(v: Value) -> str:
     """The name of the first weight that a value depends on."""
     while v.node is not None:
-        v = next((o for o in v.node.operands if _has_weight(o)), v.node.operands[0])
+        v = next((o for o in v.node.operands if origin(o) is Origin.WEIGHTS), v.node.operands[0])
     return v.name
-
-
-def _has_weight(v: Value) -> bool:
-    return v.weight if v.node is None else any(map(_has_weight, v.node.operands))
 
 
 def _lift(g: Graph, lifted: _Lifted) -> int:

@@ -16,7 +16,7 @@ from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
-from llmc.passes.analysis import depends_on_weights_alone
+from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
@@ -102,7 +102,7 @@ class Linear(CppKernel):
         if node.op.name != "packed_linear":
             return (
                 None
-                if depends_on_weights_alone(node.operands[1])
+                if origin(node.operands[1]) is not Origin.INPUTS
                 else "its second operand is not known at compile time"
             )
         rows, pair = (d.const or 0 for d in p.w.shape[2:])

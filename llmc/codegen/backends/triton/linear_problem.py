@@ -13,7 +13,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.ir.scalar import parse_expr, walk
 from llmc.ir.types import Type
-from llmc.passes.analysis import depends_on_weights_alone
+from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
@@ -64,7 +64,7 @@ class Product:
     @property
     def early(self) -> bool:
         """True where the weight may be read before the launches in front of this one have ended."""
-        return depends_on_weights_alone(self.node.operands[1])
+        return origin(self.node.operands[1]) is not Origin.INPUTS
 
     def tokens(self, env: Mapping[str, int]) -> int:
         return int(self.m.subs(env))
