@@ -28,8 +28,8 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MAX_LEN = 32768
-# Per target family: the dtype compiled for a checkpoint's dtype; CPU kernels multiply bfloat16, not float16.
-INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
+# Target family -> checkpoint dtype -> dtype that is compiled instead. CPU kernels multiply bfloat16, but not float16.
+SUBSTITUTE_DTYPES: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
 
 
 def compile_model(
@@ -50,14 +50,13 @@ def compile_model(
     job = start(model, Path(output), options or Options(), force, console or Quiet())
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
-    entry = reuse.find()
-    if entry is not None:
-        reuse.place(entry, job.output, force)
-        job.done("reuse", f"an equal artifact from {entry}")
+    if (entry := reuse.find()) is not None:
+        reuse.restore(job.output, force)
+        job.done("reuse", f"linked an identical artifact from {entry}")
         job.summary.facts |= facts_of(Manifest.load((job.output / "manifest.json").read_bytes()))
         return job.summary
     manifest = job.run()
-    reuse.keep(job.output)
+    reuse.store(job.output)
     job.summary.facts |= facts_of(manifest)
     return job.summary
 
@@ -85,10 +84,10 @@ def with_limits(o: Options, target: Target) -> Options:
 
 def locate_model(model: str | Path, o: Options, console: Console) -> Located:
     """Return the model's folder, downloading it first if `model` is a hub id (see `locate`)."""
-    at = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
-    if at.commit:
-        console.note(f"{at.name} at commit {at.commit}: {at.folder}")
-    return at
+    located = locate(model, o.hub, o.weights == "packed", lambda done, of: console.part("fetch", done, of, "B"))
+    if located.commit:
+        console.note(f"{located.name} located commit {located.commit}: {located.folder}")
+    return located
 
 
 def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,7 +154,13 @@ class Compilation:
         dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
-            self.model, dtype, o.max_model_len, self.tokens, self.rows, o.layers, INSTEAD.get(self.target.family, {})
+            self.model,
+            dtype,
+            o.max_model_len,
+            self.tokens,
+            self.rows,
+            o.layers,
+            SUBSTITUTE_DTYPES.get(self.target.family, {}),
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
@@ -171,7 +176,9 @@ class Compilation:
             defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
             self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
         if f.layers:
-            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} only; its output is not the model's")
+            self.note(
+                f"--layers: {Source('', '', '', {}, *f.layers).part} only; the output differs from the full model's"
+            )
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
@@ -197,8 +204,8 @@ class Compilation:
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
-        self.done("passes", record.words())
-        for line in ctx.told:
+        self.done("passes", record.summary())
+        for line in ctx.notes:
             self.note(line)
 
     def build(self, module: Module) -> Any:
@@ -258,14 +265,16 @@ class Compilation:
         return manifest
 
     def compile_report(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
-        """The options and decisions of the compile, for the artifact's report. It holds no time and no path, so that
-        equal compiles give equal reports. toolchains: compiler name -> version."""
+        """Return the options and decisions of the compile, for the artifact's report.
+
+        It contains no times and no paths, so that equal compiles give equal reports. toolchains: compiler -> version.
+        """
         options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains)}
 
 
 def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
-    """The versions that an artifact depends on: ours, the tracer's, and those of the compilers."""
+    """Return the versions that an artifact depends on: llmc, torch, transformers and the compilers."""
     from importlib.metadata import version
 
     return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
@@ -287,7 +296,7 @@ def random_seed(weights: str) -> int | None:
     if kind == "random" and seed.isdigit():
         return int(seed)
     if colon or kind not in ("packed", "none"):
-        raise Diagnostic("E127", f"--weights {weights!r} is not known", "use packed, none or random:SEED")
+        raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
     return None
 
 
@@ -314,7 +323,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
-            raise Diagnostic("E328", cause, "give the checkpoint of the model that the artifact was compiled from")
+            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")
     with Checkpoint(traced) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
@@ -352,5 +361,5 @@ def run_command(artifact: Path, target: str, arch: str) -> str:
     family = target.partition(":")[0]
     if family == "hip":
         return ""
-    where = f", where the GPU is {arch}" if family == "cuda" else ""
-    return f"next{where}: llmc-run {artifact} --prompt 'Hello'"
+    machine = f", on a machine with an {arch} GPU" if family == "cuda" else ""
+    return f"next{machine}: llmc-run {artifact} --prompt 'Hello'"

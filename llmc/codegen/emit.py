@@ -1,4 +1,4 @@
-"""Helpers shared by the emitters of all languages: sizes by position, the header line of a kernel, strides."""
+"""Helpers of the emitters of all languages: sizes by position, the header line of a kernel, strides."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def indent(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
 
 
-def refused(node: Node, dtypes: Sequence[str]) -> str | None:
+def unsupported_dtype(node: Node, dtypes: Sequence[str]) -> str | None:
     """Return why a kernel of these dtypes does not support the node's values, or None."""
     for v in [*node.operands, *node.results]:
         if v.type.format is not None:

@@ -222,7 +222,7 @@ class Builder:
     def __getattr__(self, name: str) -> Any:
         """Return a function that adds a node of the op with this name; a trailing underscore is dropped."""
         if name.startswith("__") or name.rstrip("_") not in self.ops:
-            raise AttributeError(f"no op {name!r}")
+            raise AttributeError(f"there is no op {name!r}")
         op = self.ops[name.rstrip("_")]
 
         def build(*operands: Value, **attrs: Any) -> Any:

@@ -26,7 +26,7 @@ def _linear_example(rng: Any) -> Any:
     example=_linear_example,
 )
 def linear(x: Any, w: Any) -> Any:
-    """x @ w.T. A quantised w is dequantised first, as its format says."""
+    """x @ w.T. A quantised w is dequantised first, according to its format."""
     return x @ w.T
 
 
@@ -54,10 +54,10 @@ def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result:
 
 
 def check_epilogue(body: Any, arity: int) -> None:
-    """Raise Mismatch unless the body is pointwise over `arity` operands: an epilogue sees one tile, not a whole row."""
+    """Raise Mismatch unless the body is pointwise over `arity` operands: an epilogue computes on one tile."""
     for e in walk(body):
         if e.fn.startswith("row_"):
-            raise Mismatch(f"{e.fn} in an epilogue: it sees one tile, not the row")
+            raise Mismatch(f"{e.fn} in an epilogue, which computes on one tile, not on whole rows")
         if e.fn == "arg" and e.args[0] >= arity:
             raise Mismatch(f"the body reads a{e.args[0]}, but there are {arity} values")
 
@@ -147,11 +147,6 @@ def _linear_combine_example(rng: Any) -> Any:
 def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
     """Sum the parts of linear_split in order, and apply the epilogue of linear_map to the sum a0 and the extras."""
     return evaluate(parse_expr(body), NUMPY, [partial.sum(0), *extras])
-
-
-def rows_of(w: Type, parts: int) -> Dim | None:
-    """The number of rows of each part, or None if the rows of `w` are not divisible."""
-    return w.shape[0].divide(parts)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

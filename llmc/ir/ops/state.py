@@ -80,7 +80,7 @@ def _begin_example(rng: Any) -> Any:
     example=_begin_example,
 )  # fmt: skip
 def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, tokens: Dim, page: int) -> Any:
-    """row_spans, and row_ids and row_slots of its tokens: all that the first layer needs."""
+    """row_spans, and row_ids and row_slots of its tokens: everything that the first layer needs."""
     starts, token_row, positions = row_spans.ref(rows, qlens, length, tokens=tokens)
     ids = row_ids.ref(history, token_row, positions)
     return starts, token_row, positions, ids, row_slots.ref(pages, token_row, positions, page=page)

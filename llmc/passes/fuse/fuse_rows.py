@@ -1,4 +1,4 @@
-"""Fuses what a step reads of its rows before the first layer into one launch."""
+"""Fuses the ops that read the device rows at the beginning of a step into one launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class FuseRows(Pass):
 def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
     ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
     if ids is None or slots is None:
-        ctx.miss("fuse-rows", spans, f"no {'row_ids' if ids is None else 'row_slots'} of an input reads it")
+        ctx.miss(
+            "fuse-rows",
+            spans,
+            f"its results are not read by a {'row_ids' if ids is None else 'row_slots'} of a graph input",
+        )
         return 0
     if not ctx.allows(spans) or not ctx.spend():
         return 0
