@@ -6,13 +6,16 @@ request. For each load it reports: goodput (requests a second that completed wit
 peak, latencies of completed and of refused requests, and CPU time of the front, the engine and this client. The client
 shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
 
-The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate.
+The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
+peak is measured again beside each load, before and after it, since the speed of a machine drifts; a load's share is
+its goodput over the mean of the two. Lengths of answers vary, so that requests do not end together.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import json
 import os
 import random
@@ -121,8 +124,8 @@ class Client:
     """Sends requests to one server over kept connections, or a new one each; one thread, sockets and epoll alone, so
     that it takes little of a machine that the server shares."""
 
-    def __init__(self, port: int, keep: bool, request: bytes) -> None:
-        self._port, self._keep, self._request = port, keep, request
+    def __init__(self, port: int, keep: bool, requests: Sequence[bytes]) -> None:
+        self._port, self._keep, self._requests = port, keep, itertools.cycle(requests)
         self._poll = select.epoll()
         self._idle: list[Link] = []
         self._busy: dict[int, Link] = {}
@@ -137,7 +140,7 @@ class Client:
         link, events = self._idle.pop() if self._idle else None, select.EPOLLIN
         fresh = link is None
         link = link or Link(self._port)
-        link.start(self._request, now)
+        link.start(next(self._requests), now)
         try:
             events |= 0 if link.send() else select.EPOLLOUT
         except OSError:
@@ -248,10 +251,16 @@ def _cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-def request_of(args: argparse.Namespace, keep: bool) -> bytes:
-    """A completion of token ids, as bytes; without a kept connection it says so."""
+def requests_of(args: argparse.Namespace, keep: bool) -> list[bytes]:
+    """Completions of token ids, as bytes, whose answers are half to one and a half of `output_len` tokens long."""
+    lengths = range(args.output_len // 2, args.output_len * 3 // 2 + 1)
+    return [_request(args, keep, length) for length in random.Random(5).sample(lengths, len(lengths))]
+
+
+def _request(args: argparse.Namespace, keep: bool, length: int) -> bytes:
+    """One completion of `length` tokens; without a kept connection it says so."""
     ids = [random.Random(7).randrange(10, 400) for _ in range(args.input_len)]
-    body = {"prompt": ids, "max_tokens": args.output_len, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": ids, "max_tokens": length, "ignore_eos": True, "temperature": 0}
     data = json.dumps(body).encode() + b" " * args.padding
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     head += "Content-Type: application/json\r\nUser-Agent: bench\r\nAccept: */*\r\n"
@@ -290,24 +299,28 @@ def offered(client: Client, server: Server, rate: float, seconds: float) -> tupl
 
 def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     """Every load over one kind of connections."""
-    client = Client(server.port, keep, request_of(args, keep))
+    client = Client(server.port, keep, requests_of(args, keep))
     logs, costs = [], []
-    for width in args.widths:
+
+    def peak(width: int) -> float:
         before = server.cpu()[0]
         log, ended = closed(client, width, args.seconds)
         logs.append(log.done)
         costs.append((server.cpu()[0] - before) / max(1, ended))
-    best, cost = max(logs, key=len), min(costs)
-    peak, took = len(best) / args.seconds, statistics.median(took for _, took in best)
-    objective = 3 * took + args.queue / peak
+        return len(log.done) / args.seconds
+
+    last, width = max((peak(w), w) for w in args.widths)
+    took = statistics.median(took for _, took in max(logs, key=len))
+    objective = 3 * took + args.queue / last
     mode = "kept" if keep else "new"
-    print(f"{mode}: peak {peak:.1f}/s at {1e3 * took:.0f} ms, objective {objective:.2f} s", file=sys.stderr)
+    print(f"{mode}: peak {last:.1f}/s at {1e3 * took:.0f} ms, objective {objective:.2f} s", file=sys.stderr)
     rows = []
     for load in args.loads:
-        log, cpu = offered(client, server, load * peak, args.seconds)
-        rows.append(row(mode, load, load * peak, peak, log, cpu, args.seconds, objective, cost))
+        rate = load * last
+        log, cpu = offered(client, server, rate, args.seconds)
+        before, last = last, peak(width)
+        rows.append(row(mode, load, rate, (before + last) / 2, log, cpu, args.seconds, objective, min(costs)))
         print(line(rows[-1]), file=sys.stderr, flush=True)
-        time.sleep(1.0)
     return rows
 
 

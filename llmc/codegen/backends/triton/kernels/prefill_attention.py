@@ -128,17 +128,18 @@ def attend_causal(
     if WINDOW:
         lowest = tl.maximum(tl.min(tl.where(positions >= 0, positions, FAR), 0) - (WINDOW - 1), 0)
     begin = lowest // KEYS_PER_TILE * KEYS_PER_TILE
-    pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
+    whole = begin
     if not WINDOW:
         whole = (tl.min(tl.where(exists, positions, FAR), 0) + 1) // KEYS_PER_TILE * KEYS_PER_TILE
+    pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
+    if not WINDOW:
         running_max, running_sum, acc, pages = attend_range(
             query, kv_ptr, page_table_ptr, begin, whole, end, lowest, positions, running_max, running_sum, acc, pages,
             False, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
             INTERPRET,
         )  # fmt: skip
-        begin = whole
     running_max, running_sum, acc, pages = attend_range(
-        query, kv_ptr, page_table_ptr, begin, end, end, lowest, positions, running_max, running_sum, acc, pages,
+        query, kv_ptr, page_table_ptr, whole, end, end, lowest, positions, running_max, running_sum, acc, pages,
         True, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
         INTERPRET,
     )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Two checkouts of this repository measured in turns on one GPU: did a change make anything slower?
+
+    python -m bench.gpu.compare OLD_CHECKOUT --artifacts DIR --old-artifacts DIR --out DIR [--rounds N] [--limit S]
+
+Each round runs the engine suites of every model in both checkouts, in the order old, new and then new, old. Each run is
+a process of its own with its checkout's compiler and runtime; the artifacts were compiled beforehand by each checkout
+(`python -m bench.gpu --compile-only`). DIR gets the rows of every run and compare.md: medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu.plan import DEFAULT_MODELS
+from bench.gpu.rows import Row, read
+
+ROOT = Path(__file__).resolve().parents[2]
+Key = tuple[str, str, str, str]  # suite, model, case, unit
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkouts and the artifacts that it compiled."""
+
+    name: str
+    checkout: Path
+    artifacts: Path
+
+    def run(self, part: str, model: str, out: Path, options: list[str], seconds: float) -> list[Row]:
+        """Measure one part of a model ("engine" or "start") and return its rows; a failed run returns what it wrote."""
+        command = [sys.executable, "-m", "bench.gpu.worker", part, model, "{}"]
+        command += ["--artifacts", str(self.artifacts), "--out", str(out), *options]
+        site = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p and not Path(p).is_relative_to(ROOT)]
+        env = os.environ | {"PYTHONPATH": ":".join([str(self.checkout), str(self.checkout / "runtime"), *site])}
+        try:
+            done = subprocess.run(command, cwd=self.checkout, env=env, timeout=seconds, check=False)
+            if done.returncode:
+                print(f"FAILED: {part} of {model} in the {self.name} checkout: exit {done.returncode}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"FAILED: {part} of {model} in the {self.name} checkout: out of time", flush=True)
+        return read(out / "rows.jsonl")
+
+
+def runs(
+    sides: tuple[Side, Side], parts: list[str], models: list[str], rounds: int
+) -> Iterator[tuple[int, Side, str, str]]:
+    """Yield (round, side, part, model) so that each side is first in every other round."""
+    for number in range(rounds):
+        for part in parts:
+            for model in models:
+                for side in sides[:: 1 if number % 2 == 0 else -1]:
+                    yield number, side, part, model
+
+
+def table(samples: dict[str, dict[Key, list[float]]]) -> str:
+    """Return Markdown: the medians of both sides and new / old, as times or as rates."""
+    lines = [
+        "| suite | model | case | unit | old | new | new / old | runs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for key in sorted(samples["old"].keys() & samples["new"].keys()):
+        old, new = (statistics.median(samples[s][key]) for s in ("old", "new"))
+        count = f"{len(samples['old'][key])} + {len(samples['new'][key])}"
+        lines.append(f"| {' | '.join(key)} | {old:.4g} | {new:.4g} | {new / old:.3f} | {count} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(prog="python -m bench.gpu.compare", description="Compare two checkouts on this GPU.")
+    ap.add_argument("old", type=Path, metavar="OLD_CHECKOUT")
+    ap.add_argument("--artifacts", type=Path, required=True, metavar="DIR", help="NAME.llmc compiled by this checkout")
+    ap.add_argument("--old-artifacts", type=Path, required=True, metavar="DIR", help="compiled by OLD_CHECKOUT")
+    ap.add_argument("--out", type=Path, required=True, metavar="DIR", help="rows of every run and compare.md")
+    ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B")
+    ap.add_argument("--parts", default="engine", metavar="A,B", help="engine (decode, prefill, offline), start")
+    ap.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each checkout; default 3")
+    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="of everything; default 570")
+    a, options = ap.parse_known_args()
+    sides = (Side("old", a.old.resolve(), a.old_artifacts.resolve()), Side("new", ROOT, a.artifacts.resolve()))
+    begin, samples = time.monotonic(), {s.name: defaultdict(list) for s in sides}
+    for number, side, part, model in runs(sides, a.parts.split(","), a.models.split(","), a.rounds):
+        left = a.limit - (time.monotonic() - begin)
+        print(f"[{time.monotonic() - begin:6.1f} s] round {number}, {side.name}: {part} of {model}", flush=True)
+        if left < 20:
+            print("FAILED: out of time; the table holds fewer rounds", flush=True)
+            break
+        out = a.out.resolve() / f"{number}-{side.name}-{part}-{model}"
+        for row in side.run(part, model, out, options, left):
+            samples[side.name][row.suite, row.model, row.case, row.unit].append(row.measured)
+        (a.out / "compare.md").write_text(table(samples))
+    print((a.out / "compare.md").read_text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
