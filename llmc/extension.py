@@ -1,8 +1,8 @@
 """How packages extend the compiler.
 
 A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text
-that is imported when the name is first looked up; importing a package registers nothing. If two packages offer the same
-name, loading raises an error, so the order of installation never matters.
+that is imported when the name is first looked up; importing a package registers nothing. If two packages provide the
+same name, loading raises an error, so the order of installation never matters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EMPTY: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Extension:
-    """What one package offers: for each kind, a mapping from names to "module:object" texts.
+    """The contributions of one package: for each kind, a mapping from names to "module:object" texts.
 
     ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. toolchains: for each kernel language, a
     function of a `Target` that returns its `Toolchain`. targets: functions without parameters that return a `Target`.
@@ -66,7 +66,7 @@ def resolve(text: str, what: str = "") -> Any:
         ) from e
 
 
-class Offers(Mapping[str, Any]):
+class Contributions(Mapping[str, Any]):
     """All names of one kind; looking one up imports its object. llmc's own come first, then packages by name."""
 
     def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
@@ -90,15 +90,15 @@ class Offers(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Registry:
-    """The offers of all extensions, by kind. Immutable."""
+    """The contributions of all extensions, by kind. Immutable."""
 
-    ops: Offers
-    passes: Offers
-    kernels: Offers
-    toolchains: Offers
-    targets: Offers
-    schemes: Offers
-    pipelines: Offers
+    ops: Contributions
+    passes: Contributions
+    kernels: Contributions
+    toolchains: Contributions
+    targets: Contributions
+    schemes: Contributions
+    pipelines: Contributions
     extensions: tuple[Extension, ...]
 
     def opset(self) -> Mapping[str, Any]:
@@ -123,14 +123,14 @@ class Registry:
 
 
 def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
-    cause = f"{kind} {name!r} is offered by both {first} and {second}"
+    cause = f"{kind} {name!r} is provided by both {first} and {second}"
     return Diagnostic("E422", cause, f"uninstall one of them, or rename it in {second}")
 
 
 def combine(extensions: Iterable[Extension]) -> Registry:
-    """Merge extensions into one registry; raises Diagnostic E422 if two offer the same name of a kind."""
+    """Merge extensions into one registry; raises Diagnostic E422 if two provide the same name of a kind."""
     members = tuple(extensions)
-    offers = {}
+    contributions = {}
     for kind in KINDS:
         texts: dict[str, str] = {}
         owner: dict[str, str] = {}
@@ -139,8 +139,8 @@ def combine(extensions: Iterable[Extension]) -> Registry:
                 if name in texts:
                     raise _clash(_singular(kind), name, owner[name], e.name)
                 texts[name], owner[name] = text, e.name
-        offers[kind] = Offers(_singular(kind), MappingProxyType(texts), literal=kind == "pipelines")
-    return Registry(**offers, extensions=members)
+        contributions[kind] = Contributions(_singular(kind), MappingProxyType(texts), literal=kind == "pipelines")
+    return Registry(**contributions, extensions=members)
 
 
 def load(more: Iterable[Extension] = ()) -> Registry:

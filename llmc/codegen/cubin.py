@@ -1,4 +1,4 @@
-"""The parameter table of a CUDA binary, read from its ELF file, and its comparison with what a launch passes."""
+"""Reads the parameter table of a CUDA binary from its ELF file, and compares it with the launches of the kernel."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def read_entry(binary: bytes, entry: str) -> Entry:
 
 
 def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0) -> None:
-    """Compare what launches of a source pass with what its binary takes.
+    """Compare the parameters that launches of a source pass with those of its binary.
 
     scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises
     Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows, or
-    if the cluster is not the binary's, has no or too many blocks, or does not divide the grid.
+    if the cluster differs from the binary's, has an invalid number of blocks, or does not divide the grid.
     """
     expected = passed(source)
     try:

@@ -48,7 +48,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, Sizes, str, str]:
-        """What identifies the measurement: everything except the time."""
+        """The identity of the measurement: all fields except the time."""
         return self.target, self.node, self.sizes, self.kernel, self.schedule
 
     def line(self) -> str:

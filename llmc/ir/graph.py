@@ -157,12 +157,6 @@ class Graph:
         old.uses = []
         self.outputs = [new if v is old else v for v in self.outputs]
 
-    def set_operand(self, node: Node, index: int, value: Value) -> None:
-        """Replace one operand of `node`, updating use lists."""
-        node.operands[index].uses.remove(node)
-        node.operands[index] = value
-        value.uses.append(node)
-
     def erase(self, node: Node) -> None:
         """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"

@@ -120,7 +120,7 @@ def _position(out: Sequence[Pass], name: str, item: str) -> int:
     at = [i for i, p in enumerate(out) if p.name == name]
     if not at:
         names = ", ".join(p.name for p in out) or "nothing"
-        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"it has: {names}")
+        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"its passes: {names}")
     return at[-1] if item.startswith("after") else at[0]
 
 

@@ -9,7 +9,7 @@ Patterns use the ops' names. They are matched from the root upwards, in both ord
         when=lambda m: None if m["w"].type.rank == 1 else f"the weight has rank {m['w'].type.rank}")
 
 `p.x` binds a value; if the name occurs again, it must be the same value, up to widening casts. `p.op(..., attr=...)`
-requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match must have no readers outside of it.
+requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match must not have readers outside of it.
 """
 
 from __future__ import annotations

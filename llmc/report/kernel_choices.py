@@ -40,13 +40,13 @@ def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) ->
         if count
     ]
     launches = sum(count.total() for count in counts.values())
-    where = (
+    summary = (
         f"{count_noun(launches, 'launch', 'launches')} in {count_noun(len(uses), 'program')}"
         if uses
         else "runs the launches"
     )
     source = a.kernel_source(k.hash)
-    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": where, "uses": uses, "source": source}
+    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": summary, "uses": uses, "source": source}
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:

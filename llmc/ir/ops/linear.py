@@ -41,11 +41,11 @@ def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
-    return _epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
 
 
-def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
-    """Check an epilogue over that many accumulators and the extras, and return its result types; raises Mismatch."""
+def epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
+    """Check an epilogue over `accumulators` values and the extras; return its result types. Raises Mismatch."""
     check_epilogue(parse_expr(body), accumulators + len(extras))
     for e in extras:
         if broadcast_shapes([result.shape, e.shape]) != result.shape:
@@ -132,7 +132,7 @@ def linear_split(x: Any, w: Any, *, splits: int) -> Any:
 
 
 def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    return _epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
+    return epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
 
 
 def _linear_combine_example(rng: Any) -> Any:

@@ -14,8 +14,8 @@ import numpy as np
 
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.common import NUMPY, broadcast_shapes
-from llmc.ir.ops.linear import check_epilogue
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.linear import epilogue_type
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -78,12 +78,7 @@ def _packed_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
         raise Mismatch(
             f"{wp} does not contain {parts} x {n} rows of {env['k']}: expected [{', '.join(map(str, expected))}]"
         )
-    shape = (*env["*b"], n)
-    check_epilogue(parse_expr(attrs["body"]), parts + len(extras))
-    for e in extras:
-        if broadcast_shapes([shape, e.shape]) != shape:
-            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
-    return [Type(attrs["dtype"] or x.dtype, shape)]
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
 
 
 def _packed_example(rng: Any) -> Any:

@@ -124,7 +124,7 @@ def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
         raise NoMatch("keys and values are slices of two different products")
     first = [u for u in y.uses if u.op.name == "slice" and u.attrs["start"] == 0 and u.attrs["axis"] % 2 == 1]
     if len(first) != 1 or first[0] in (k.cut, v.cut):
-        raise NoMatch("the product has no slice of queries in front of keys and values")
+        raise NoMatch("the product has no slice of queries before those of keys and values")
     q = _trace_forward(g, first[0])
     spans = [(p.cut.attrs["start"], p.cut.attrs["stop"]) for p in (q, k, v)]
     if [a for a, _ in spans] != [0, spans[0][1], spans[1][1]] or spans[2][1] != y.type.shape[1]:

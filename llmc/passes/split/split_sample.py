@@ -23,7 +23,7 @@ _OPERANDS = (
 
 def _fixed(m: Match) -> str | None:
     v = m["logits"].type.shape[1]
-    return None if v.const is not None else f"the vocabulary {v} has no fixed size"
+    return None if v.const is not None else f"the size {v} of the vocabulary is not constant"
 
 
 @dataclass(frozen=True)

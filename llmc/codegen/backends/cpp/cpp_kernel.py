@@ -1,4 +1,4 @@
-"""The base class of C++ kernels, and what their emitters share: dtypes and inlining of headers."""
+"""The base class of C++ kernels, and helpers of their emitters: dtypes and inlining of headers."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ class Problem:
 
     @staticmethod
     def of(node: Node) -> Problem:
+        """Read the problem from a paged attention node."""
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
         g, page, d = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"

@@ -44,11 +44,13 @@ class PartialSums(Product):
 
     @staticmethod
     def of(node: Node) -> PartialSums:
+        """Read the problem from a linear_combine node."""
         shape = node.operands[0].type.shape
         return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
 
     @property
     def first(self) -> int:
+        """The index of the first epilogue operand."""
         return 1
 
 

@@ -78,7 +78,7 @@ class Gemv(TritonKernel):
         m = p.tokens(env)
         passes = -(-m // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
-        # A weight is converted once; a token's element, too, and then multiplied with the weights of all rows.
+        # Operations per weight: one conversion, and per token one product plus its share of converting and scaling x.
         steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))

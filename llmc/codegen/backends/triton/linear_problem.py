@@ -31,20 +31,24 @@ class Product:
 
     @staticmethod
     def of(node: Node) -> Product:
+        """Read the problem from a product node."""
         x, w = node.operands[0].type, node.operands[1].type
         parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
         return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
 
     @property
     def x(self) -> Type:
+        """The type of the left operand."""
         return self.node.operands[0].type
 
     @property
     def w(self) -> Type:
+        """The type of the weight."""
         return self.node.operands[1].type
 
     @property
     def out(self) -> Type:
+        """The type of the result."""
         return self.node.results[0].type
 
     @property
@@ -54,6 +58,7 @@ class Product:
 
     @property
     def extras(self) -> list[Type]:
+        """The types of the epilogue operands."""
         return [v.type for v in self.node.operands[self.first :]]
 
     @property
@@ -67,10 +72,12 @@ class Product:
         return depends_on_weights_alone(self.node.operands[1])
 
     def tokens(self, env: Mapping[str, int]) -> int:
+        """Return the number of tokens at the sizes `env`."""
         return int(self.m.subs(env))
 
     @property
     def weight_bytes(self) -> int:
+        """The bytes of the weight."""
         return self.parts * self.n * self.k * DTYPES[self.w.dtype].bits // 8
 
     def bytes(self, env: Mapping[str, int]) -> int:

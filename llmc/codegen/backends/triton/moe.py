@@ -64,30 +64,37 @@ class Experts:
 
     @property
     def w(self) -> Type:
+        """The type of the weights [experts, rows, columns]."""
         return self.node.operands[3].type
 
     @property
     def left(self) -> Type:
+        """The type of the left operand."""
         return self.node.operands[0].type
 
     @property
     def count(self) -> int:
+        """The number of experts."""
         return int(self.w.shape[0])
 
     @property
     def n(self) -> int:
+        """The number of weight rows per part."""
         return int(self.w.shape[1]) // self.parts
 
     @property
     def k(self) -> int:
+        """The number of weight columns."""
         return int(self.w.shape[2])
 
     @property
     def pairs(self) -> Dim:
+        """The number of (token, expert) pairs."""
         return self.node.operands[1].type.shape[0]
 
     @property
     def dot(self) -> str:
+        """The dtype of both factors in tl.dot: their own if equal, else float32."""
         return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
 
     def blocks(self, bm: int) -> Dim:
@@ -100,6 +107,7 @@ class Grouped(TritonKernel):
     """The base class of moe_up and moe_down."""
 
     def experts(self, node: Node) -> Experts:
+        """Return the problem of a node."""
         raise NotImplementedError
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -100,6 +100,7 @@ class PackedAttention(TritonKernel):
         return d, e
 
     def dot(self, node: Node) -> str:
+        """Return the Triton dtype of the factors of tl.dot: their own if equal, else float32."""
         q, k, v = (v.type for v in node.operands[:3])
         return element(k) if q.dtype == k.dtype == v.dtype else "tl.float32"
 

@@ -65,6 +65,7 @@ class Walk:
 
     @property
     def programs(self) -> Dim:
+        """The number of programs."""
         if self.last:
             return self.outer.ceildiv(self.across)
         return self.outer * self.inner.ceildiv(self.across)
@@ -89,9 +90,11 @@ class Walk:
         return [k, f"inside = there & (k < {self.u.sizes(self.n)})", f"place = base + {self.step('k')}"]
 
     def step(self, k: str) -> str:
+        """Print the offset of index `k` along the axis."""
         return times(k, self.inner, self.u.node.operands[0].type.numel, self.u.sizes)
 
     def loop(self, inner: list[str]) -> str:
+        """Print a loop along the axis around the statements `inner`."""
         body = "\n".join([*self.along(), *inner])
         return f"for at in range(0, {factored(self.n, self.u.sizes)}, {self.block}):\n{indent(body, 4)}"
 
@@ -128,6 +131,7 @@ class Lines(TritonKernel):
         return [{"rows": lines, "cols": block, "warps": 4}, {"rows": lines, "cols": max(1, block // 4), "warps": 1}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
+        """Return the number of programs of a schedule."""
         outer, _, inner = split(node)
         return outer.ceildiv(schedule["rows"]) if inner.const == 1 else outer * inner.ceildiv(schedule["rows"])
 
@@ -135,6 +139,7 @@ class Lines(TritonKernel):
         return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"])
 
     def finish(self, u: Unit, lines: list[str], helper: str = "") -> Code:
+        """Return the code made of these statements."""
         return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), helper, u.schedule["warps"])
 
 

@@ -74,6 +74,7 @@ class HeadKernel(TritonKernel):
         return roofline_us(node, target, env) + blocks * 2e-3 + schedule["rows"] * 2e-3
 
     def grid(self, u: Unit) -> tuple[Dim, ...]:
+        """Return the number of programs."""
         tokens, heads = self.heads(u.node)
         return ((tokens * heads).ceildiv(u.schedule["rows"]),)
 

@@ -44,10 +44,12 @@ START = MappingProxyType({"row_sum": "0.0", "row_mean": "0.0", "row_max": 'float
 
 
 def program(node: Node) -> RowProgram:
+    """Return the row program of a node, with constants folded."""
     return RowProgram(node, [fold(e) for e in expressions(node) or []])
 
 
 def reduces(p: RowProgram) -> bool:
+    """Whether a program contains reductions of the row."""
     return any(p.reduction(i) for i in p.dag.below(p.roots))
 
 
@@ -134,6 +136,7 @@ class Writer:
     # -- places ---------------------------------------------------------------------------------------------------
 
     def width(self) -> str:
+        """Print the size of a row."""
         return factored(self.p.space.row, self.u.sizes, self.far)
 
     def coordinates(self) -> list[str]:
@@ -219,6 +222,7 @@ class Writer:
         return f"t{i} = tl.sum({text}, {axis}{keep}){f' / {self.width()}' if fn == 'row_mean' else ''}"
 
     def store(self, k: int) -> str:
+        """The statement that stores result `k`."""
         v, root = self.p.count + k, self.p.roots[k]
         offset, mask = self.place(v)
         fn, args = self.p.dag.nodes[root]
@@ -228,6 +232,7 @@ class Writer:
         return f"tl.store(y{k}{offset}, {stored(value, kind, self.dtypes[v])}{mask})"
 
     def weight(self, i: int) -> bool:
+        """Whether argument node `i` is a weight, which may be loaded before the wait."""
         return self.u.node.operands[int(self.p.dag.nodes[i][1][0])].weight
 
     # -- bodies ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from math import prod
 
 from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.emit import merged
+from llmc.codegen.emit import merged, strided_view
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
@@ -39,6 +39,7 @@ class Moving(TritonKernel):
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in shapes]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
+        """Return the number of programs of a schedule."""
         rows, cols = self.space(node)
         return rows.ceildiv(schedule["rows"]) * cols.ceildiv(schedule["cols"])
 
@@ -64,6 +65,7 @@ class Moving(TritonKernel):
         return bounded(lines, u, (rows, r), (cols, c), far)
 
     def finish(self, u: Unit, lines: list[str]) -> Code:
+        """Return the code made of these statements."""
         return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), "", u.schedule["warps"])
 
 
@@ -73,24 +75,12 @@ def bounded(lines: list[str], u: Unit, row: tuple[Dim, int], col: tuple[Dim, int
     return ([*lines, f"inside = {' & '.join(tests)}"], "inside") if tests else (lines, "")
 
 
-def steps(node: Node) -> list[Dim]:
-    """Return the strides of operand 0 in elements."""
-    shape = node.operands[0].type.shape
-    return [product(shape[i + 1 :]) for i in range(len(shape))]
-
-
 def copied(node: Node) -> tuple[Axes, Dim]:
     """Return the result's axes with the operand's strides (merged if contiguous) and the first element's offset."""
-    step, start = steps(node), D(0)
     if node.op.name == "reshape":
-        return [(node.operands[0].type.numel, D(1))], start
-    if node.op.name == "transpose":
-        step = [step[p] for p in node.attrs["perm"]]
-    else:
-        axis = node.attrs["axis"] % len(step)
-        start = node.attrs["start"] * step[axis]
-        step[axis] = step[axis] * node.attrs["step"]
-    return merged(node.result.type.shape, step), start
+        return [(node.operands[0].type.numel, D(1))], D(0)
+    strides, start = strided_view(node)
+    return merged(node.result.type.shape, strides), start
 
 
 def crossed(axes: Axes) -> int | None:
@@ -252,6 +242,7 @@ class Take(Indexed):
         return self.finish(u, lines)
 
     def source(self, u: Unit, cols: Dim) -> str:
+        """Print the offset of column `col` of row `index` in the operand."""
         return f"index * {factored(cols, u.sizes)} + col"
 
 

@@ -64,10 +64,12 @@ class Unit:
 
     @property
     def pdl(self) -> bool:
+        """Whether the target has programmatic dependent launch."""
         return self.target.has(PDL)
 
     @property
     def interpret(self) -> bool:
+        """Whether the target is Triton's interpreter."""
         return self.target.has(INTERPRET)
 
     @property
@@ -110,10 +112,6 @@ class Unit:
         stages = stages or self.schedule.get("stages", 2)
         call = template.call(**arguments, DEPENDENT_LAUNCH=self.pdl)
         return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
-
-    def dot_operand(self, text: str) -> str:
-        """Convert an operand of tl.dot to float32 in the interpreter, which cannot multiply bfloat16."""
-        return f"{text}.to(tl.float32)" if self.interpret else text
 
 
 def element(t: Type) -> str:

@@ -147,7 +147,7 @@ struct Draw {
       return;
     }
   }
-  // Moves the threshold to the first id at which the mass of the larger ids reaches p of the total (at least one id).
+  // Moves the threshold to the id at which the cumulative mass, in descending order, reaches p of the total.
   void top_p(double p) {
     measure();
     double total = 0, have = 0;
